@@ -11,7 +11,7 @@ STAMP   = $(VENV)/.quire
 COMPILER = $(shell for c in $${CXX:-c++ g++ clang++}; do command -v $$c && break; done 2>/dev/null)
 NATIVE  = CMakeLists.txt pyproject.toml $(shell find native -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test exact lint docs parity gpu nixl fuzz browser ray manifests clients clients-installed bench clean help
+.PHONY: demo test exact lint docs parity gpu nixl fuzz browser ray manifests mooncake clients clients-installed bench clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | sort
@@ -65,6 +65,9 @@ clients:  ## clients from PyPI and, with Node.js, from npm against live servers 
 	@PYTHONPATH=$(VENV)-clients/agents $(VENV)-clients/bin/python -m pytest -W ignore \
 		-k "agents or pydantic" tests/clients/test_frameworks.py
 
+mooncake: $(STAMP)-mooncake  ## Mooncake Store with its own library and master (needs libibverbs1 and libnl)
+	@$(BIN)/python -m pytest -W ignore tests/mooncake
+
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) $(VENV)-clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f quire/_native*.so
@@ -106,6 +109,8 @@ $(STAMP)-manifests: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)manifests])
 $(STAMP)-ray: $(BIN)/python $(NATIVE)
 	$(call install,[test$(comma)ray])
+$(STAMP)-mooncake: $(BIN)/python $(NATIVE)
+	$(call install,[test$(comma)mooncake])
 clients-installed: $(STAMP)-clients $(STAMP)-agents $(STAMP)-npm
 # They need openai 3, which others refuse: before it on the path, in a folder of their own.
 $(STAMP)-agents: $(STAMP)-clients

@@ -32,6 +32,7 @@ from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import GROUPS
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.engine_stats import EngineStats
+from quire.base.kv_store import KVStoreStats, StoreFailure
 from quire.base.kv_transfer import Failure, TransferStats
 from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
 from quire.cli.serve import add_arguments
@@ -239,8 +240,9 @@ def metrics() -> str:
     """Return a table of the metrics a server shows."""
     rows, source = [], Metrics(("name",))
     counted = TransferStats(failures_total=tuple((one.value, 0) for one in Failure))
-    # A mixture, for its labels; what is shown only where blocks are exchanged.
-    source.see(EngineStats(expert_tokens_total=((0,),), transfer=counted))
+    stored = KVStoreStats(failures_total=tuple((one.value, 0) for one in StoreFailure))
+    # A mixture, for its labels; what is shown only where blocks are exchanged or shared.
+    source.see(EngineStats(expert_tokens_total=((0,),), transfer=counted, kv_store=stored))
     # A labelled metric that has counted nothing has no sample to read its labels from.
     collectors = source._shown._names_to_collectors
     for family in text_string_to_metric_families(source.text().decode()):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.base.kv_store import KVStoreStats
 from quire.base.kv_transfer import TransferStats
 
 # Upper ends of the histogram of what preemptions cost.
@@ -78,4 +79,5 @@ class EngineStats:
     # added from time to time).
     expert_tokens_total: tuple[tuple[int, ...], ...] = ()
     transfer: TransferStats | None = None  # None where no blocks are exchanged
+    kv_store: KVStoreStats | None = None  # None where there is no shared store
     last_step_ms: float = 0.0  # engine clock when the last step ended

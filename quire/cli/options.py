@@ -19,6 +19,7 @@ from quire.base.grammar import Grammar, grammar_of
 from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ModelConfig, SchedulerConfig
+from quire.config.kv_store import KVStoreConfig
 from quire.config.server_config import ServerConfig
 from quire.config.transfer import TransferConfig
 
@@ -79,7 +80,8 @@ def add_engine_arguments(
 def add_all_settings(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the flags of all config groups, those of the server included."""
     _add_model_and_file(parser)
-    add_flags(parser, ServerConfig, *_ENGINE_GROUPS, TransferConfig, skip=frozenset({"model"}))
+    groups = (*_ENGINE_GROUPS, TransferConfig, KVStoreConfig)
+    add_flags(parser, ServerConfig, *groups, skip=frozenset({"model"}))
 
 
 def _add_model_and_file(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,9 @@ from quire.cli.options import add_engine_arguments, engine_settings, positive_fl
 
 if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
+    from quire.obs.timing import Goals
+    from quire.obs.trace import Arrival
+    from quire.sim.load import RequestDefaults
     from quire.sim.machine import Machine
 
 _NOT_HERE = frozenset(
@@ -36,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     parser.add_argument("--png", default="", metavar="FILE", help="draw the result")
     _add_load(parser.add_argument_group("Load"))
+    _add_store(parser.add_argument_group("Engines that share a KV store"))
     _add_machine(parser.add_argument_group("Machine (default: MODEL is measured on this machine)"))
     add_engine_arguments(parser, skip=_NOT_HERE)
 
@@ -107,6 +111,39 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="probability that the first, second, ... draft token of a row is accepted, as in "
         "0.8,0.7,0.6, or a file of --record-plans to take it from; with --max-draft-tokens "
         "(default: no drafts)",
+    )
+
+
+def _add_store(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
+        "--engines",
+        type=positive_int,
+        default=1,
+        metavar="NUM",
+        help="simulate so many engines with and without a KV store that they share (default 1)",
+    )
+    section.add_argument(
+        "--store-gb-per-s",
+        type=float,
+        default=5.0,
+        metavar="NUM",
+        help="what an engine reads from the store, and writes to it, in a second (default 5)",
+    )
+    section.add_argument(
+        "--store-latency-ms",
+        type=float,
+        default=2.0,
+        metavar="NUM",
+        help="the time of a lookup and a fetch beside their bytes (default 2)",
+    )
+    section.add_argument(
+        "--store-size", default="1TiB", metavar="BYTES", help="what the store holds (default 1TiB)"
+    )
+    section.add_argument(
+        "--store-buffer-size",
+        default="16GiB",
+        metavar="BYTES",
+        help="host memory of an engine for blocks on their way (default 16GiB)",
     )
 
 
@@ -187,6 +224,8 @@ def run(arguments: argparse.Namespace) -> int:
         ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
         tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
     )
+    if arguments.engines > 1:
+        return _compare_stores(arguments, machine, config, trace, defaults, goals)
     comparison = Comparison(
         trace_name=path.name,
         trace=trace,
@@ -205,6 +244,62 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png:
         plot_policies(outcome, Path(arguments.png))
     show(outcome, comparison_text(outcome), as_json=arguments.json)
+    return SUCCESS if outcome["complete"] else INTERRUPTED
+
+
+def _compare_stores(
+    arguments: argparse.Namespace,
+    machine: Machine,
+    config: EngineConfig,
+    trace: Sequence[Arrival],
+    defaults: RequestDefaults,
+    goals: Goals,
+) -> int:
+    """Simulate several engines with and without a store, and print the table."""
+    from quire.base.errors import SettingError
+    from quire.config.flags import parse_bytes
+    from quire.obs.report import show
+    from quire.sim.compare import with_policy
+    from quire.sim.fleet import compare_stores, stores_text
+    from quire.sim.load import trace_requests
+    from quire.sim.shared_store import StoreSpec
+
+    given = [
+        flag
+        for flag, is_given in (
+            ("--light", arguments.light),
+            ("--draft-acceptance", arguments.draft_acceptance),
+            ("--png", arguments.png),
+            ("several --policy", len(arguments.policy) > 1),
+            ("several --speed", len(arguments.speed) > 1),
+        )
+        if is_given
+    ]
+    if given:
+        raise SettingError(
+            f"--engines is {arguments.engines} and {given[0]} is given, which a comparison of "
+            "stores does not have; leave one of them out"
+        )
+    requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
+    with _stop_on_interrupt() as should_stop:
+        outcome = compare_stores(
+            requests,
+            defaults,
+            machine,
+            with_policy(config, arguments.policy[0]),
+            num_engines=arguments.engines,
+            store=StoreSpec(
+                gb_per_s=arguments.store_gb_per_s,
+                latency_ms=arguments.store_latency_ms,
+                num_bytes=parse_bytes(arguments.store_size),
+                buffer_bytes=parse_bytes(arguments.store_buffer_size),
+            ),
+            goals=goals,
+            should_stop=should_stop,
+        )
+    if not outcome["runs"]:
+        raise KeyboardInterrupt
+    show(outcome, stores_text(outcome), as_json=arguments.json)
     return SUCCESS if outcome["complete"] else INTERRUPTED
 
 

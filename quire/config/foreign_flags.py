@@ -116,7 +116,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--swap-space": _HOST,
         "--kv-offloading-size": _HOST,
         "--kv-transfer-config": "engines that exchange KV blocks are set by --role and "
-        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path",
+        "--kv-transfer-key-file, KV blocks on disk by --kv-tier-path, and a store that engines "
+        "share by --kv-store",
         "--decode-context-parallel-size": _PIECES,
         "-dcp": _PIECES,
         "--prefill-context-parallel-size": _PIECES,

@@ -14,6 +14,7 @@ from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
 from quire.config.executor_config import ExecutorConfig
 from quire.config.kv_events import read_kv_events
+from quire.config.kv_store import KVStoreConfig
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
 from quire.config.transfer import TransferConfig
 
@@ -428,10 +429,13 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    kv_store: KVStoreConfig = field(default_factory=KVStoreConfig)
 
     def __post_init__(self) -> None:
         if self.transfer.is_on:
             self._check_transfer()
+        if self.kv_store.is_on:
+            self._check_store()
         if self.executor.num_ranks > 1:
             self._check_ranks()
         if self.executor.data_parallel_size > 1:
@@ -478,6 +482,7 @@ class EngineConfig:
             ("kv_tier_host_bytes", cache.kv_tier_host_bytes is not None),
             ("kv_events_config", cache.kv_events_config is not None),
             ("kv_transfer_key_file", self.transfer.is_on),
+            ("kv_store", self.kv_store.is_on),
         ):
             if is_given:
                 raise SettingError(
@@ -511,6 +516,44 @@ class EngineConfig:
                     "positions, are not exchanged yet: take --tensor-parallel-size, or leave one "
                     "of them out"
                 )
+
+    def _check_store(self) -> None:
+        """Raise SettingError for what a shared KV store does not support yet."""
+        given, cache, executor = "kv_store is given", self.cache, self.executor
+        for is_given, what, reason, advice in (
+            (
+                not cache.enable_prefix_caching,
+                "enable_prefix_caching is false",
+                "blocks in a store are found by their prefix",
+                "leave one of them out",
+            ),
+            (
+                self.transfer.is_on,
+                "kv_transfer_key_file is given",
+                "an engine fetches blocks in one of these ways for now",
+                "leave one of them out (engines of a pair may share a store without the exchange)",
+            ),
+            (
+                cache.kv_tier_fetch != "cost",
+                f"kv_tier_fetch is {cache.kv_tier_fetch}",
+                "kv_store_fetch decides for the disk tier too",
+                "set that, and leave kv_tier_fetch out",
+            ),
+            (
+                executor.executor == "torch",
+                "executor is torch",
+                "stores hold blocks of engines on CPUs for now",
+                "take --executor native, or leave it out",
+            ),
+            (
+                executor.num_ranks > 1,
+                executor.ranks_text,
+                "blocks of several ranks are not stored yet",
+                "leave one of them out",
+            ),
+        ):
+            if is_given:
+                raise SettingError(f"{given} and {what}, but {reason}: {advice}")
 
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""

@@ -188,6 +188,6 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
-def read_transfer_key(path: str) -> bytes:
+def read_transfer_key(path: str, setting_name: str = "kv_transfer_key_file") -> bytes:
     """Return the shared key in a file. Raises SettingError where it is not secret, or short."""
-    return read_shared_key(path, "kv_transfer_key_file")
+    return read_shared_key(path, setting_name)

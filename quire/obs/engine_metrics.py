@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import (
 
 from quire.base.clock import Clock
 from quire.base.engine_stats import EXPERT_TOKENS, PREEMPTION_COSTS_MS, EngineStats
+from quire.base.kv_store import BreakerState, KVStoreStats
 from quire.base.kv_transfer import TransferStats
 
 # The device's busy share is of so much time before a scrape, from samples so far apart.
@@ -67,6 +68,8 @@ class EngineCollector:
         yield _expert_tokens(stats)
         if stats.transfer is not None:
             yield from _transfers(stats.transfer)
+        if stats.kv_store is not None:
+            yield from _kv_store(stats.kv_store)
 
 
 class TenantCollector:
@@ -282,6 +285,58 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
     for reason, count in stats.failures_total:
         failures.add_metric((reason,), count)
     yield failures
+
+
+def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
+    """A KV store shared with other engines; only where there is one."""
+    for name, text, value in (
+        ("lookups", "Requests for which the shared store was asked", stats.lookups_total),
+        ("hit_blocks", "KV blocks that were asked for and stored", stats.hit_blocks_total),
+        (
+            "missed_blocks",
+            "KV blocks that were asked for and not stored",
+            stats.missed_blocks_total,
+        ),
+        ("fetched_blocks", "KV blocks fetched from the store", stats.fetched_blocks_total),
+        ("fetched_bytes", "Bytes fetched from the store", stats.fetched_bytes_total),
+        (
+            "disk_fetched_blocks",
+            "KV blocks fetched from this engine's disk tier before the store",
+            stats.disk_fetched_blocks_total,
+        ),
+        ("fetch_seconds", "Time in which blocks were fetched", stats.fetch_ms_total / 1000.0),
+        ("put_blocks", "KV blocks put into the store, or found there", stats.put_blocks_total),
+        ("put_bytes", "Bytes of these", stats.put_bytes_total),
+        ("claims", "Prompts that this engine claimed to compute for all", stats.claims_total),
+        (
+            "waits",
+            "Requests that waited for what another engine was computing",
+            stats.waited_total,
+        ),
+        (
+            "waits_in_vain",
+            "Of these, requests that computed it themselves in the end",
+            stats.waited_in_vain_total,
+        ),
+    ):
+        yield CounterMetricFamily(f"quire_kv_store_{name}", text, value=value)
+    failures = CounterMetricFamily(
+        "quire_kv_store_failures",
+        "What the store did not do; the blocks were computed",
+        labels=("reason",),
+    )
+    for reason, count in stats.failures_total:
+        failures.add_metric((reason,), count)
+    yield failures
+    breaker = GaugeMetricFamily(
+        "quire_kv_store_breaker",
+        "1 for the state of the circuit breaker: closed, the store is used; open, it is not after "
+        "failures; half_open, one call tries it",
+        labels=("state",),
+    )
+    for state in BreakerState:
+        breaker.add_metric((state.value,), float(state.value == stats.breaker))
+    yield breaker
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:

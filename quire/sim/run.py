@@ -7,6 +7,7 @@ machine and config give the same answers and times.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import QuireError, WorkerError
-from quire.base.records import RequestOutput, StepPlan
+from quire.base.records import RequestOutput, StepOutputs, StepPlan
 from quire.base.report import Field
 from quire.cache.chain import FIXED_KEY
 from quire.config.groups import EngineConfig
@@ -111,14 +112,13 @@ def simulate(
     ends = PlannedOutputs(factory.planned, num_slots=limits.max_num_seqs)
     runner = VirtualRunner(clock, machine.cost, ends, on_plan=on_plan)
     core = EngineCore(
-        scheduler, runner, plans_in_flight=limits.plans_in_flight, report=_report_nothing
+        scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report_nothing
     )
     replay = TraceReplay(core, clock, requests, factory)
     if on_accepted is not None:
         replay.on_accepted = partial(on_accepted, scheduler=scheduler)
-    run = replay.run(on_progress, should_stop)
-    run.busy_ms = runner.busy_ms
-    return run
+    replay.busy_ms = lambda: runner.busy_ms
+    return replay.run(on_progress, should_stop)
 
 
 class OnProgress(Protocol):
@@ -139,7 +139,8 @@ class TraceReplay:
     """Adds requests to the engine core as they arrive, steps it, and records results.
 
     Arrival times and `clock` share their zero. on_accepted: called with the number of each accepted
-    request.
+    request. on_outputs: called with the outputs of each step. wakes_at_ms: returns when something
+    is due that neither a step nor an arrival brings. busy_ms: returns how long steps took.
     """
 
     def __init__(
@@ -156,6 +157,10 @@ class TraceReplay:
         self._run = Run()
         self._next = 0
         self.on_accepted: Callable[[int], None] | None = None
+        self.on_outputs: Callable[[StepOutputs], None] | None = None
+        self.wakes_at_ms: Callable[[], float] = lambda: math.inf
+        self.busy_ms: Callable[[], float] = lambda: 0.0
+        self._stuck_since_ms: float | None = None
 
     def run(
         self,
@@ -163,32 +168,58 @@ class TraceReplay:
         should_stop: Callable[[], bool] | None = None,
     ) -> Run:
         """Run until all requests have arrived and ended, or until should_stop returns True."""
-        core, clock, requests = self._core, self._clock, self._jobs
-        stuck_since_ms: float | None = None
-        while self._next < len(requests) or core.has_work:
+        while True:
             if should_stop is not None and should_stop():
-                self._run.complete = False
+                self.stop()
                 break
-            if not core.has_work:
-                clock.wait_until(requests[self._next].arrival_ms)
-            if self._next < len(requests) and requests[self._next].arrival_ms <= clock.now_ms():
-                self._add_arrived()
-                self._report(on_progress)
-            self._expire()
-            if not core.has_work:
-                continue
-            outputs = core.step(clock.now_ms)
-            if outputs is None:
-                stuck_since_ms = self._wait(stuck_since_ms)
-                continue
-            stuck_since_ms = None
-            finished = [one for one in outputs.events if one.finish_reason is not None]
-            for output in finished:
-                self._end(output)
-            if finished:
-                self._report(on_progress)
-        self._run.stats, self._run.end_ms = core.stats(), clock.now_ms()
+            if not self.advance(on_progress):
+                break
+        return self.result
+
+    @property
+    def now_ms(self) -> float:
+        """The time that this run has come to."""
+        return self._clock.now_ms()
+
+    @property
+    def result(self) -> Run:
+        """The run so far."""
+        self._run.stats, self._run.end_ms = self._core.stats(), self._clock.now_ms()
+        self._run.busy_ms = self.busy_ms()
         return self._run
+
+    def stop(self) -> None:
+        """Mark the run as partial, unless it is over."""
+        if self._next < len(self._jobs) or self._core.has_work:
+            self._run.complete = False
+
+    def advance(self, on_progress: OnProgress | None = None) -> bool:
+        """Go on by one step, one arrival or one wait; return False where the run is over."""
+        core, clock, requests = self._core, self._clock, self._jobs
+        if self._next >= len(requests) and not core.has_work:
+            return False
+        if not core.has_work and requests[self._next].arrival_ms > clock.now_ms():
+            clock.wait_until(requests[self._next].arrival_ms)
+            return True
+        if self._next < len(requests) and requests[self._next].arrival_ms <= clock.now_ms():
+            self._add_arrived()
+            self._report(on_progress)
+        self._expire()
+        if not core.has_work:
+            return True
+        outputs = core.step(clock.now_ms)
+        if outputs is None:
+            self._stuck_since_ms = self._wait(self._stuck_since_ms)
+            return True
+        self._stuck_since_ms = None
+        if self.on_outputs is not None:
+            self.on_outputs(outputs)
+        finished = [one for one in outputs.events if one.finish_reason is not None]
+        for output in finished:
+            self._end(output)
+        if finished:
+            self._report(on_progress)
+        return True
 
     def _report(self, on_progress: OnProgress | None) -> None:
         if on_progress is not None:
@@ -223,7 +254,7 @@ class TraceReplay:
         """Wait before the next attempt, as the engine does when nothing can be scheduled."""
         now_ms = self._clock.now_ms()
         since_ms = now_ms if since_ms is None else since_ms
-        until_ms = now_ms + 1e3 * RETRY_AFTER_S
+        until_ms = min(now_ms + 1e3 * RETRY_AFTER_S, max(self.wakes_at_ms(), now_ms))
         if self._next < len(self._jobs):
             until_ms = min(until_ms, max(self._jobs[self._next].arrival_ms, now_ms))
         elif now_ms - since_ms > STUCK_AFTER_MS:
@@ -253,5 +284,5 @@ class TraceReplay:
         )
 
 
-def _report_nothing(what: str, **fields: Field) -> None:
+def report_nothing(what: str, **fields: Field) -> None:
     """Ignore reports of failed steps; none fail here."""

@@ -109,7 +109,8 @@ class VirtualRunner:
         """Begin when the previous plan has ended."""
         if plan.admissions:
             self._ends.admit(plan)
-        cost_ms = self._cost.step_ms(plan)
+        computes = len(plan.slots) or plan.layers is not None  # else it only copies blocks
+        cost_ms = self._cost.step_ms(plan) if computes else 0.0
         self._until_ms = max(self._clock.now_ms(), self._until_ms) + cost_ms
         self.busy_ms += cost_ms
         if self._on_plan is not None:

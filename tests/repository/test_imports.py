@@ -36,6 +36,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
         "quire.engine quire.execute quire.speculative quire.transfer",
         "one executor is loaded; tier, proposers and KV events only where they are configured",
     ),
+    "quire.engine.assembly.kv_store": ("quire.kv_store", "the client of Mooncake only where it is"),
     "quire.engine.assembly.scheduler_factory": ("quire.cache", _ON_DEMAND),
     "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
     "quire.engine.assembly.sizing": (

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.engine_stats import EngineStats
+from quire.base.kv_store import KVStoreStats
 from quire.base.kv_transfer import TransferStats
 from quire.cli.serve import add_arguments
 from quire.obs.metrics import Metrics
@@ -39,7 +40,7 @@ def _text(page: str) -> str:
 
 def _metric_names() -> Iterable[str]:
     shown = Metrics(("name",))
-    shown.see(EngineStats(transfer=TransferStats()))
+    shown.see(EngineStats(transfer=TransferStats(), kv_store=KVStoreStats()))
     for family in text_string_to_metric_families(shown.text().decode()):
         if not family.name.endswith("_created"):
             yield f"{family.name}_total" if family.type == "counter" else family.name

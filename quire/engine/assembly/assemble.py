@@ -76,8 +76,10 @@ if TYPE_CHECKING:
     from quire.engine.assembly.drafting import SizedDrafting
     from quire.engine.assembly.exchange import ExchangePort
     from quire.engine.assembly.expert_loads import ExpertLoads
+    from quire.engine.assembly.kv_store import StorePort
     from quire.engine.assembly.tier import OpenTier
     from quire.engine.kv_events.publisher import KVEventPublisher
+    from quire.engine.kv_store.store_client import StoreClient
     from quire.engine.transfer.exchange import Exchange
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
@@ -98,6 +100,7 @@ class Engine:
     trace: TraceFile | None = None
     kv_events: KVEventPublisher | None = None
     exchange: Exchange | None = None  # of KV blocks with other engines
+    store_client: StoreClient | None = None  # of a KV store that engines share
 
 
 def assemble(
@@ -133,6 +136,12 @@ def assemble(
 
             exchange_port = ExchangePort(config.transfer)
             undo.callback(exchange_port.close)
+        store_port = None
+        if config.kv_store.is_on:  # likewise
+            from quire.engine.assembly.kv_store import StorePort
+
+            store_port = StorePort(config, tier_folder)
+            undo.callback(store_port.close)
         engine = _assembled(
             config,
             clock=clock,
@@ -141,6 +150,7 @@ def assemble(
             record=record,
             tier_folder=tier_folder,
             exchange_port=exchange_port,
+            store_port=store_port,
         )
         undo.pop_all()
         if trace is None:
@@ -179,6 +189,7 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
     exchange_port: ExchangePort | None,
+    store_port: StorePort | None,
 ) -> Engine:
     pack_cache = _pack_cache(config.executor)
     model = _sized_model(config)
@@ -187,19 +198,15 @@ def _assembled(
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = _block_fingerprint(config, program, executor)
-    tier = _tier(config, executor, tier_folder, exchange_port, fingerprint, clock, report)
+    if store_port is None:
+        tier = _tier(config, executor, tier_folder, exchange_port, fingerprint, clock, report)
+    else:
+        fingerprint = store_port.fingerprint(fingerprint)
+        tier = store_port.open_tier(executor, program, fingerprint, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.drafting is None else model.drafting.taps(limits.max_num_seqs)
-    runner = _runner_class(config, taps)(
-        executor,
-        num_slots=limits.max_num_seqs,
-        max_model_len=memory.max_model_len,
-        block_size=config.kv_block_tokens,
-        max_samples=model.step_limits.max_samples,
-        overlap=limits.plans_in_flight > 1,
-        mover=None if tier is None else tier.mover,
-        constraints=OutputConstraints(matchers=compiler, watches=texts),
-    )
+    constraints = OutputConstraints(matchers=compiler, watches=texts)
+    runner = _runner(config, model, executor, limits, constraints, tier, taps)
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = _drafter(config, limits, model, executor, clock, report, taps)
@@ -235,9 +242,11 @@ def _assembled(
         max_draft_tokens=config.scheduler.max_draft_tokens,
         speculates=config.scheduler.speculate != "off",
     )
-    exchange = None
+    exchange, store_client = None, None
     if exchange_port is not None:
         exchange, card = _start_exchange(tier, core, card, config, fingerprint, clock, report)
+    if store_port is not None:
+        store_client, card = store_port.start(tier, core, card, clock, report)
     return Engine(
         core=core,
         card=card,
@@ -249,6 +258,7 @@ def _assembled(
         watched=_watched(config, executor),
         kv_events=kv_events,
         exchange=exchange,
+        store_client=store_client,
     )
 
 
@@ -390,6 +400,27 @@ def _sized_drafting(
     drafting = sized_drafting(config, spec, program, checkpoint, executor_class)
     drafting.check(executor_class)
     return drafting
+
+
+def _runner(
+    config: EngineConfig,
+    model: _SizedModel,
+    executor: Executor,
+    limits: SchedulerLimits,
+    constraints: OutputConstraints,
+    tier: OpenTier | None,
+    taps: Taps | None,
+) -> ModelRunner:
+    return _runner_class(config, taps)(
+        executor,
+        num_slots=limits.max_num_seqs,
+        max_model_len=model.memory.max_model_len,
+        block_size=config.kv_block_tokens,
+        max_samples=model.step_limits.max_samples,
+        overlap=limits.plans_in_flight > 1,
+        mover=None if tier is None else tier.mover,
+        constraints=constraints,
+    )
 
 
 def _runner_class(config: EngineConfig, taps: Taps | None) -> Callable[..., ModelRunner]:

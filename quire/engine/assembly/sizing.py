@@ -54,6 +54,8 @@ def memory_needs(
         buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
     if config.transfer.is_on:
         buffer_bytes += config.transfer.kv_transfer_bytes
+    if config.kv_store.is_on:
+        buffer_bytes += config.kv_store.kv_store_buffer_bytes
     return MemoryNeeds(
         weights_bytes=needed.weights_bytes,
         step_bytes=needed.step_bytes + buffer_bytes,

@@ -64,6 +64,9 @@ def run_engine(
         if engine.exchange is not None:
             emit, inbox = engine.exchange.watch(emit), engine.exchange.watched(inbox)
             ending.callback(engine.exchange.close)
+        if engine.store_client is not None:
+            emit, inbox = engine.store_client.watch(emit), engine.store_client.watched(inbox)
+            ending.callback(engine.store_client.close)
         emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(core, inbox, emit, clock.now_ms)

@@ -1,0 +1,245 @@
+"""Build the use of a shared KV store: its directory or master, host memory, levels and threads.
+
+A part of the wiring, like assemble.py, loaded only where there is a store. The store is opened
+before anything is loaded, so that one that cannot be used is found out early. Always holds: engines
+with another model, layout, instruction set or encoding find nothing of each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.errors import CapacityError, SettingError
+from quire.base.report import Report
+from quire.base.user_path import user_path
+from quire.cache.store_map import StoreMap
+from quire.config.groups import EngineConfig
+from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
+from quire.config.transfer import read_transfer_key
+from quire.engine.assembly.tier import OpenTier
+from quire.engine.core import EngineCore
+from quire.engine.kv_store.disk_level import DiskLevel
+from quire.engine.kv_store.store_client import StoreClient, Terms
+from quire.engine.model_card import ModelCard
+from quire.execute.executor import Executor
+from quire.kv_store.directory import DirectoryStore
+from quire.kv_store.directory_files import StoreFiles
+from quire.kv_store.entry import HEAD_BYTES, EntryFormat, Seal, checksum, keyed_seal
+from quire.kv_store.int8 import Int8Encoding
+from quire.kv_store.level import SharedLevel
+from quire.kv_store.shared_store import SharedStore
+from quire.program.program import Program
+from quire.runner.tier_mover import TierMover, num_buffers
+from quire.transfer.disk import DiskStore
+from quire.transfer.folder import TierFolder
+from quire.transfer.host import HostStore
+
+# What a level is thought to give back in a millisecond, until that is measured.
+_DISK_BYTES_A_MS, _SHARED_BYTES_A_MS = 500_000, 250_000
+_PLAIN = 0  # the number of no encoding
+
+
+class StorePort:
+    """The shared store, open or ready to be opened, and the key of block digests.
+
+    folder: of a disk tier, which is asked before the store.
+
+    Raises SettingError where it cannot be used.
+    """
+
+    def __init__(self, engine: EngineConfig, folder: TierFolder | None) -> None:
+        config = engine.kv_store
+        assert config.kv_store is not None, "there is a store"
+        self.config, self._cache, self._folder = config, engine.cache, folder
+        self.place: StorePlace = store_place(config.kv_store)
+        self.seal: Seal = checksum
+        self._files: StoreFiles | None = None
+        self._open: Callable[[int], SharedStore]
+        if not self.place.port:
+            files = self._files = StoreFiles(user_path(self.place.directory))
+            self.hash_key = files.hash_key
+            self._open = lambda entry_bytes: DirectoryStore(files, max_bytes=config.kv_store_bytes)
+            return
+        from quire.kv_store.mooncake import MooncakeStore, check_installed
+
+        assert config.kv_store_key_file is not None, "checked with the settings"
+        check_installed()
+        secret = read_transfer_key(config.kv_store_key_file, "kv_store_key_file")
+        self.hash_key = _derived(secret, b"digests", 16)
+        self.seal = keyed_seal(_derived(secret, b"entries", 32))
+        self._open = lambda entry_bytes: MooncakeStore(
+            self.place,
+            own_host=config.kv_store_host,
+            segment_bytes=config.kv_store_bytes,
+            entry_bytes=entry_bytes,
+            timeout_s=config.kv_store_timeout_s,
+        )
+
+    @property
+    def note(self) -> str:
+        """Where blocks are shared."""
+        size = f"{self.config.kv_store_bytes / 2**30:,.1f} GiB"
+        if self._files is None:
+            return f"Mooncake at {self.place.host}:{self.place.port}, {size} of it here"
+        read_only = "" if self._files.can_write else "; read-only: nothing is added"
+        return f"{self._files.path}, {size}{read_only}"
+
+    def fingerprint(self, fingerprint: bytes) -> bytes:
+        """Return the fingerprint of blocks that may have travelled in an encoding."""
+        encoding = self.config.kv_store_encoding
+        if encoding == "none":
+            return fingerprint
+        named = fingerprint + b"\0transfer " + encoding.encode()
+        return hashlib.blake2b(named, digest_size=len(fingerprint)).digest()
+
+    def open_tier(
+        self,
+        executor: Executor,
+        program: Program,
+        fingerprint: bytes,
+        clock: Clock,
+        report: Report,
+    ) -> StoreTier:
+        """Allocate host memory and open the levels. fingerprint: of the engine's blocks.
+
+        Raises SettingError and CapacityError.
+        """
+        settings, block_bytes, folder = self.config, executor.block_bytes, self._folder
+        store = _host_memory(settings, block_bytes)
+        encoding = _encoding(settings, program, block_bytes)
+        entries = EntryFormat(
+            fingerprint=fingerprint,
+            payload_bytes=block_bytes if encoding is None else encoding.payload_bytes,
+            encoding=_PLAIN if encoding is None else encoding.number,
+            seal=self.seal,
+        )
+        shared = SharedLevel(
+            self.open(HEAD_BYTES + entries.payload_bytes),
+            entries,
+            encoding=encoding,
+            now_ms=clock.now_ms,
+            timeout_ms=1000.0 * settings.kv_store_timeout_s,
+            report=report,
+        )
+        disk = None
+        if folder is not None:
+            files = DiskStore(
+                folder,
+                max_bytes=self._cache.kv_tier_bytes,
+                block_bytes=block_bytes,
+                fingerprint=fingerprint,
+            )
+            disk = DiskLevel(files, report)
+        num_tokens = store.num_blocks * self._cache.block_size
+        on_disk = "" if folder is None else f"; a tier in {folder.path} before it"
+        return StoreTier(
+            tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),
+            mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
+            hash_key=self.hash_key,
+            note=f"shared KV store: {self.note}; room for {num_tokens} tokens on their way"
+            + on_disk,
+            store=store,
+            shared=shared,
+            disk=disk,
+        )
+
+    def start(
+        self,
+        opened: OpenTier | None,
+        core: EngineCore,
+        card: ModelCard,
+        clock: Clock,
+        report: Report,
+    ) -> tuple[StoreClient, ModelCard]:
+        """Connect host memory, scheduler and levels; return the client, and the engine's card.
+
+        With an encoding answers depend on it, so that the card has another fingerprint.
+        """
+        assert isinstance(opened, StoreTier), "opened before the scheduler was made"
+        assert isinstance(opened.tier, StoreMap), "made by open_tier"
+        block_bytes = card.block_bytes
+        disk_ms = [] if opened.disk is None else [block_bytes / _DISK_BYTES_A_MS]
+        client = StoreClient(
+            scheduler=core.scheduler,
+            mover=opened.mover,
+            store=opened.store,
+            tier=opened.tier,
+            shared=opened.shared,
+            disk=opened.disk,
+            terms=Terms(
+                block_size=self._cache.block_size,
+                block_bytes=block_bytes,
+                fetch=self.config.kv_store_fetch,
+                timeout_ms=1000.0 * self.config.kv_store_timeout_s,
+            ),
+            level_ms=[*disk_ms, block_bytes / _SHARED_BYTES_A_MS],
+            now_ms=clock.now_ms,
+            report=report,
+        )
+        core.tier = client
+        named = self.fingerprint(card.fingerprint.encode())
+        if named != card.fingerprint.encode():
+            card = replace(card, fingerprint=f"fp_{named.hex()[:16]}")
+        return client, card
+
+    def open(self, entry_bytes: int) -> SharedStore:
+        """Open the store for entries of one size. Raises SettingError."""
+        if self._files is not None and entry_bytes > self.config.kv_store_bytes:
+            raise SettingError(
+                f"kv_store_bytes is {self.config.kv_store_bytes}; a block takes {entry_bytes} "
+                "bytes: give the store more"
+            )
+        return self._open(entry_bytes)
+
+    def close(self) -> None:
+        """Close a directory that was not opened as a store."""
+        if self._files is not None:
+            self._files.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTier(OpenTier):
+    """Host memory as a tier, and the levels below it."""
+
+    store: HostStore
+    shared: SharedLevel
+    disk: DiskLevel | None
+
+
+def _host_memory(settings: KVStoreConfig, block_bytes: int) -> HostStore:
+    num_blocks = settings.kv_store_buffer_bytes // block_bytes
+    if not num_blocks:
+        raise SettingError(
+            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}; a block takes "
+            f"{block_bytes} bytes: give at least some blocks"
+        )
+    try:
+        memory = np.empty(num_blocks * block_bytes, np.uint8)
+    except MemoryError as error:
+        raise CapacityError(
+            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes} and there is no memory for "
+            "it; lower --kv-store-buffer-size"
+        ) from error
+    return HostStore([memory], block_bytes)
+
+
+def _encoding(settings: KVStoreConfig, program: Program, block_bytes: int) -> Int8Encoding | None:
+    if settings.kv_store_encoding == "none":
+        return None
+    found = sorted({cache.precision for cache in program.caches})
+    if found != ["bf16"]:
+        raise SettingError(
+            f"kv_store_encoding is int8 and the KV cache is {', '.join(found)}; blocks of a bf16 "
+            "cache are encoded: give --kv-cache-dtype bf16, or leave it out"
+        )
+    return Int8Encoding(block_bytes, program.caches[0].head_dim)
+
+
+def _derived(secret: bytes, what: bytes, size: int) -> bytes:
+    """Return a key of its own for one purpose."""
+    return hashlib.blake2b(secret, digest_size=size, person=b"kv store " + what[:7]).digest()
