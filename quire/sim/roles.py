@@ -31,7 +31,7 @@ from quire.sim.run import Run, TraceReplay
 from quire.sim.summary import summary_of
 from quire.sim.virtual_link import Asked, VirtualLink
 
-FETCH_WHEN = ("faster", "always")
+FETCH_WHEN = ("cost", "always")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class RolesSpec:
     num_decode: int
     gb_per_s: float
     latency_ms: float
-    fetch: str = "faster"
+    fetch: str = "cost"
 
     def __post_init__(self) -> None:
         if self.num_prefill < 1 or self.num_decode < 1:
