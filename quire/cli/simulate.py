@@ -140,6 +140,12 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--store-size", default="1TiB", metavar="BYTES", help="what the store holds (default 1TiB)"
     )
+    section.add_argument(
+        "--store-buffer-size",
+        default="16GiB",
+        metavar="BYTES",
+        help="host memory of an engine for blocks on their way (default 16GiB)",
+    )
 
 
 def _add_roles(section: argparse._ArgumentGroup) -> None:
@@ -299,6 +305,7 @@ def _compare_engines(
                     gb_per_s=arguments.store_gb_per_s,
                     latency_ms=arguments.store_latency_ms,
                     num_bytes=parse_bytes(arguments.store_size),
+                    buffer_bytes=parse_bytes(arguments.store_buffer_size),
                 ),
                 goals=goals,
                 should_stop=should_stop,

@@ -111,8 +111,11 @@ class DirectoryStore:
         if not any(found):
             return []
         now_ns = self._files.now_ns() if self.can_write else None
-        oldest_ns = -1 if now_ns is None else now_ns - round(CLAIM_LEASE_S * 1e9)
-        return [one[0] for one in found if one is not None and one[1] >= oldest_ns]
+        return [
+            one[0]
+            for one in found
+            if one is not None and (now_ns is None or _is_fresh(one, now_ns))
+        ]
 
     def renew(self, key: bytes, record: bytes) -> None:
         """See SharedStore."""
@@ -177,6 +180,7 @@ class DirectoryStore:
         if not self.can_write or file_bytes(size) > self._max_bytes:
             return False
         if self._size(key) == size:
+            self._mark_put(key.hex())
             return True
         try:
             with self._putting:
@@ -210,11 +214,26 @@ class DirectoryStore:
         except OSError:
             pass  # it is evicted earlier than it should be
 
+    def _mark_put(self, name: str) -> None:
+        """Mark an entry as used because another engine put it again."""
+        with suppress(OSError), self._files.open_folder(BLOCKS, name[:2]) as shard:
+            found = os.stat(name, dir_fd=shard, follow_symlinks=False)
+            if self._eviction.now_ns() - found.st_mtime_ns > USED_AGAIN_NS:
+                os.utime(name, dir_fd=shard, follow_symlinks=False)
+
     def _is_alive(self, claims: int, name: str) -> bool:
         found = _claim(claims, name)
         if found is None:
             return False
-        return self._files.now_ns() - found[1] <= round(CLAIM_LEASE_S * 1e9)
+        return _is_fresh(found, self._files.now_ns())
+
+
+def _is_fresh(claim: tuple[bytes, int], now_ns: int) -> bool:
+    """Return whether a claim was renewed a while ago, by the clock of the file system.
+
+    One from the future was made before the clock was set back, and is as good as dead.
+    """
+    return abs(now_ns - claim[1]) <= round(CLAIM_LEASE_S * 1e9)
 
 
 def _link(written: str, partial: int, name: str, claims: int) -> bool:

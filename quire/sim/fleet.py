@@ -36,12 +36,11 @@ ROUTINGS = ("turn", "prefix")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Engines, and the store that they share; None: none. buffer_bytes: of each, for the store."""
+    """Engines, how requests are divided among them, and their store; None: none."""
 
     num_engines: int
     routing: str
     store: StoreSpec | None
-    buffer_bytes: int
 
 
 class FleetFactory(RequestFactory):
@@ -97,7 +96,7 @@ def simulate_fleet(
             block_size=config.cache.block_size,
             block_bytes=block_bytes,
         )
-        tier_blocks = max(fleet.buffer_bytes // block_bytes, 1)
+        tier_blocks = max(fleet.store.buffer_bytes // block_bytes, 1)
         replay, _ = replay_of(
             part, factory, defaults, machine, config, tier_blocks=tier_blocks, make_link=make_link
         )
@@ -204,7 +203,6 @@ def compare_stores(
                 num_engines=num_engines,
                 routing=routing,
                 store=spec,
-                buffer_bytes=config.kv_store.kv_store_buffer_bytes,
             )
             found, kept = simulate_fleet(
                 requests, defaults, machine, config, fleet, should_stop=should_stop

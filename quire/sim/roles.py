@@ -273,7 +273,7 @@ def compare_roles(
 ) -> dict[str, Any]:
     """Return times of as many engines in all, each of both roles, and of the divided ones."""
     num_engines = spec.num_prefill + spec.num_decode
-    fleet = Fleet(num_engines=num_engines, routing="turn", store=None, buffer_bytes=0)
+    fleet = Fleet(num_engines=num_engines, routing="turn", store=None)
     whole, _ = simulate_fleet(requests, defaults, machine, config, fleet, should_stop=should_stop)
     both = joined(whole)
     runs: list[dict[str, Any]] = []

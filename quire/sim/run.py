@@ -203,8 +203,9 @@ class TraceReplay:
         core, clock, requests = self._core, self._clock, self._jobs
         if not self.has_more:
             return False
-        if not core.has_work:
+        if not core.has_work and requests[self._next].arrival_ms > clock.now_ms():
             clock.wait_until(requests[self._next].arrival_ms)
+            return True
         if self._next < len(requests) and requests[self._next].arrival_ms <= clock.now_ms():
             self._add_arrived()
             self._report(on_progress)

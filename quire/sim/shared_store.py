@@ -26,18 +26,23 @@ from quire.sim.virtual_link import Asked, VirtualLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSpec:
-    """A store in numbers. gb_per_s: of one engine's link, in each direction; latency_ms: of a
-    lookup and a fetch together; num_bytes: how much it holds."""
+    """A store in numbers.
+
+    gb_per_s: of one engine's link, in each direction. latency_ms: of a lookup and a fetch together.
+    num_bytes: how much it holds. buffer_bytes: host memory of each engine for blocks on their way.
+    """
 
     gb_per_s: float
     latency_ms: float
     num_bytes: int
+    buffer_bytes: int
 
     def __post_init__(self) -> None:
-        if not (self.gb_per_s > 0 and self.latency_ms >= 0 and self.num_bytes > 0):
+        sizes = min(self.num_bytes, self.buffer_bytes)
+        if not (self.gb_per_s > 0 and self.latency_ms >= 0 and sizes > 0):
             raise SettingError(
-                f"the store has {self.gb_per_s} GB/s, {self.latency_ms} ms and {self.num_bytes} "
-                "bytes; rate and size must be above 0, the latency at least 0"
+                f"the store has {self.gb_per_s} GB/s, {self.latency_ms} ms, {self.num_bytes} bytes "
+                f"and buffers of {self.buffer_bytes}; all but the latency must be above 0"
             )
 
     def block_ms(self, block_bytes: int) -> float:

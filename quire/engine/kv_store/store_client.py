@@ -289,8 +289,10 @@ class StoreClient:
         now_ms = self._now_ms()
         chain = self._hand_overs.chain(request, token_ids)
         keys = self._hand_overs.lacking(chain)
-        size, total = self._terms.block_size, len(chain.digests)
-        first = total - len(keys)
+        size, first = self._terms.block_size, len(chain.digests) - len(keys)
+        # A preempted request knows more tokens; blocks of answers are in no store.
+        keys = keys[: max(len(request.prompt_ids) // size - first, 0)]
+        total = first + len(keys)
         compute_ms = self._scheduler.speed.span_ms(first * size, total * size) if keys else 0.0
         asked = _Asked(
             request=request,
@@ -578,8 +580,7 @@ class StoreClient:
     def _publish(self, asked: _Asked, num_stored: int) -> None:
         """Have the blocks of a prompt after the first num_stored keys put as they are computed."""
         request = asked.request
-        num_blocks = len(request.prompt_ids) // self._terms.block_size - len(asked.before)
-        keys = [key for key in asked.keys[num_stored : max(num_blocks, 0)] if self._lacks(key)]
+        keys = [key for key in asked.keys[num_stored:] if self._lacks(key)]
         if not keys or not self._can_put():
             return
         published = self._published.get(request.request_id)

@@ -295,3 +295,17 @@ def test_a_claim_is_one_engines_until_it_ends_or_dies(tmp_path: Path) -> None:
 
 def test_a_page_is_the_least_a_file_takes() -> None:
     assert [file_bytes(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+def test_without_hard_links_a_claim_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert one.claim(key(1), b"one")
+    assert not other.claim(key(1), b"other")
+    assert other.claims([]) == [b"one"]
+    assert not list((tmp_path / PARTIAL).iterdir())
