@@ -108,7 +108,7 @@ def point(
             "fetched_share": outcome["runs"][1]["num_fetches"] / NUM_REQUESTS,
         }
         found["both"] = whole
-        # A division whose prompts queue without end is none.
+        # A division that does not keep up with its prompts is none.
         if divided["ttft_s"] > 3 * whole["ttft_s"] + 0.1:
             continue
         if "divided" not in found or divided["tpot_s"] < found["divided"]["tpot_s"]:
