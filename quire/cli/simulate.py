@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", default="", metavar="FILE", help="draw the result")
     _add_load(parser.add_argument_group("Load"))
     _add_store(parser.add_argument_group("Engines that share a KV store"))
+    _add_roles(parser.add_argument_group("Prefill and decode in engines of their own"))
     _add_machine(parser.add_argument_group("Machine (default: MODEL is measured on this machine)"))
     add_engine_arguments(parser, skip=_NOT_HERE)
 
@@ -147,6 +148,30 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_roles(section: argparse._ArgumentGroup) -> None:
+    for role in ("prefill", "decode"):
+        section.add_argument(
+            f"--{role}-engines",
+            type=positive_int,
+            metavar="NUM",
+            help=f"simulate so many {role} engines, beside as many engines in all of both roles",
+        )
+    section.add_argument(
+        "--transfer-gb-per-s",
+        type=float,
+        default=5.0,
+        metavar="NUM",
+        help="what a decode engine receives in a second (default 5)",
+    )
+    section.add_argument(
+        "--transfer-latency-ms",
+        type=float,
+        default=1.0,
+        metavar="NUM",
+        help="the time of a message between engines (default 1)",
+    )
+
+
 def _add_machine(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--profile", default="", metavar="FILE", help="a saved machine profile, instead of MODEL"
@@ -224,8 +249,9 @@ def run(arguments: argparse.Namespace) -> int:
         ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
         tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
     )
-    if arguments.engines > 1:
-        return _compare_stores(arguments, machine, config, trace, defaults, goals)
+    has_roles = arguments.prefill_engines is not None or arguments.decode_engines is not None
+    if arguments.engines > 1 or has_roles:
+        return _compare_engines(arguments, machine, config, trace, defaults, goals)
     comparison = Comparison(
         trace_name=path.name,
         trace=trace,
@@ -247,7 +273,7 @@ def run(arguments: argparse.Namespace) -> int:
     return SUCCESS if outcome["complete"] else INTERRUPTED
 
 
-def _compare_stores(
+def _compare_engines(
     arguments: argparse.Namespace,
     machine: Machine,
     config: EngineConfig,
@@ -255,18 +281,72 @@ def _compare_stores(
     defaults: RequestDefaults,
     goals: Goals,
 ) -> int:
-    """Simulate several engines with and without a store, and print the table."""
-    from quire.base.errors import SettingError
+    """Simulate several engines, with and without a store or in two roles; print the table."""
     from quire.config.flags import parse_bytes
     from quire.obs.report import show
     from quire.sim.compare import with_policy
     from quire.sim.fleet import compare_stores, stores_text
     from quire.sim.load import trace_requests
+    from quire.sim.roles import RolesSpec, compare_roles, roles_text
     from quire.sim.shared_store import StoreSpec
 
+    _check_engines(arguments)
+    requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
+    config = with_policy(config, arguments.policy[0])
+    with _stop_on_interrupt() as should_stop:
+        if arguments.engines > 1:
+            outcome = compare_stores(
+                requests,
+                defaults,
+                machine,
+                config,
+                num_engines=arguments.engines,
+                store=StoreSpec(
+                    gb_per_s=arguments.store_gb_per_s,
+                    latency_ms=arguments.store_latency_ms,
+                    num_bytes=parse_bytes(arguments.store_size),
+                    buffer_bytes=parse_bytes(arguments.store_buffer_size),
+                ),
+                goals=goals,
+                should_stop=should_stop,
+            )
+        else:
+            outcome = compare_roles(
+                requests,
+                defaults,
+                machine,
+                config,
+                spec=RolesSpec(
+                    num_prefill=arguments.prefill_engines,
+                    num_decode=arguments.decode_engines,
+                    gb_per_s=arguments.transfer_gb_per_s,
+                    latency_ms=arguments.transfer_latency_ms,
+                ),
+                goals=goals,
+                should_stop=should_stop,
+            )
+    if not outcome["runs"]:
+        raise KeyboardInterrupt
+    text = stores_text(outcome) if arguments.engines > 1 else roles_text(outcome)
+    show(outcome, text, as_json=arguments.json)
+    return SUCCESS if outcome["complete"] else INTERRUPTED
+
+
+def _check_engines(arguments: argparse.Namespace) -> None:
+    """Reject what several engines are not compared with."""
+    from quire.base.errors import SettingError
+
+    roles = (arguments.prefill_engines, arguments.decode_engines)
+    if arguments.engines == 1 and None in roles:
+        raise SettingError(
+            f"--prefill-engines is {roles[0]} and --decode-engines is {roles[1]}; a pair of roles "
+            "needs both"
+        )
+    asked = "--engines" if arguments.engines > 1 else "--prefill-engines"
     given = [
         flag
         for flag, is_given in (
+            ("--prefill-engines", arguments.engines > 1 and roles != (None, None)),
             ("--light", arguments.light),
             ("--draft-acceptance", arguments.draft_acceptance),
             ("--png", arguments.png),
@@ -277,30 +357,9 @@ def _compare_stores(
     ]
     if given:
         raise SettingError(
-            f"--engines is {arguments.engines} and {given[0]} is given, which a comparison of "
-            "stores does not have; leave one of them out"
+            f"{asked} and {given[0]} are given, which are not compared together; leave one of "
+            "them out"
         )
-    requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
-    with _stop_on_interrupt() as should_stop:
-        outcome = compare_stores(
-            requests,
-            defaults,
-            machine,
-            with_policy(config, arguments.policy[0]),
-            num_engines=arguments.engines,
-            store=StoreSpec(
-                gb_per_s=arguments.store_gb_per_s,
-                latency_ms=arguments.store_latency_ms,
-                num_bytes=parse_bytes(arguments.store_size),
-                buffer_bytes=parse_bytes(arguments.store_buffer_size),
-            ),
-            goals=goals,
-            should_stop=should_stop,
-        )
-    if not outcome["runs"]:
-        raise KeyboardInterrupt
-    show(outcome, stores_text(outcome), as_json=arguments.json)
-    return SUCCESS if outcome["complete"] else INTERRUPTED
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from quire.cache.chain import FIXED_KEY
@@ -27,6 +28,7 @@ from quire.sim.run import Run, TraceReplay, report_nothing
 from quire.sim.runner import PlannedOutputs, VirtualRunner
 from quire.sim.shared_store import StoreLink, StoreSpec, VirtualStore
 from quire.sim.summary import summary_of
+from quire.sim.virtual_link import VirtualLink
 
 MAX_SAVING = 128
 ROUTINGS = ("turn", "prefix")
@@ -41,7 +43,7 @@ class Fleet:
     store: StoreSpec | None
 
 
-class _FleetFactory(RequestFactory):
+class FleetFactory(RequestFactory):
     """Makes the requests of engine `number`, with contents that no other engine makes."""
 
     def __init__(
@@ -83,8 +85,22 @@ def simulate_fleet(
         store = VirtualStore(max(fleet.store.num_bytes // block_bytes, 1))
     replays = []
     for number, part in enumerate(divided(requests, fleet.num_engines, fleet.routing)):
-        factory = _FleetFactory(requests, defaults, number)
-        replays.append(_replay(part, factory, defaults, machine, config, fleet, store))
+        factory = FleetFactory(requests, defaults, number)
+        if store is None or fleet.store is None:
+            replays.append(replay_of(part, factory, defaults, machine, config)[0])
+            continue
+        make_link = partial(
+            StoreLink,
+            store=store,
+            spec=fleet.store,
+            block_size=config.cache.block_size,
+            block_bytes=block_bytes,
+        )
+        tier_blocks = max(fleet.store.buffer_bytes // block_bytes, 1)
+        replay, _ = replay_of(
+            part, factory, defaults, machine, config, tier_blocks=tier_blocks, make_link=make_link
+        )
+        replays.append(replay)
     live = list(replays)
     while live:
         behind = min(live, key=lambda one: one.now_ms)
@@ -97,16 +113,21 @@ def simulate_fleet(
     return [replay.result for replay in replays], store
 
 
-def _replay(
+def replay_of(
     requests: Sequence[TraceRequest],
     factory: RequestFactory,
     defaults: RequestDefaults,
     machine: Machine,
     config: EngineConfig,
-    fleet: Fleet,
-    store: VirtualStore | None,
-) -> TraceReplay:
-    block_bytes = config.cache.block_size * machine.token_bytes
+    *,
+    tier_blocks: int = 0,
+    make_link: Callable[..., VirtualLink] | None = None,
+) -> tuple[TraceReplay, VirtualLink | None]:
+    """Return an engine's run of `requests`, and its link.
+
+    make_link(scheduler, tier, now_ms=...): of an engine that gets blocks from elsewhere, through
+    so many places.
+    """
     num_blocks = machine.num_blocks(config)
     limits = scheduler_limits(
         config.scheduler,
@@ -115,9 +136,9 @@ def _replay(
         step_tokens=machine.step_tokens_of(config),
         num_layers=machine.num_layers,
     )
-    clock, tier = VirtualClock(), None
-    if fleet.store is not None:
-        tier = StoreMap(max(fleet.store.buffer_bytes // block_bytes, 1), max_saving=MAX_SAVING)
+    clock, tier, link = VirtualClock(), None, None
+    if make_link is not None:
+        tier = StoreMap(tier_blocks, max_saving=MAX_SAVING)
     scheduler = make_scheduler(
         config,
         limits,
@@ -128,17 +149,8 @@ def _replay(
         prices=machine.linear,
         tier=tier,
     )
-    link = None
-    if store is not None and tier is not None and fleet.store is not None:
-        link = StoreLink(
-            scheduler,
-            tier,
-            store,
-            fleet.store,
-            block_size=config.cache.block_size,
-            block_bytes=block_bytes,
-            now_ms=clock.now_ms,
-        )
+    if make_link is not None and tier is not None:
+        link = make_link(scheduler, tier, now_ms=clock.now_ms)
     runner = VirtualRunner(
         clock,
         machine.cost,
@@ -156,7 +168,7 @@ def _replay(
     replay.busy_ms = lambda: runner.busy_ms
     if link is not None:
         replay.on_outputs, replay.wakes_at_ms = link.note_outputs, link.next_ms
-    return replay
+    return replay, link
 
 
 def joined(runs: Sequence[Run]) -> Run:

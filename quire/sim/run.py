@@ -182,6 +182,11 @@ class TraceReplay:
         return self._clock.now_ms()
 
     @property
+    def has_more(self) -> bool:
+        """Whether requests are still to come or to end."""
+        return self._next < len(self._jobs) or self._core.has_work
+
+    @property
     def result(self) -> Run:
         """The run so far."""
         self._run.stats, self._run.end_ms = self._core.stats(), self._clock.now_ms()
@@ -190,13 +195,13 @@ class TraceReplay:
 
     def stop(self) -> None:
         """Mark the run as partial, unless it is over."""
-        if self._next < len(self._jobs) or self._core.has_work:
+        if self.has_more:
             self._run.complete = False
 
     def advance(self, on_progress: OnProgress | None = None) -> bool:
         """Go on by one step, one arrival or one wait; return False where the run is over."""
         core, clock, requests = self._core, self._clock, self._jobs
-        if self._next >= len(requests) and not core.has_work:
+        if not self.has_more:
             return False
         if not core.has_work and requests[self._next].arrival_ms > clock.now_ms():
             clock.wait_until(requests[self._next].arrival_ms)

@@ -149,3 +149,27 @@ def test_drafts_have_a_table_of_their_own(trace: str) -> None:
     refused = quire_main("simulate", *words, "--draft-acceptance", "1.5")
     assert refused.returncode != 0
     assert "from 0 to 1" in refused.stderr
+
+
+def test_roles_are_compared_with_as_many_engines_of_both(trace: str) -> None:
+    words = ("--trace", trace, *MACHINE, "--prefill-engines", "1", "--decode-engines", "2")
+    done = quire_main("simulate", *words, "--transfer-gb-per-s", "20")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3 of both roles" in done.stdout
+    assert "1 prefill, 2 decode" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--prefill-engines", "1"), "needs both"),
+        (("--prefill-engines", "1", "--decode-engines", "1", "--light", "4"), "--light"),
+        (("--engines", "2", "--prefill-engines", "1", "--decode-engines", "1"), "together"),
+    ],
+)
+def test_engines_are_compared_one_way_at_a_time(
+    trace: str, more: tuple[str, ...], says: str
+) -> None:
+    done = quire_main("simulate", "--trace", trace, *MACHINE, *more)
+    assert done.returncode == 2
+    assert says in done.stderr

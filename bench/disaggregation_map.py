@@ -1,0 +1,291 @@
+"""When prefill and decode in engines of their own pay: prompt length by load by link, simulated.
+
+    python -m bench.disaggregation_map                 the map; writes JSON and a picture
+    python -m bench.disaggregation_map --confirm       three points on real engines (minutes)
+
+The map: Llama-3.1-8B's shape on four described devices, as four engines of both roles and divided
+in each way; the division with the best p99 of the time per output token is kept. Load: the prompts'
+computing time as a share of what the four devices have. Times are computed, not measured.
+
+--confirm: the serving part of bench.disaggregation on two cores, beside a simulation of the same
+requests with steps measured on one core and on two: the gap between tokens at p99 of one engine
+over that of the pair, and the prompts' time to first token. Run nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import disaggregation
+from bench.checkpoints import checkpoint_config, random_checkpoint
+from quire.base.records import StepPlan
+from quire.bench.machine import machine_card
+from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.obs.timing import Goals
+from quire.sim.load import RequestDefaults, TraceRequest
+from quire.sim.machine import Machine, described_machine
+from quire.sim.profile import read_machine
+from quire.sim.roles import RolesSpec, compare_roles, simulate_roles
+from quire.sim.run import simulate
+
+RESULTS = Path(__file__).parent / "results"
+SHAPE, NUM_ENGINES = "llama-3.1-8b", 4
+GB_PER_S, GFLOP_PER_S, FIXED_MS = 2600.0, 500_000.0, 1.0  # of each device
+PROMPTS = (512, 2048, 8192, 16_384)
+LOADS = (0.2, 0.4, 0.6)
+LINKS_GB_PER_S = (1.0, 10.0, 50.0)
+OUTPUT_TOKENS, NUM_REQUESTS = 200, 120
+# --confirm: streams that decode, their prompts and most tokens, beside prompts one after another.
+CONFIRMED_SHAPE, CONFIRMED_PROMPTS, NUM_PROMPTS = "qwen3-0.1b", (1024, 4096, 8192), 3
+DECODING, STREAM_PROMPT, ROOM = 16, disaggregation.DECODING_PROMPT, 4096
+GOALS = Goals(ttft_s=2.0, tpot_s=0.05)
+
+
+def mapped_machine() -> tuple[Machine, EngineConfig]:
+    """Return the devices of the map, and the configuration of an engine on one."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(checkpoint_config(SHAPE)))
+        settings = {"model": name, "kv_cache_memory": "40GiB", "max_num_batched_tokens": 2048}
+        config = engine_config({**settings, "max_num_seqs": 256, "dtype": "bf16"})
+        machine = described_machine(
+            config, gb_per_s=GB_PER_S, gflop_per_s=GFLOP_PER_S, fixed_ms=FIXED_MS
+        )
+    return machine, config
+
+
+def drawn(prompt_tokens: int, per_s: float) -> list[TraceRequest]:
+    """Return requests with Poisson arrivals, the same at each rate but for the pace."""
+    gaps_s = np.random.default_rng(1).exponential(1.0 / per_s, NUM_REQUESTS)
+    return [
+        TraceRequest(
+            arrival_ms=1e3 * float(at_s),
+            prompt_tokens=prompt_tokens,
+            output_tokens=OUTPUT_TOKENS,
+        )
+        for at_s in np.cumsum(gaps_s)
+    ]
+
+
+def point(
+    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float, gb_per_s: float
+) -> dict[str, Any]:
+    """Return one point: both roles everywhere, and the best division."""
+    per_s = load * NUM_ENGINES * 1e3 / (prompt_tokens * machine.linear.token_ms)
+    requests = drawn(prompt_tokens, per_s)
+    defaults = RequestDefaults(max_tokens=OUTPUT_TOKENS, max_model_len=machine.max_model_len)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "load": load,
+        "per_s": per_s,
+        "gb_per_s": gb_per_s,
+    }
+    for num_prefill in range(1, NUM_ENGINES):
+        spec = RolesSpec(
+            num_prefill=num_prefill,
+            num_decode=NUM_ENGINES - num_prefill,
+            gb_per_s=gb_per_s,
+            latency_ms=1.0,
+        )
+        outcome = compare_roles(requests, defaults, machine, config, spec=spec, goals=GOALS)
+        whole, divided = (
+            {name: one["summary"][name]["p99"] for name in ("ttft_s", "tpot_s")}
+            for one in outcome["runs"]
+        )
+        divided |= {
+            "num_prefill": num_prefill,
+            "fetched_share": outcome["runs"][1]["num_fetches"] / NUM_REQUESTS,
+        }
+        found["both"] = whole
+        # A division that does not keep up with its prompts is none.
+        if divided["ttft_s"] > 3 * whole["ttft_s"] + 0.1:
+            continue
+        if "divided" not in found or divided["tpot_s"] < found["divided"]["tpot_s"]:
+            found["divided"] = divided
+    return found
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Draw a panel for each link: how much shorter the p99 gap between tokens is."""
+    from quire.obs.pictures import pyplot
+
+    plt = pyplot()
+    figure, panels = plt.subplots(1, len(LINKS_GB_PER_S), figsize=(13, 3.9), sharey=True)
+    for panel, gb_per_s in zip(panels, LINKS_GB_PER_S, strict=True):
+        gains = np.full((len(PROMPTS), len(LOADS)), np.nan)
+        for one in points:
+            if one["gb_per_s"] != gb_per_s:
+                continue
+            row, column = PROMPTS.index(one["prompt_tokens"]), LOADS.index(one["load"])
+            text = "none\nkeeps up"
+            if "divided" in one:
+                best, whole = one["divided"], one["both"]
+                gains[row, column] = whole["tpot_s"] / best["tpot_s"]
+                text = (
+                    f"{gains[row, column]:.2f}x, {best['num_prefill']} + "
+                    f"{NUM_ENGINES - best['num_prefill']}\n"
+                    f"TTFT {best['ttft_s'] / whole['ttft_s']:.2f}x"
+                )
+            panel.text(column, row, text, ha="center", va="center", fontsize=8)
+        panel.imshow(gains, cmap="RdYlGn", vmin=0.4, vmax=1.6, aspect="auto", origin="lower")
+        panel.set_xticks(range(len(LOADS)), [f"{100 * load:.0f} %" for load in LOADS])
+        panel.set_yticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
+        panel.set_title(f"link of {gb_per_s:g} GB/s", fontsize=10)
+        panel.set_xlabel("prompts' computing time, of all devices")
+    panels[0].set_ylabel("prompt tokens")
+    figure.suptitle(
+        "Time per output token at p99, both roles over the best division (prefill + decode); "
+        "computed",
+        fontsize=11,
+    )
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def confirmed(model: str, prompt_tokens: int, scratch: Path) -> dict[str, Any]:
+    """Return one point of real engines beside its simulation."""
+    out = scratch / "serving.json"
+    sizes = ["--prompt", str(prompt_tokens), "--prompts", str(NUM_PROMPTS), "--room", str(ROOM)]
+    sizes += ["--decoding", str(DECODING)]
+    disaggregation.main(["--runs", "serving", "--model", model, *sizes, "--out", str(out)])
+    real = json.loads(out.read_text())["serving"]
+    found: dict[str, Any] = {"prompt_tokens": prompt_tokens}
+    for name, threads in (("one engine", 2), ("two engines", 1)):
+        length = prompt_tokens + ROOM
+        machine = _measured(model, threads, length, scratch)
+        settings = {"kv_cache_memory": "6GiB", "max_num_seqs": DECODING + 2}
+        config = engine_config({"model": model, **settings, "max_model_len": length})
+        found[name] = {
+            "real": {"tpot_p99_ms": real[name]["tpot_ms"]["p99"], "ttft_s": real[name]["ttft_s"]},
+            "simulated": _beside(machine, config, prompt_tokens, real, pair=threads == 1),
+        }
+    for kind in ("real", "simulated"):
+        one, two = (found[name][kind]["tpot_p99_ms"] for name in ("one engine", "two engines"))
+        found[f"{kind}_one_over_two"] = one / two
+    return found
+
+
+def _measured(model: str, threads: int, length: int, scratch: Path) -> Machine:
+    """Return the machine of an engine on `threads` cores, measured in a process of its own."""
+    path = scratch / f"profile-{threads}-{length}.json"
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    words = ["simulate", model, "--save-profile", str(path), "--max-model-len", str(length)]
+    words += ["--max-num-seqs", str(DECODING + 2), "--threads", str(threads), "--max-requests", "1"]
+    command = ["taskset", "-c", cores, sys.executable, "-m", "quire", *words]
+    subprocess.run([*command, "--kv-cache-memory", "6GiB"], check=True, stdout=subprocess.DEVNULL)
+    return read_machine(path)
+
+
+class Gaps:
+    """A StepCost that keeps the times of steps in which all streams decode.
+
+    beside: only of those that compute a part of a prompt, too.
+    """
+
+    def __init__(self, machine: Machine, decoding: int, *, beside: bool) -> None:
+        self._cost, self._decoding, self._beside = machine.cost, decoding, beside
+        self.gaps_ms: list[float] = []
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        ms = self._cost.step_ms(plan)
+        counts = plan.counts
+        decodes = int((counts == 1).sum()) >= self._decoding
+        if decodes and (not self._beside or int(counts.max()) > 1):
+            self.gaps_ms.append(ms)
+        return ms
+
+
+def _beside(
+    machine: Machine, config: EngineConfig, prompt_tokens: int, real: dict[str, Any], *, pair: bool
+) -> dict[str, float]:
+    """Simulate streams and prompts one after another, each when the one before has ended."""
+    spec = RolesSpec(
+        num_prefill=1,
+        num_decode=1,
+        gb_per_s=max(real["two engines"]["gb_per_s"], 1e-3),
+        latency_ms=1.0,
+        fetch="always",
+    )
+    streams = [TraceRequest(arrival_ms=0.0, prompt_tokens=STREAM_PROMPT, output_tokens=ROOM)]
+    streams *= DECODING
+    defaults = RequestDefaults(max_tokens=ROOM, max_model_len=prompt_tokens + ROOM)
+    arrivals_ms: list[float] = [2_000.0]
+    while True:
+        gaps = Gaps(machine, DECODING, beside=not pair)
+        recorded = replace(machine, cost=gaps)
+        requests = [*streams, *(_prompt(at_ms, prompt_tokens) for at_ms in arrivals_ms)]
+        if pair:
+            run = simulate_roles(requests, defaults, recorded, config, spec).run
+        else:
+            run = simulate(requests, defaults, recorded, config)
+        prompts = [one for one in run.finished if one.request.output_tokens == 1]
+        prompts.sort(key=lambda one: one.request.arrival_ms)
+        if len(arrivals_ms) == NUM_PROMPTS:
+            break
+        arrivals_ms.append(prompts[-1].first_token_ms)
+    ttfts_s = [(one.first_token_ms - one.request.arrival_ms) / 1e3 for one in prompts]
+    return {
+        "tpot_p99_ms": float(np.percentile(gaps.gaps_ms, 99)),
+        "ttft_s": float(np.median(ttfts_s)),
+    }
+
+
+def _prompt(at_ms: float, prompt_tokens: int) -> TraceRequest:
+    return TraceRequest(arrival_ms=at_ms, prompt_tokens=prompt_tokens, output_tokens=1)
+
+
+def main() -> None:
+    """Compute the map, or confirm points of it."""
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="bench.disaggregation_map",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--confirm", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "disaggregation-map.json")
+    parser.add_argument("--picture", type=Path, help="default: beside --out")
+    args = parser.parse_args()
+    known = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.confirm:
+        model = str(random_checkpoint(CONFIRMED_SHAPE))
+        with tempfile.TemporaryDirectory() as name:
+            known["confirmed"] = [
+                confirmed(model, tokens, Path(name)) for tokens in CONFIRMED_PROMPTS
+            ]
+        known["confirmed_shape"], known["machine"] = CONFIRMED_SHAPE, machine_card()
+        print(json.dumps(known["confirmed"], indent=1))
+    else:
+        machine, config = mapped_machine()
+        known |= {
+            "bench": "disaggregation map",
+            "shape": SHAPE,
+            "engines": NUM_ENGINES,
+            "device": {"gb_per_s": GB_PER_S, "gflop_per_s": GFLOP_PER_S, "fixed_ms": FIXED_MS},
+            "output_tokens": OUTPUT_TOKENS,
+            "points": [],
+        }
+        grid = list(product(LINKS_GB_PER_S, PROMPTS, LOADS))
+        for number, (gb_per_s, prompt_tokens, load) in enumerate(grid, 1):
+            found = point(machine, config, prompt_tokens, load, gb_per_s)
+            known["points"].append(found)
+            print(f"[{number}/{len(grid)}] {json.dumps(found)}", file=sys.stderr, flush=True)
+        draw(known["points"], args.picture or args.out.with_suffix(".png"))
+    args.out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
