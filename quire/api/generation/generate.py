@@ -30,6 +30,7 @@ from quire.api.generation.continued_answer import (
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.kv_transfer import with_transfer
+from quire.api.generation.parted_answer import PartedAnswer, parts_of
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
@@ -41,6 +42,7 @@ from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
 from quire.base.rare_records import CachePin
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
@@ -52,6 +54,7 @@ STREAM_OPTIONS = {
     "include_output_ids",
 }
 MAX_SALT_CHARS = 256
+BACKGROUND = "quire.background"  # in the scope of a request that is computed beside all others
 # Surrounds a cache scope; no salt of a request may begin with it.
 _SEAL = "\0"
 
@@ -186,6 +189,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
     if "speculation" in given or "prediction" in given:
         terms = replace(terms, speculation=await speculation_params(context))
+    if BACKGROUND in request.scope:
+        terms = replace(terms, background=True)
     if "kv_transfer_params" in given:
         terms, route = with_transfer(given, terms, route, engine.card)
     options = _stream_options(given, stream=(stream := flag(given, "stream")))
@@ -225,7 +230,11 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if job.respond is not None:
             return job.respond(answers)
         if not stream:
-            return await _encoded(job, await answers.whole(), answers.usage)
+            choices = await answers.whole()
+            if not any(ALL_LOGPROBS in prompt.nums_logprobs for prompt in job.prompts):
+                return await _encoded(job, choices, answers.usage)
+            parts = parts_of(job.writer.whole(choices, answers.usage))
+            return PartedAnswer(server_state, parts, context.headers(), context.deadline, open_)
         events = _events_of(job, generation_request)(
             answers,
             job.writer,

@@ -11,6 +11,7 @@ from typing import Any
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
 from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
 from quire.api.ollama.history import history_of
 from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
@@ -30,7 +31,12 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
         return loading_job(request, sampling, is_chat=True)
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
-        request.context, offer, conversation, sampling, includes_reasoning=True
+        request.context,
+        offer,
+        conversation,
+        sampling,
+        includes_reasoning=True,
+        budget=budget_of(given),
     )
     return await prompted_job(
         request, conversation.text, sampling, parser, param="messages", is_chat=True

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.api.generation.answer_json import (
     check_prompt_numbers,
     prompt_logprobs,
+    refuse_streamed_prompt,
     speeds_json,
     usage_json,
 )
@@ -35,6 +36,7 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import encode
+from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import TOOL_FIELDS, offer_of
 from quire.api.generation.truncation import TRUNCATION, kept_tokens
 from quire.api.generation.usage import Usage
@@ -50,11 +52,15 @@ from quire.api.openai.logprobs import chat_logprobs
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import whole
-from quire.base.sampling_checks import MAX_TOP_LOGPROBS
+from quire.base.sampling_checks import ALL_LOGPROBS, MAX_TOP_LOGPROBS
 from quire.base.show import show
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
+
+
+# Attributes of a whole answer that clients read, whether they were requested or not.
+NOT_OF_ALL: Mapping[str, None] = {"prompt_logprobs": None, "kv_transfer_params": None}
 
 
 class ChatRoute:
@@ -88,6 +94,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         conversation,
         sampling,
         includes_reasoning=flag(given, "include_reasoning", default=True),
+        budget=budget_of(given),
     )
     token_ids = await encode(
         request.context,
@@ -100,12 +107,14 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         param="messages",
     )
     if sampling.prompt_logprobs is not None:
-        num_numbers = len(token_ids) * (1 + sampling.prompt_logprobs)
+        refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
+        num_numbers = len(token_ids) * (1 + max(sampling.prompt_logprobs, 0))
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     sampling = request.limited(sampling, len(token_ids), default_tokens=default)
     returned = ReturnedFields(
         logprobs=wants_logprobs,
+        all_logprobs=sampling.logprobs == ALL_LOGPROBS,
         num_prompt_top=sampling.prompt_logprobs,
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
         names_ids=flag(given, "return_tokens_as_token_ids"),
@@ -124,6 +133,7 @@ class ReturnedFields:
     names_ids: log-probabilities name tokens by their ids. echo: a text before the answer's."""
 
     logprobs: bool = False
+    all_logprobs: bool = False
     num_prompt_top: int | None = None
     prompt_ids: Sequence[int] | None = None
     names_ids: bool = False
@@ -157,7 +167,7 @@ class ChatWriter(ChunkWriter):
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
-            "prompt_logprobs": None,  # unless requested; clients read it
+            **NOT_OF_ALL,
             **self._prompt_fields(choices[0][0].prompt_logprobs, begins=True),
         }
 
@@ -213,7 +223,7 @@ class ChatWriter(ChunkWriter):
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.logprobs, parted=self._returned.all_logprobs),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
@@ -263,10 +273,12 @@ class ChatWriter(ChunkWriter):
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {} if self._returned.prompt_ids is None else {"token_ids": token_ids}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[TokenText], *, parted: bool = False
+    ) -> dict[str, Any] | None:
         if not self._returned.logprobs:
             return None
-        return chat_logprobs(tokens, names_ids=self._returned.names_ids)
+        return chat_logprobs(tokens, names_ids=self._returned.names_ids, parted=parted)
 
 
 def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,13 +300,13 @@ def _num_top(given: Mapping[str, Any], *, wants_logprobs: bool) -> int | None:
     if num_top is None:
         return 0 if wants_logprobs else None
     is_whole = isinstance(num_top, int) and not isinstance(num_top, bool)
-    if not is_whole or not 0 <= num_top <= MAX_TOP_LOGPROBS:
+    if not is_whole or not ALL_LOGPROBS <= num_top <= MAX_TOP_LOGPROBS:
         raise InvalidParameter(
             f"top_logprobs is {show(num_top)}; a whole number from 0 to {MAX_TOP_LOGPROBS} is "
-            "allowed",
+            "allowed, or -1 for the whole vocabulary",
             param="top_logprobs",
         )
-    if not wants_logprobs and num_top > 0:
+    if not wants_logprobs and num_top != 0:
         raise InvalidParameter(
             f"top_logprobs is {num_top} without logprobs: true; add it", param="top_logprobs"
         )

@@ -69,6 +69,7 @@ def test_a_chat_has_openais_shape() -> None:
             "content": "Hello",
             "refusal": None,
             "reasoning_content": None,
+            "reasoning": None,
         }
         assert choice["finish_reason"] == "stop"
         assert 0 <= choice["seed"] < 2**53
