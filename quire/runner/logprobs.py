@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.rare_records import PooledSums, only_pooled
-from quire.base.records import NO_INTS, PromptScores, StepPlan
+from quire.base.records import PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.pooling import POOL_FAILED, pool_prompts

@@ -1,4 +1,4 @@
-"""Enforce a ThinkingBudget: when the budget of reasoning is spent, only its closing mark may follow.
+"""Enforce a ThinkingBudget: once it is spent, only the closing mark may follow.
 
 ThinkingTracker follows an answer beside the grammar's matcher, and takes all other tokens out of a
 mask. FreeText stands in for llguidance's matcher where nothing else constrains the answer. Marks

@@ -106,7 +106,12 @@ def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:
     tokens = given.get("thinking", {}).get("budget_tokens")
     if tokens is None:
         return None
-    if isinstance(tokens, int) and tokens >= given["max_tokens"]:
+    if type(tokens) is not int or tokens < 1:
+        raise InvalidParameter(
+            f"thinking.budget_tokens is {show(tokens)}; a number of tokens, at least 1, is allowed",
+            param=_BUDGET,
+        )
+    if tokens >= given["max_tokens"]:
         raise InvalidParameter(
             f"thinking.budget_tokens is {show(tokens)} and max_tokens is {given['max_tokens']}, "
             "which limits reasoning and answer together; raise max_tokens, or lower it",
@@ -164,8 +169,8 @@ def _effort(given: Mapping[str, Any]) -> str | None:
         )
     if kind == "disabled" and thinking.get("budget_tokens") is not None:
         raise InvalidParameter(
-            f"thinking.budget_tokens is {show(thinking['budget_tokens'])} and thinking is disabled; "
-            "leave it out",
+            f"thinking.budget_tokens is {show(thinking['budget_tokens'])} and thinking is "
+            "disabled; leave it out",
             param="thinking",
         )
     return "none" if kind == "disabled" else effort or "medium"

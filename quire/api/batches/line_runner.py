@@ -1,8 +1,9 @@
 """Run one line of a batch: the request that it is, through the route that would answer it.
 
 The route gets a request without a connection, with the key and tenant of the batch and the lowest
-priority that the tenant may ask for, in the background. Always holds: a result is the status and body that a client
-would get; what says nothing of the line itself (overload, a stop, a dead engine) is no result.
+priority that the tenant may ask for, in the background. Always holds: a result is the status and
+body that a client would get; what says nothing of the line itself (overload, a stop, a dead engine)
+is no result.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
 
-
 # Attributes of a whole answer that clients read, whether they were requested or not.
 NOT_OF_ALL: Mapping[str, None] = {"prompt_logprobs": None, "kv_transfer_params": None}
 

@@ -14,9 +14,9 @@ import pytest
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar_of
 from quire.output_parsers import harmony
+from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.harmony import CHANNEL, END, MESSAGE, START
 from quire.output_parsers.parsed_answer import ParsedAnswer
-from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.reasoning import THINK
 from quire.output_parsers.selection import ParserSelection
 from quire.structured import thinking

@@ -415,7 +415,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a budget as a text": (
         {"thinking": {"type": "adaptive", "budget_tokens": "7"}},
-        "thinking.budget_tokens is '7'",
+        'thinking.budget_tokens is "7"',
     ),
     "a budget without reasoning": (
         {"thinking": {"type": "disabled", "budget_tokens": 7}},
