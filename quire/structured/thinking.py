@@ -219,7 +219,7 @@ class FreeText:
 
     def unsafe_compute_mask_ptr(self, pointer: int, num_bytes: int) -> None:
         """Allow all ids of the vocabulary."""
-        words = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(pointer), np.uint32)
+        words = np.ctypeslib.as_array((ctypes.c_uint32 * (num_bytes // 4)).from_address(pointer))
         words[: self._num_ids // 32] = np.uint32(0xFFFFFFFF)
         if self._num_ids % 32:
             words[self._num_ids // 32] = np.uint32((1 << self._num_ids % 32) - 1)

@@ -23,6 +23,7 @@ from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
+TIERS = ("auto", "standard_only", "default")
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
 _MAX_USER_CHARS = 256
 _BUDGET = "thinking.budget_tokens"
@@ -121,7 +122,13 @@ def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:
 
 
 def check_metadata(given: Mapping[str, Any]) -> None:
-    """Check metadata, which has no effect."""
+    """Check metadata and service_tier, which have no effect."""
+    tier = given.get("service_tier", TIERS[0])
+    if not isinstance(tier, str) or tier not in TIERS:
+        raise InvalidParameter(
+            f"service_tier is {show(tier)}; {', '.join(TIERS)} are allowed: there is one tier",
+            param="service_tier",
+        )
     metadata = given.get("metadata", {})
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if (

@@ -6,7 +6,7 @@ Fields that this API shares with others are in field_schemas.py. Knows no route.
 from __future__ import annotations
 
 from quire.api.anthropic.dialect import error_type, status_of
-from quire.api.anthropic.request import THINKING_TYPES
+from quire.api.anthropic.request import THINKING_TYPES, TIERS
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
@@ -40,7 +40,7 @@ def messages_rows(known: Known) -> dict[str, Schema]:
         "stop_sequences": list_of(stop, most=sampling.MAX_STOP_STRINGS),
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
         "metadata": object_of({"user_id": or_null({**TEXT, "maxLength": 256})}),
-        "service_tier": {"enum": ["auto", "standard_only", "default"]},
+        "service_tier": {"enum": list(TIERS)},
         "thinking": _thinking(),
         "output_config": object_of(
             {
