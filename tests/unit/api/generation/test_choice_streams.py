@@ -54,6 +54,7 @@ def test_a_completion_has_openais_shape() -> None:
                 "total_tokens": 5,
                 "prompt_tokens_details": {"cached_tokens": 2},
             },
+            "kv_transfer_params": None,
         }
 
     asyncio.run(exchange())
