@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.rare_records import PooledSums, only_pooled
-from quire.base.records import PromptScores, StepPlan
+from quire.base.records import NO_INTS, PromptScores, StepPlan
 from quire.execute.executor import Executor
 from quire.program.batch import ForwardBatch
 from quire.runner.pooling import POOL_FAILED, pool_prompts
@@ -105,8 +105,9 @@ def _scored(
 
 def _with_all(logits: Float32s, targets: Int32s, num_top: Int32s, executor: Executor) -> Scores:
     """Score a slice of rows. num_top -1: top_logprobs has the whole vocabulary, in order of ids."""
-    has_all = num_top < 0
-    listed = np.arange(logits.shape[1] if has_all.any() else 0, dtype=np.int32)
+    has_all, listed = num_top < 0, NO_INTS
+    if has_all.any():
+        listed = np.arange(logits.shape[1], dtype=np.int32)
     starts = np.zeros(1 + len(targets), np.int32)
     np.cumsum(has_all * len(listed), out=starts[1:])
     wishes = ScoreBatch(
@@ -132,9 +133,10 @@ def listed_logprobs(
     rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
-    every = np.arange(logits.shape[1], dtype=np.int32)
     ids = [tables.listed_ids[slot] for slot in slots[rows]]
-    ids = [every if of_row[0] < 0 else of_row for of_row in ids]
+    if any(of_row[0] < 0 for of_row in ids):
+        every = np.arange(logits.shape[1], dtype=np.int32)
+        ids = [every if of_row[0] < 0 else of_row for of_row in ids]
     listed = ragged(ids, np.arange(len(rows)), len(rows))
     wishes = ScoreBatch(
         targets=np.full(len(rows), -1, np.int32),
