@@ -109,8 +109,7 @@ def wire(
     shares = BlockShares(cache, limits.max_num_seqs)
     if tenants:
         shares = TenantUsage(tenants, batch, cache)
-    transfer = _transfer_cost(cache, speed, bring_back)
-    loads = KVLoads(cache, transfer)
+    loads = KVLoads(cache, transfer := _transfer_cost(cache, speed, bring_back))
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
         limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
@@ -134,8 +133,7 @@ def wire(
     if policy.preempts_by_rank:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
-    background = BackgroundRows(requests, batch, speed, advance)
-    extensions += [layered, beams, background]
+    extensions += [layered, beams, background := BackgroundRows(requests, batch, speed, advance)]
     drafts = None
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.base.thinking_budget import ThinkingBudget, too_small
-from quire.structured.matcher import Words
 from quire.structured.vocabulary import LoadedVocabulary
 
+Words = NDArray[np.uint32]
 # Marks of answers in channels, as in quire/output_parsers/harmony.py.
 CHANNEL, MESSAGE, END = "<|channel|>", "<|message|>", "<|end|>"
 BODY_ENDS = ("<|start|>", END, "<|call|>", "<|return|>")
