@@ -187,6 +187,9 @@ def test_a_budget_smaller_than_its_mark_is_refused_by_name(
         f"is 2; the mark </think> that ends the reasoning counts too, and is {len(close_ids)}"
         in (message)
     )
+    for body in ({"messages": SAID}, {}):  # without messages the model is only loaded
+        status, answer = server.post("/api/chat", {**body, "thinking_token_budget": 0})
+        assert status == 400, answer
     own: dict[str, Any] = {"messages": SAID, "max_tokens": 30}
     for tokens, words in ((2, "budget_tokens is 2"), (30, "max_tokens is 30"), ("x", 'is "x"')):
         thinking = {"type": "enabled", "budget_tokens": tokens}

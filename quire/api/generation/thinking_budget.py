@@ -26,14 +26,26 @@ _LAST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class AskedBudget:
-    """A budget as a request has it. param: the field, which errors name."""
+    """A budget as a request has it; -1 is no limit, as in vLLM. param: the field, which errors
+    name. Raises InvalidParameter."""
 
     num_tokens: Any
     param: str = FIELD
 
+    def __post_init__(self) -> None:
+        num_tokens, param = self.num_tokens, self.param
+        if type(num_tokens) is not int or not -1 <= num_tokens <= MAX_TOKENS:
+            raise InvalidParameter(
+                f"{param} is {show(num_tokens)}; a whole number of tokens is allowed, or -1 for "
+                "no limit",
+                param=param,
+            )
+        if num_tokens == 0:
+            ThinkingBudget(max_tokens=0, param=param)  # refused
+
 
 def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:
-    """Return the budget of a request with our field, unchecked."""
+    """Return the budget of a request with our field, checked. Raises InvalidParameter."""
     return AskedBudget(given[FIELD]) if FIELD in given else None
 
 
@@ -46,15 +58,9 @@ def with_budget(
 ) -> SamplingParams:
     """Return the parameters with a grammar that ends the reasoning when the budget is spent.
 
-    reading: how the answer is parsed. -1 is no limit, as in vLLM. Raises InvalidParameter.
+    reading: how the answer is parsed.
     """
     num_tokens, param = budget.num_tokens, budget.param
-    if type(num_tokens) is not int or not -1 <= num_tokens <= MAX_TOKENS:
-        raise InvalidParameter(
-            f"{param} is {show(num_tokens)}; a whole number of tokens is allowed, or -1 for no "
-            "limit",
-            param=param,
-        )
     if num_tokens == -1:
         return sampling
     marks, limit = reading.reasoning, ThinkingBudget(max_tokens=num_tokens, param=param)

@@ -24,7 +24,7 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
     check_plain_fields(given)
-    messages = history_of(given.get("messages", []))
+    messages, budget = history_of(given.get("messages", [])), budget_of(given)
     sampling = read_sampling(request)
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
     if not messages:
@@ -36,7 +36,7 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
         conversation,
         sampling,
         includes_reasoning=True,
-        budget=budget_of(given),
+        budget=budget,
     )
     return await prompted_job(
         request, conversation.text, sampling, parser, param="messages", is_chat=True
