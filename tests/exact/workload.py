@@ -49,7 +49,7 @@ GRAMMARS = (
     ),
     # A pattern and a length: each word takes much of the lexer's budget.
     json_schema({"type": "string", "maxLength": 700, "pattern": r"^(?:[a-d]+[ .]+){0,149}[a-d]+$"}),
-    # Budgets of reasoning: of an open one, whose closing mark is three tokens, and before a text.
+    # Budgets of reasoning: of an open one with a closing mark of three tokens, and before a text.
     grammar_of({"thinking": {"max_tokens": 7, "opens": "[", "closes": "]/!", "is_open": True}}),
     grammar_of(
         {

@@ -1,6 +1,6 @@
 """Budgets of reasoning over real sockets: exact in each API, with drafts, in a batch, continued.
 
-The model's template opens the reasoning, and the model, whose weights are random, never ends it:
+The model's template opens the reasoning, and the model, which has random weights, never ends it:
 without a budget all of an answer is reasoning.
 """
 
