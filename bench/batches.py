@@ -90,9 +90,11 @@ def _round(
         vocab_size=vocab_size,
         seed=number,
     )
+    _asked(server.target.url, "POST", "/v1/cache/flush")
     alone = measure_serving(server.target, load, Goals())
     model = resolve_model(server.target).name
     batch = _started(server.target.url, model, vocab_size)
+    _asked(server.target.url, "POST", "/v1/cache/flush")  # the same prompts once more
     try:
         beside = measure_serving(server.target, load, Goals())
     finally:

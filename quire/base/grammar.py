@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.base.thinking_budget import ThinkingBudget, thinking_budget_of
 
 MAX_CHARS = 262_144
 MAX_DEPTH = 64  # levels of objects and lists in a schema
@@ -32,6 +33,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"  # a JSON list of texts
     GRAMMAR = "grammar"  # Lark as llguidance reads it, or GBNF
     STRUCTURAL_TAG = "structural_tag"  # JSON, as vLLM and SGLang have it
+    ANY = "any"  # any tokens, for a budget of reasoning alone; without a text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,15 @@ class Grammar:
     """What an answer may be. param: the request's field it came from, which errors name.
 
     whitespace: a regular expression of what may stand between the parts of JSON; None: a space
-    behind each comma and colon, nothing else ("" allows none at all).
+    behind each comma and colon, nothing else ("" allows none at all). thinking: a limit of the
+    reasoning before the text.
     """
 
     kind: GrammarKind
     text: str
     param: str = FIELD
     whitespace: str | None = None
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_CHARS:
@@ -66,6 +70,8 @@ class Grammar:
         """Equal for equal languages, whatever field they came from."""
         parts = (self.kind.value, self.text, "" if self.whitespace is None else self.whitespace)
         content = json.dumps((*parts, self.whitespace is None))
+        if (budget := self.thinking) is not None:
+            content += json.dumps((budget.form, budget.param))  # errors name the field
         return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
@@ -141,7 +147,8 @@ def structural_tag(tag: Mapping[str, Any] | str, *, param: str = FIELD) -> Gramm
 def grammar_of(value: Mapping[str, Any], *, param: str = FIELD) -> Grammar:
     """The grammar that an object of vLLM's form asks for: exactly one of json, json_object, regex,
     choice, grammar and structural_tag; beside json and json_object perhaps whitespace_pattern or
-    disable_any_whitespace. Raises InvalidParameter naming what else it has."""
+    disable_any_whitespace. thinking (thinking_budget_of) may be beside it, or alone. Raises
+    InvalidParameter naming what else it has."""
     if not isinstance(value, Mapping):
         raise InvalidParameter(f"{param} is {show(value)}; an object is allowed", param=param)
     given = {name: entry for name, entry in value.items() if entry is not None}
@@ -149,6 +156,11 @@ def grammar_of(value: Mapping[str, Any], *, param: str = FIELD) -> Grammar:
         del given["json_object"]
     if isinstance(given.get("disable_fallback"), bool):
         del given["disable_fallback"]  # there is nothing to fall back to
+    if (thinking := given.pop(_THINKING, None)) is not None:
+        budget = thinking_budget_of(thinking, param=param)
+        if not given:
+            return Grammar(kind=GrammarKind.ANY, text="", param=param, thinking=budget)
+        return replace(grammar_of(given, param=param), thinking=budget)
     options = {name: given.pop(name) for name in _OPTIONS if name in given}
     for name in given:
         if name not in _FORMS:
@@ -191,6 +203,7 @@ def grammar_of(value: Mapping[str, Any], *, param: str = FIELD) -> Grammar:
 
 _FORMS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace")
+_THINKING = "thinking"
 _REFUSED = {
     "disable_additional_properties": " (write additionalProperties: false into the schema)",
     "backend": " (there is one: llguidance)",

@@ -82,8 +82,9 @@ class PromptScores:
     """How likely S tokens of prompts were, each given the tokens before it; raw logits.
 
     `ranks`: 1 for the likeliest token, ties to the lower id. `top_ids` and `top_logprobs` are the
-    best alternatives, best first; unused entries are -1 and NaN. pooled: of prompts that are pooled
-    in place of being scored; None where none is.
+    best alternatives, best first; unused entries are -1 and NaN. Of a request for all alternatives
+    `top_logprobs` has the whole vocabulary in order of ids, and `top_ids` nothing. pooled: of
+    prompts that are pooled in place of being scored; None where none is.
     """
 
     logprobs: Float32s  # [S]

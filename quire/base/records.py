@@ -62,7 +62,7 @@ class Request:
     cache_use. cache_pins: prefixes to keep. report_progress: each chunk of its prompt but the last
     gives an output. output_ids: tokens of the answer that are known already, as after a preemption;
     outputs begin after them. transfer: KV blocks of its prompt go to another engine, or come
-    from one.
+    from one. background: it is computed in what capacity others leave.
     """
 
     request_id: str
@@ -86,6 +86,7 @@ class Request:
     speculation: Speculation | None = None
     output_ids: Int32s = field(default_factory=lambda: NO_INTS)
     transfer: KVTransfer | None = None
+    background: bool = False
 
     @property
     def known_ids(self) -> Int32s:

@@ -19,6 +19,7 @@ from quire.base.show import show
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+ALL_LOGPROBS = -1  # in place of a number of alternatives: those of the whole vocabulary
 MAX_LOGPROB_TOKEN_IDS = 1_024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
@@ -72,8 +73,8 @@ WHOLE_NUMBERS = (
     ("min_tokens", 0, 2**31 - 1),
     ("seed", -(2**63), MAX_SEED),
     ("max_tokens", 0, 2**31 - 1),
-    ("logprobs", 0, MAX_TOP_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
+    ("logprobs", ALL_LOGPROBS, MAX_TOP_LOGPROBS),
+    ("prompt_logprobs", ALL_LOGPROBS, MAX_TOP_LOGPROBS),
     ("dry_allowed_length", 1, MAX_REPEAT_TOKENS),
     ("dry_penalty_last_n", -1, 2**31 - 1),
     ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
@@ -178,8 +179,8 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     values["stop_regex"] = texts("stop_regex", values["stop_regex"], most=most, max_chars=max_chars)
     for name, max_ids in _ID_LISTS:
         values[name] = token_ids(name, values[name], most=max_ids)
-    if values["logprob_token_ids"] and values["logprobs"] is None:
-        values["logprobs"] = 0
+    if values["logprob_token_ids"]:
+        values["logprobs"] = _beside_listed(values["logprobs"])
     values["bad_words"] = _bad_words(values["bad_words"])
     values["dry_sequence_breakers"] = _breakers(values["dry_sequence_breakers"])
     values["allowed_token_ids"] = _allowed_ids(values["allowed_token_ids"])
@@ -193,6 +194,17 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if values["max_tokens"] == 0:
         _check_no_output(values)
     return values
+
+
+def _beside_listed(logprobs: int | None) -> int:
+    """Return `logprobs` as it is beside logprob_token_ids."""
+    if logprobs == ALL_LOGPROBS:
+        raise InvalidParameter(
+            "logprobs is -1 (the whole vocabulary) and logprob_token_ids is given, a part of it; "
+            "leave one out",
+            param="logprob_token_ids",
+        )
+    return logprobs or 0
 
 
 def _logit_bias(biases: Any) -> dict[int, float]:
@@ -367,6 +379,12 @@ def _check_beams(values: Mapping[str, Any]) -> None:
             "stop_regex is given and use_beam_search is true; beams end by stop strings only: "
             "write the end as stop, or leave beam search out",
             param="stop_regex",
+        )
+    if values["logprobs"] == ALL_LOGPROBS:
+        raise InvalidParameter(
+            "logprobs is -1 (the whole vocabulary) and use_beam_search is true; with beams 0 to "
+            f"{MAX_TOP_LOGPROBS} are allowed",
+            param="logprobs",
         )
     for name, off in BEAMS_OFF.items():
         value = values[name]

@@ -54,7 +54,7 @@ class SamplingParams(metaclass=_Checked):
     temperature: 0 is greedy; noise is drawn by (seed, stream, position, token id).
     top_k: keep the k largest logits; 0 or -1 keeps all. top_p, min_p: as in the field.
     repetition_penalty looks at prompt and output; presence and frequency at the output only.
-    logprobs: None for none, else how many alternatives beside the chosen token (0 to 20);
+    logprobs: None for none, else how many alternatives beside the chosen token (0 to 20, -1 all);
     always of the raw logits, before bias, penalties and temperature.
     prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
     logprob_token_ids: with each generated token the log-probabilities of these ids too; asks for

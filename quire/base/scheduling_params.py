@@ -33,7 +33,8 @@ class SchedulingParams:
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
     is computed. speculation: how draft tokens are made; None: as the server is set. cache_pins:
     prefixes of the prompt to keep, and to report. kv_transfer: blocks of the prompt go to another
-    engine, or come from one. Raises InvalidParameter naming the field.
+    engine, or come from one. background: compute it in what capacity other requests leave. Raises
+    InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -46,6 +47,7 @@ class SchedulingParams:
     speculation: SpeculationParams | None = None
     cache_pins: tuple[CachePin, ...] = ()
     kv_transfer: KVTransfer | None = None
+    background: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

@@ -40,6 +40,7 @@ class WaitReason(StrEnum):
     LENGTH = "length_limit"  # as many prompts of its kind ran as may
     GROUP = "group"  # another stream of its request computed their prompt
     PREFIX = "pending_prefix"  # another request was computing the same prefix
+    BACKGROUND = "background"  # it is in the background, and others ran
 
 
 class EventKind(StrEnum):

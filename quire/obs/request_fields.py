@@ -109,9 +109,11 @@ def scheduling_of(given: Mapping[str, Any]) -> SchedulingParams:
 def _grammar_form(grammar: Grammar) -> dict[str, Any]:
     """Return the object of a request that makes this grammar (see grammar_of)."""
     is_json = grammar.kind not in (GrammarKind.REGEX, GrammarKind.GRAMMAR)
-    form: dict[str, Any] = {
-        _FORMS[grammar.kind]: json.loads(grammar.text) if is_json else grammar.text
-    }
+    form: dict[str, Any] = {}
+    if grammar.kind is not GrammarKind.ANY:
+        form[_FORMS[grammar.kind]] = json.loads(grammar.text) if is_json else grammar.text
+    if grammar.thinking is not None:
+        form["thinking"] = grammar.thinking.form
     if grammar.whitespace == "":
         form["disable_any_whitespace"] = True
     elif grammar.whitespace is not None:

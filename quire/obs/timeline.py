@@ -55,6 +55,7 @@ WAIT_WORDS = {
     "length_limit": "--max-long-prompts or --max-short-prompts was reached",
     "group": "another stream of the request computed the prompt",
     "pending_prefix": "another request was computing the same prefix",
+    "background": "it is in the background (a line of a batch), and other requests ran",
 }
 MISS_WORDS = {
     MissReason.FIRST_DIFFERENCE: "the nearest cached prompt goes on with other tokens",

@@ -99,12 +99,31 @@ def _scored(
     for first in range(0, len(row_of), max_samples):
         some = slice(first, min(first + max_samples, len(row_of)))
         logits = executor.run_head(of_prompts, first, some.stop - first)
-        starts = np.zeros(1 + some.stop - first, np.int32)
-        wishes = ScoreBatch(
-            targets=targets[some], num_top=num_top[some], listed_starts=starts, listed_ids=NO_INTS
-        )
-        parts.append(executor.score(logits, wishes))
+        parts.append(_with_all(logits, targets[some], num_top[some], executor))
     return _kept(parts, counts, row_of)
+
+
+def _with_all(logits: Float32s, targets: Int32s, num_top: Int32s, executor: Executor) -> Scores:
+    """Score a slice of rows. num_top -1: top_logprobs has the whole vocabulary, in order of ids."""
+    has_all, listed = num_top < 0, NO_INTS
+    if has_all.any():
+        listed = np.arange(logits.shape[1], dtype=np.int32)
+    starts = np.zeros(1 + len(targets), np.int32)
+    np.cumsum(has_all * len(listed), out=starts[1:])
+    wishes = ScoreBatch(
+        targets=targets,
+        num_top=np.maximum(num_top, 0),
+        listed_starts=starts,
+        listed_ids=np.tile(listed, int(has_all.sum())),
+    )
+    found = executor.score(logits, wishes)
+    if not len(listed):
+        return found
+    table = stacked(
+        [found.top_logprobs, np.empty((0, len(listed)), np.float32)], np.float32(np.nan)
+    )
+    table[has_all] = found.listed_logprobs.reshape(-1, len(listed))
+    return replace(found, top_logprobs=table)
 
 
 def listed_logprobs(
@@ -114,9 +133,11 @@ def listed_logprobs(
     rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
-    listed = ragged(
-        [tables.listed_ids[slot] for slot in slots[rows]], np.arange(len(rows)), len(rows)
-    )
+    ids = [tables.listed_ids[slot] for slot in slots[rows]]
+    if any(of_row[0] < 0 for of_row in ids):
+        every = np.arange(logits.shape[1], dtype=np.int32)
+        ids = [every if of_row[0] < 0 else of_row for of_row in ids]
+    listed = ragged(ids, np.arange(len(rows)), len(rows))
     wishes = ScoreBatch(
         targets=np.full(len(rows), -1, np.int32),
         num_top=np.zeros(len(rows), np.int32),

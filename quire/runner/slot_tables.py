@@ -24,6 +24,7 @@ Int32s = NDArray[np.int32]
 # The least of a top_p: it keeps the likeliest token alone, as 0 means it.
 SMALLEST_TOP_P = 1e-30
 NEVER = np.iinfo(np.int32).max  # a position no request reaches
+ALL_IDS = (-1,)  # as listed ids: the whole vocabulary
 
 
 class SlotTables:
@@ -164,11 +165,11 @@ class SlotTables:
         self.frequency_penalty[slot] = sampling.frequency_penalty
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
-        self.num_logprobs[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        self.num_logprobs[slot] = -1 if sampling.logprobs is None else max(sampling.logprobs, 0)
         self._score_from(slot, NEVER if admission.scores_from is None else admission.scores_from)
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self.pooled[slot] = sampling.pooling is not None
-        self._list(slot, sampling.logprob_token_ids)
+        self._list(slot, ALL_IDS if sampling.logprobs == -1 else sampling.logprob_token_ids)
         self.has_truncation[slot] = (
             sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         )

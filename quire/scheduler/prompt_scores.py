@@ -45,7 +45,7 @@ def keep_scores(
     for row in scored.tolist():
         sequence = sequence_in(int(plan.slots[row]))
         part = slice(int(firsts[row]), int(firsts[row] + counts[row]))
-        width = sequence.request.sampling.prompt_logprobs
+        width = sequence.request.sampling.prompt_logprobs or 0  # -1: all, in order of ids
         kept = sequence.scores
         if kept is None:
             raise WorkerError(
@@ -56,8 +56,8 @@ def keep_scores(
             PromptScores(  # copies: a view would keep the scores of other rows alive
                 logprobs=scores.logprobs[part].copy(),
                 ranks=scores.ranks[part].copy(),
-                top_ids=scores.top_ids[part, :width].copy(),
-                top_logprobs=scores.top_logprobs[part, :width].copy(),
+                top_ids=scores.top_ids[part, : max(width, 0)].copy(),
+                top_logprobs=scores.top_logprobs[part, : None if width < 0 else width].copy(),
             )
         )
         kept.num_scored += int(counts[row])

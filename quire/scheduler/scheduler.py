@@ -88,6 +88,7 @@ class Scheduler:
         self._beams, self._backpressure = parts.beams, parts.backpressure
         self._preemptor, self._kv_loads = parts.preemptor, parts.kv_loads
         self._extensions, self._drafts = parts.extensions, parts.drafts
+        self._background = parts.background
         self.lengths, self.predictor = parts.lengths, parts.predictor
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
@@ -129,6 +130,9 @@ class Scheduler:
         self._num_arrivals += 1
         if request.speculation is not None and self._drafts is not None:
             self._drafts.note(sequence)
+        if request.background:
+            self._background.note(sequence)
+            self.add_gate(self._background)
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None
         if waiting is sequence:

@@ -25,6 +25,7 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.micro_batches import MicroBatches
 from quire.scheduler.outcomes import Outcomes
 from quire.scheduler.policy.policy import Policy
+from quire.scheduler.preemption.background_rows import BackgroundRows
 from quire.scheduler.preemption.backpressure import Backpressure
 from quire.scheduler.preemption.preemption_stats import PreemptionStats
 from quire.scheduler.preemption.preemptor import Preemptor
@@ -86,6 +87,7 @@ class Parts:
     predictor: TTFTPredictor
     drafts: DraftRows | None
     hand_overs: HandOvers | None
+    background: BackgroundRows
     extensions: tuple[StepExtension, ...]
 
 
@@ -107,8 +109,7 @@ def wire(
     shares = BlockShares(cache, limits.max_num_seqs)
     if tenants:
         shares = TenantUsage(tenants, batch, cache)
-    transfer = _transfer_cost(cache, speed, bring_back)
-    loads = KVLoads(cache, transfer)
+    loads = KVLoads(cache, transfer := _transfer_cost(cache, speed, bring_back))
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
         limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
@@ -132,7 +133,7 @@ def wire(
     if policy.preempts_by_rank:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
-    extensions += [layered, beams]
+    extensions += [layered, beams, background := BackgroundRows(requests, batch, speed, advance)]
     drafts = None
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
@@ -167,6 +168,7 @@ def wire(
         predictor=predictor,
         drafts=drafts,
         hand_overs=hand_overs,
+        background=background,
         extensions=tuple(extensions),
     )
 

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from quire._native import give_back_freed_memory
 from quire.base.errors import InvalidParameter, QuireError, WorkerError
-from quire.base.grammar import Grammar
+from quire.base.grammar import Grammar, GrammarKind
 from quire.structured.limits import parser_limits
 from quire.structured.matcher import Matcher, MatcherError
 from quire.structured.trial import Trial, needs_trial, too_slow
 from quire.structured.vocabulary import LoadedVocabulary, Vocabulary
 
 if TYPE_CHECKING:
+    from quire.structured.matcher import Tracker
     from quire.structured.unique_tracker import UniqueTracker
 
 # Cached grammars, compiled or failed, and their total memory: within the reserve that the memory
@@ -293,6 +294,8 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
 
     Raises InvalidParameter if no answer can follow it.
     """
+    if grammar.kind is GrammarKind.ANY:
+        return _any_text(grammar, vocabulary)
     from llguidance import LLMatcher  # imported with the first grammar
 
     from quire.structured.rejection import rejection
@@ -308,13 +311,33 @@ def compiled(grammar: Grammar, vocabulary: LoadedVocabulary, source: str = "") -
     if matcher.is_stopped():
         raise rejection(grammar, "it allows no text but the empty one")
     plan = unique_plan(grammar, source)
+    trackers = _thinking(grammar, vocabulary)
     try:
-        root = Matcher(matcher, vocabulary, None if plan is None else _tracker(plan, vocabulary))
+        if plan is not None:
+            trackers.append(_tracker(plan, vocabulary))
+        root = Matcher(matcher, vocabulary, trackers)
         root.num_source_chars = len(source)
         _try_out(root)
     except MatcherError as error:
         raise rejection(grammar, str(error)) from None
     return root
+
+
+def _any_text(grammar: Grammar, vocabulary: LoadedVocabulary) -> Matcher:
+    """Return the matcher of any tokens within a budget of reasoning."""
+    from quire.structured.thinking import FreeText, without_ends
+
+    free = FreeText(vocabulary.num_ids)
+    return Matcher(free, without_ends(vocabulary), _thinking(grammar, vocabulary))
+
+
+def _thinking(grammar: Grammar, vocabulary: LoadedVocabulary) -> list[Tracker]:
+    """Return what enforces the budget of reasoning, if there is one. Raises InvalidParameter."""
+    if grammar.thinking is None:
+        return []
+    from quire.structured.thinking import thinking_tracker
+
+    return [thinking_tracker(grammar.thinking, vocabulary)]
 
 
 def _tracker(plan: Mapping[str, Any], vocabulary: LoadedVocabulary) -> UniqueTracker:
@@ -347,7 +370,8 @@ def _try_out(root: Matcher) -> None:
 
 def _named(error: QuireError | None, grammar: Grammar) -> QuireError | None:
     """Return the error with the field of this request: the cached one may name another's."""
-    if isinstance(error, InvalidParameter) and error.param and error.param != grammar.param:
+    params = (grammar.param, None if grammar.thinking is None else grammar.thinking.param)
+    if isinstance(error, InvalidParameter) and error.param and error.param not in params:
         message = str(error)
         if message.startswith(f"{error.param}: "):
             message = grammar.param + message[len(error.param) :]

@@ -18,6 +18,8 @@ from quire.structured.vocabulary import LoadedVocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from quire.structured.thinking import FreeText
+
 Words = NDArray[np.uint32]
 # Most forced tokens returned at once: a step computes no more for one row.
 MAX_FORCED = 64
@@ -45,7 +47,7 @@ def _failing_alone() -> Iterator[None]:
 
 
 class Tracker(Protocol):
-    """Follows an answer beside llguidance; quire.structured.unique_tracker.UniqueTracker is one."""
+    """Follows an answer beside llguidance (unique_tracker.py, thinking.py)."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -56,24 +58,24 @@ class Tracker(Protocol):
 
     def go_back(self, num_tokens: int) -> None: ...
 
-    def without_repeats(self, mask: Words) -> Words: ...
+    def narrowed(self, mask: Words) -> Words: ...
 
 
 class Matcher:
     """`take` advances by tokens; `mask` and `forced` return what may or must follow.
 
-    tracker: of a schema with arrays of distinct items; llguidance does not know these.
+    trackers: of what llguidance does not know: arrays of distinct items, budgets of reasoning.
     """
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        matcher: LLMatcher | FreeText,
         vocabulary: LoadedVocabulary,
-        tracker: Tracker | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._tracker = tracker
+        self._trackers = tuple(trackers)
         self._mask: Words | None = None  # of the tokens taken so far, where it is known
         self._root: Matcher | None = None  # what this is a copy of; None: a compiled grammar
         # Of a compiled grammar: how long it took, and llguidance's grammar: its text where a trial
@@ -85,16 +87,16 @@ class Matcher:
     def copy(self) -> Matcher:
         """Return an independent copy. It shares llguidance's lexer with the original, so an error
         of the lexer fails both."""
-        tracker = None if self._tracker is None else self._tracker.copy()
-        twin = Matcher(self._matcher.deep_copy(), self._vocabulary, tracker)
+        trackers = [tracker.copy() for tracker in self._trackers]
+        twin = Matcher(self._matcher.deep_copy(), self._vocabulary, trackers)
         twin._mask = self._mask
         twin._root = self.root
         return twin
 
     @property
     def num_tracker_bytes(self) -> int:
-        """Return the approximate memory of what the tracker remembers for all answers."""
-        return 0 if self._tracker is None else self._tracker.num_bytes
+        """Return the approximate memory of what the trackers remember for all answers."""
+        return sum(tracker.num_bytes for tracker in self._trackers)
 
     @property
     def root(self) -> Matcher:
@@ -106,9 +108,9 @@ class Matcher:
         self._mask = None
         if not self._matcher.consume_tokens(list(token_ids)):
             raise MatcherError(f"the grammar does not allow the tokens chosen: {self._why()}")
-        if self._tracker is not None:
+        for tracker in self._trackers:
             with _failing_alone():
-                is_allowed = self._tracker.take(token_ids)
+                is_allowed = tracker.take(token_ids)
             if not is_allowed:
                 raise TrackerError("the tokens chosen repeat an item of an array with uniqueItems")
 
@@ -127,17 +129,17 @@ class Matcher:
         self._mask = None
         if num_tokens and not self._matcher.rollback(num_tokens):
             raise MatcherError(f"the grammar's state could not be taken back: {self._why()}")
-        if num_tokens and self._tracker is not None:
-            self._tracker.go_back(num_tokens)
+        for tracker in self._trackers if num_tokens else ():
+            tracker.go_back(num_tokens)
 
     def mask(self) -> Words:
         """Return the allowed ids, bit i % 32 of word i // 32; end tokens if the answer is
         complete. Read-only. Raises DeadEnd if there are none, MatcherError if it failed."""
         if self._mask is None:
             words = self._grammar_mask()
-            if self._tracker is not None:
+            for tracker in self._trackers:
                 with _failing_alone():
-                    words = self._tracker.without_repeats(words)
+                    words = tracker.narrowed(words)
             if not words.any():
                 raise DeadEnd("the grammar leaves no token to go on with, and no end")
             words.setflags(write=False)

@@ -51,7 +51,7 @@ class UniqueTracker:
         """Roll back the last tokens."""
         del self._positions[len(self._positions) - num_tokens :]
 
-    def without_repeats(self, mask: Words) -> Words:
+    def narrowed(self, mask: Words) -> Words:
         """Return a mask without the tokens that repeat an item or leave none that differs."""
         position = self._positions[-1]
         repeats: list[int] = []

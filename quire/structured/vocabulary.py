@@ -6,11 +6,12 @@ imported with the first grammar only, to keep start-up fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from quire.base.errors import InvalidParameter
 from quire.structured.token_index import TokenIndex
 
 if TYPE_CHECKING:
@@ -57,14 +58,31 @@ class LoadedVocabulary:
         self._end_placeholder = () if vocabulary.eos_ids else (self.num_ids,)
         tokens = [*vocabulary.token_bytes, *(b"<|quire:end|>" for _ in self._end_placeholder)]
         eos_ids = [*vocabulary.eos_ids, *self._end_placeholder]
+        self._encoder = _Encoder(vocabulary, tokens, eos_ids[0])
         self.tokenizer: llguidance.LLTokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Encoder(vocabulary, tokens, eos_ids[0])),
+            llguidance.TokenizerWrapper(self._encoder),
             eos_token=eos_ids,
             slices=llguidance.LLTokenizer.json_slices(),
         )
         # Length of a mask in llguidance.
         self.mask_words = -(-len(tokens) // 32)
         self._index: TokenIndex | None = None
+
+    def ids_of(self, text: str) -> tuple[int, ...]:
+        """Return ids with exactly this text, which may be a special token's name."""
+        ids = tuple(self._encoder(text))
+        if b"".join(self._vocabulary.token_bytes[id_] for id_ in ids) != text.encode():
+            raise InvalidParameter(f"no tokens of the model's vocabulary write {text!r}")
+        return ids
+
+    def texts(self, *, shown: Collection[str]) -> list[bytes]:
+        """Return the text of each token in an answer: of special ones, only of those shown."""
+        tokens, names = self._vocabulary, {name.encode() for name in shown}
+        hidden = [id_ for id_ in tokens.special_ids if tokens.token_bytes[id_] not in names]
+        texts = list(tokens.token_bytes)
+        for id_ in hidden:
+            texts[id_] = b""
+        return texts
 
     def index(self) -> TokenIndex:
         """Return the tokens by their role in JSON. Two threads may build it at once."""

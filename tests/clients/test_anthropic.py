@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,26 @@ def test_whole_and_streamed_messages_are_equal(client: Any, server: RunningServe
     counted = client.messages.count_tokens(model="box", messages=ASKED["messages"])
     usage = whole.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_thinking_ends_with_its_budget(tmp_path: Path) -> None:
+    """The template opens the reasoning, which the built-in model never closes."""
+    template = tmp_path / "thinking.jinja"
+    template.write_text(
+        "{% for message in messages %}{{ message.content }}\n{% endfor %}<think>{# </think> #}"
+    )
+    thinking: Any = {"type": "enabled", "budget_tokens": 14}
+    flags = ("--threads", "1", "--chat-template", str(template))
+    with RunningServer(BOX, *flags) as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        whole = client.messages.create(**ASKED, thinking=thinking)
+        assert [block.type for block in whole.content] == ["thinking", "text"]
+        with client.messages.stream(**ASKED, thinking=thinking) as stream:
+            final = stream.get_final_message()
+        assert final.content == whole.content
+        assert final.content[1].text.strip()
+        with pytest.raises(anthropic.BadRequestError, match="budget_tokens is 1; the mark"):
+            client.messages.create(**ASKED, thinking={**thinking, "budget_tokens": 1})
 
 
 def test_marked_prefixes_are_counted_once_and_read_afterwards(client: Any) -> None:

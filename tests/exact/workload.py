@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.grammar import choice, grammar, json_object, json_schema, regex
+from quire.base.grammar import choice, grammar, grammar_of, json_object, json_schema, regex
 from quire.base.rare_records import Speculation
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_params import SamplingParams
@@ -49,6 +49,14 @@ GRAMMARS = (
     ),
     # A pattern and a length: each word takes much of the lexer's budget.
     json_schema({"type": "string", "maxLength": 700, "pattern": r"^(?:[a-d]+[ .]+){0,149}[a-d]+$"}),
+    # Budgets of reasoning: of an open one with a closing mark of three tokens, and before a text.
+    grammar_of({"thinking": {"max_tokens": 7, "opens": "[", "closes": "]/!", "is_open": True}}),
+    grammar_of(
+        {
+            "grammar": "start: thought /[a-f]{2}/\nthought[lazy]: /(.|\\n)*]/",
+            "thinking": {"max_tokens": 4, "opens": "[", "closes": "]", "is_open": True},
+        }
+    ),
 )
 BLOCK_SIZES = (16, 16, 16, 32)
 THREADS = (1, 1, 1, 1, 2, 3)  # threads mostly wait for each other on a busy machine

@@ -58,5 +58,4 @@ OWN_NAMES = {
     "stop": "stop_sequences",
     "parallel_tool_calls": "tool_choice",
     "reasoning_effort": "output_config",
-    "thinking_token_budget": "thinking",
 }

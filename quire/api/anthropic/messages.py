@@ -20,6 +20,7 @@ from quire.api.anthropic.fields import MESSAGES
 from quire.api.anthropic.message_writer import MessageWriter
 from quire.api.anthropic.request import (
     as_named_here,
+    budget_of,
     check_metadata,
     read_prompt,
     sampling_fields,
@@ -90,6 +91,7 @@ async def _read_job(request: GenerationRequest) -> GenerationJob:
         sampling,
         includes_reasoning=flag(given, "include_reasoning", default=True),
         call_prefix=CALL_PREFIX,
+        budget=budget_of(given),
     )
     token_ids = await encode(
         request.context,

@@ -18,12 +18,15 @@ from quire.api.anthropic.tool_fields import tool_offer
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import EFFORTS, ConversationFields, rendered
 from quire.api.generation.request_context import RequestContext
+from quire.api.generation.thinking_budget import AskedBudget
 from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
+TIERS = ("auto", "standard_only", "default")
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
 _MAX_USER_CHARS = 256
+_BUDGET = "thinking.budget_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +102,33 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:
+    """Return the budget of `thinking`, which read_prompt has checked. Raises InvalidParameter."""
+    tokens = given.get("thinking", {}).get("budget_tokens")
+    if tokens is None:
+        return None
+    if type(tokens) is not int or tokens < 1:
+        raise InvalidParameter(
+            f"thinking.budget_tokens is {show(tokens)}; a number of tokens, at least 1, is allowed",
+            param=_BUDGET,
+        )
+    if tokens >= given["max_tokens"]:
+        raise InvalidParameter(
+            f"thinking.budget_tokens is {show(tokens)} and max_tokens is {given['max_tokens']}, "
+            "which limits reasoning and answer together; raise max_tokens, or lower it",
+            param=_BUDGET,
+        )
+    return AskedBudget(tokens, _BUDGET)
+
+
 def check_metadata(given: Mapping[str, Any]) -> None:
-    """Check metadata, which has no effect."""
+    """Check metadata and service_tier, which have no effect."""
+    tier = given.get("service_tier", TIERS[0])
+    if not isinstance(tier, str) or tier not in TIERS:
+        raise InvalidParameter(
+            f"service_tier is {show(tier)}; {', '.join(TIERS)} are allowed: there is one tier",
+            param="service_tier",
+        )
     metadata = given.get("metadata", {})
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if (
@@ -146,11 +174,10 @@ def _effort(given: Mapping[str, Any]) -> str | None:
             "allowed",
             param="thinking",
         )
-    if thinking.get("budget_tokens") is not None:
+    if kind == "disabled" and thinking.get("budget_tokens") is not None:
         raise InvalidParameter(
-            f"thinking.budget_tokens is {show(thinking['budget_tokens'])}; this server does not "
-            'limit the tokens of reasoning: write {"type": "adaptive"}, and limit the whole answer '
-            "by max_tokens",
+            f"thinking.budget_tokens is {show(thinking['budget_tokens'])} and thinking is "
+            "disabled; leave it out",
             param="thinking",
         )
     return "none" if kind == "disabled" else effort or "medium"

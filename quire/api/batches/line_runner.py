@@ -1,8 +1,9 @@
 """Run one line of a batch: the request that it is, through the route that would answer it.
 
 The route gets a request without a connection, with the key and tenant of the batch and the lowest
-priority that the tenant may ask for. Always holds: a result is the status and body that a client
-would get; what says nothing of the line itself (overload, a stop, a dead engine) is no result.
+priority that the tenant may ask for, in the background. Always holds: a result is the status and
+body that a client would get; what says nothing of the line itself (overload, a stop, a dead engine)
+is no result.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from starlette.routing import Route
 from quire.api.batches.line_form import BatchEndpoint
 from quire.api.batches.stored_files import new_id
 from quire.api.generation.foreign_fields import as_sent
+from quire.api.generation.generate import BACKGROUND
+from quire.api.generation.parted_answer import PartedAnswer
 from quire.api.http.auth import Caller
 from quire.api.http.dialect import Dialect, error_response
 from quire.base.errors import (
@@ -65,7 +68,11 @@ async def run_line(
         server_state.log.error("line of a batch failed", traceback=traceback.format_exc())
         fault = QuireError(f"internal error ({type(error).__name__}); the server's log has it")
         response = _refusal(server_state, fault, dialect)
-    return response.status_code, response.headers.get("x-request-id", ""), bytes(response.body)
+    if isinstance(response, PartedAnswer):
+        answer = await response.joined()
+    else:
+        answer = bytes(response.body)
+    return response.status_code, response.headers.get("x-request-id", ""), answer
 
 
 def _refusal(server_state: ServerState, error: QuireError, dialect: Dialect) -> Response:
@@ -102,6 +109,7 @@ def _request_of(route: Route, caller: Caller, body: bytes) -> Request:
         "headers": [(b"content-type", b"application/json")],
         "route": route,
         "state": {"key": caller.key, "name": "", "trace": "", "tenant": tenant, "is_admin": False},
+        BACKGROUND: True,
         "quire.disconnected": asyncio.get_running_loop().create_future(),
     }
     return Request(scope, receive)

@@ -1,26 +1,27 @@
 """JSON parts of answers that several APIs share: usage, timings, log-probabilities of prompts.
 
 JSON has no infinity: an impossible token has -9999.0. Alternatives of a prompt's positions are
-encoded at once, so a long prompt holds only bytes. Knows no API. Always holds: the numbers that one
-answer reports of its prompts are bounded by MAX_PROMPT_NUMBERS.
+encoded at once, so a long prompt holds only bytes; those of the whole vocabulary are encoded when
+they are sent (parted_answer.py). Knows no API. Always holds: the numbers that one answer reports of
+its prompts are bounded by MAX_PROMPT_NUMBERS.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from quire.api.generation.usage import Usage
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_checks import ALL_LOGPROBS, MAX_TOP_LOGPROBS
+from quire.engine.client.logprob_numbers import MAX_NUMBERS
 from quire.engine.output.token_text import TokenText
 
 _IMPOSSIBLE = -9999.0
-# For each request, at up to some 50 bytes of JSON each. A prompt of 131,072 tokens has 2.75 million
-# at 20 alternatives a token.
-MAX_PROMPT_NUMBERS = 4_194_304
+MAX_PROMPT_NUMBERS = MAX_NUMBERS  # for each request
 
 
 def check_prompt_numbers(num_numbers: int, *, param: str) -> None:
@@ -35,18 +36,45 @@ def check_prompt_numbers(num_numbers: int, *, param: str) -> None:
         )
 
 
-def prompt_logprobs(tokens: Iterable[TokenText | None], num_top: int) -> list[msgspec.Raw | None]:
-    """Return vLLM's `prompt_logprobs`: null first, then the token and the `num_top` best, by id."""
-    return [
-        None
-        if token is None
-        else msgspec.Raw(
-            msgspec.json.encode(
-                {str(other.token_id): _ranked(other) for other in (token, *token.top[:num_top])}
-            )
+class PartedList(Iterable[msgspec.Raw | None]):
+    """A list of entries that are large together, and encoded one by one whenever it is iterated."""
+
+    def __init__(self, entries: Callable[[], Iterator[msgspec.Raw | None]]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[msgspec.Raw | None]:
+        return self._entries()
+
+
+def prompt_logprobs(
+    tokens: Iterable[TokenText | None], num_top: int
+) -> Iterable[msgspec.Raw | None]:
+    """Return vLLM's `prompt_logprobs`: null first, then the token and the `num_top` best, by id.
+
+    num_top: -1 for all, in a PartedList.
+    """
+
+    def entries() -> Iterator[msgspec.Raw | None]:
+        for token in tokens:
+            if token is None:
+                yield None
+                continue
+            top = token.top if num_top == ALL_LOGPROBS else token.top[:num_top]
+            ranked = {str(other.token_id): _ranked(other) for other in (token, *top)}
+            yield msgspec.Raw(msgspec.json.encode(ranked))
+
+    return PartedList(entries) if num_top == ALL_LOGPROBS else list(entries())
+
+
+def refuse_streamed_prompt(num_top: int | None, *, stream: bool) -> None:
+    """Refuse a stream with all log-probabilities of its prompt: one event would have them all."""
+    if stream and num_top == ALL_LOGPROBS:
+        raise InvalidParameter(
+            "prompt_logprobs is -1 and stream is true; all log-probabilities of a prompt are sent "
+            "with a whole answer only, part by part: leave stream out, or ask for 0 to "
+            f"{MAX_TOP_LOGPROBS}",
+            param="prompt_logprobs",
         )
-        for token in tokens
-    ]
 
 
 def finite(logprob: float) -> float | None:

@@ -48,6 +48,11 @@ class Prompt:
     first: TokenText | None = None
     text_rules: TextRules = PLAIN_TEXT
 
+    @property
+    def nums_logprobs(self) -> tuple[int | None, int | None]:
+        """Return the alternatives of each token of the answer, and of the prompt."""
+        return self.sampling.logprobs, self.sampling.prompt_logprobs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptState:

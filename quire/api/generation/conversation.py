@@ -17,6 +17,7 @@ from quire.api.generation.chat_output import ChatOutputParser, Conversation
 from quire.api.generation.fields import flag
 from quire.api.generation.output_constraints import output_grammar
 from quire.api.generation.request_context import RequestContext
+from quire.api.generation.thinking_budget import AskedBudget, with_budget
 from quire.api.generation.tools import ToolOffer
 from quire.base.errors import InvalidParameter, RequestError, TokenizerError
 from quire.base.sampling_params import SamplingParams
@@ -241,9 +242,10 @@ def parsing_of(
     *,
     includes_reasoning: bool,
     call_prefix: str = "call_",
+    budget: AskedBudget | None = None,
 ) -> tuple[SamplingParams, ChatOutputParser | None]:
     """Return the parameters with the answer's grammar, and the parser of answers if they may have
-    reasoning or calls. call_prefix: of the ids of calls."""
+    reasoning or calls. call_prefix: of the ids of calls. budget: most tokens of reasoning."""
     reading = select_parsers(
         conversation.template,
         tool_parser=request.config.tool_call_parser,
@@ -255,6 +257,8 @@ def parsing_of(
             grammar, offer, reading, conversation, request.engine.tokenizer
         )
         sampling = replace(sampling, structured_outputs=grammar)
+    if budget is not None:
+        sampling = with_budget(request, sampling, reading, conversation.text, budget)
     tools = None
     if offer is not None and conversation.shows_tools and reading.tools is not None:
         tools = Tools(offer.schemas)

@@ -103,7 +103,7 @@ _EVERYWHERE = (
 _CONTINUED = {"output_ids", "output_cursor"}
 _TEXTS = _EVERYWHERE | _CONTINUED | {"add_special_tokens", "response_format", "return_token_ids"}
 _TEXTS |= {"echo", "return_tokens_as_token_ids", "kv_transfer_params"}
-COMPLETIONS = _TEXTS | {"prompt", "suffix"}
+COMPLETIONS = _TEXTS | {"prompt", "suffix", "thinking_token_budget"}
 # Fields beside messages that change the prompt.
 _TEMPLATE = frozenset(
     {
@@ -124,6 +124,7 @@ _CHAT_ONLY = {
     "parallel_tool_calls",
     "include_reasoning",
     "prediction",
+    "thinking_token_budget",
 }
 CHAT = _TEXTS | _TEMPLATE | _CHAT_ONLY
 # Token ids in and out: no fields of texts.

@@ -30,6 +30,7 @@ from quire.api.generation.continued_answer import (
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.kv_transfer import with_transfer
+from quire.api.generation.parted_answer import PartedAnswer, parts_of
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
@@ -41,6 +42,7 @@ from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
 from quire.base.rare_records import CachePin
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
@@ -52,6 +54,7 @@ STREAM_OPTIONS = {
     "include_output_ids",
 }
 MAX_SALT_CHARS = 256
+BACKGROUND = "quire.background"  # in the scope of a request that is computed beside all others
 # Surrounds a cache scope; no salt of a request may begin with it.
 _SEAL = "\0"
 
@@ -182,8 +185,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         server_state, request, honoured=route.honoured, id_prefix=route.id_prefix
     )
     given, engine = {**dict.fromkeys(route.implied, True), **context.given}, context.engine
-    tenant: Tenant = request.state.tenant
-    terms, cache_salt = scheduling_params_of(given, tenant), cache_salt_of(given, tenant)
+    cache_salt = cache_salt_of(given, tenant := request.state.tenant)
+    terms = scheduling_params_of(given, tenant, background=BACKGROUND in request.scope)
     if "speculation" in given or "prediction" in given:
         terms = replace(terms, speculation=await speculation_params(context))
     if "kv_transfer_params" in given:
@@ -225,7 +228,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if job.respond is not None:
             return job.respond(answers)
         if not stream:
-            return await _encoded(job, await answers.whole(), answers.usage)
+            return await _whole(server_state, job, answers, context, open_)
         events = _events_of(job, generation_request)(
             answers,
             job.writer,
@@ -319,6 +322,21 @@ def _progress(answers: ChoiceStreams) -> RequestProgress:
     )
 
 
+async def _whole(
+    server_state: ServerState,
+    job: GenerationJob,
+    answers: ChoiceStreams,
+    context: RequestContext,
+    request: OpenRequest,
+) -> bytes | Response:
+    """Return the body of a whole answer; one with all log-probabilities is sent in parts."""
+    choices = await answers.whole()
+    if not any(ALL_LOGPROBS in prompt.nums_logprobs for prompt in job.prompts):
+        return await _encoded(job, choices, answers.usage)
+    parts = parts_of(job.writer.whole(choices, answers.usage))
+    return PartedAnswer(server_state, parts, context.headers(), context.deadline, request)
+
+
 async def _encoded(job: GenerationJob, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
     """Return the body; one with numbers of prompts is long, so a thread encodes it."""
 
@@ -368,15 +386,18 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
     )
 
 
-def scheduling_params_of(given: Mapping[str, Any], tenant: Tenant) -> SchedulingParams:
+def scheduling_params_of(
+    given: Mapping[str, Any], tenant: Tenant, *, background: bool = False
+) -> SchedulingParams:
     """Return the scheduling parameters of a request. Raises InvalidParameter naming the field."""
     fields = {name: given[name] for name in SCHEDULING & given.keys()}
     reports_progress = flag(given, "return_progress") and flag(given, "stream")
-    if tenant is ONLY_TENANT and not fields and not reports_progress:
+    if tenant is ONLY_TENANT and not (fields or reports_progress or background):
         return DEFAULT_SCHEDULING
     terms = SchedulingParams(
         tenant=tenant.name_in_requests,
         report_progress=reports_progress,
+        background=background,
         **{"priority": tenant.priority, **fields},
     )
     if not tenant.priority_min <= terms.priority <= tenant.priority_max:

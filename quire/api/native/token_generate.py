@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.generation.answer_json import (
+    PartedList,
     check_prompt_numbers,
     finite,
     prompt_logprobs,
+    refuse_streamed_prompt,
     speeds_json,
     usage_json,
 )
@@ -25,6 +28,7 @@ from quire.api.generation.fields import (
     COMPLETION_TOKENS,
     GENERATE,
     completion_tokens,
+    flag,
     sampling_of,
 )
 from quire.api.generation.generate import (
@@ -42,6 +46,7 @@ from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.show import show
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
@@ -85,13 +90,13 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         param="tokens",
     )
     if sampling.prompt_logprobs is not None:
-        check_prompt_numbers(
-            len(token_ids) * (1 + sampling.prompt_logprobs), param="prompt_logprobs"
-        )
+        refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
+        num_numbers = len(token_ids) * (1 + max(sampling.prompt_logprobs, 0))
+        check_prompt_numbers(num_numbers, param="prompt_logprobs")
     chosen = request.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
     writer = TokenGenerateWriter(
         request.envelope,
-        wants_logprobs=chosen.logprobs is not None,
+        num_top=chosen.logprobs,
         num_prompt_top=chosen.prompt_logprobs,
         options=request.stream_options,
     )
@@ -105,12 +110,12 @@ class TokenGenerateWriter(ChunkWriter):
         self,
         envelope: Envelope,
         *,
-        wants_logprobs: bool,
+        num_top: int | None,
         num_prompt_top: int | None,
         options: StreamOptions,
     ) -> None:
         super().__init__(envelope.frame("generation"), options)
-        self._wants_logprobs = wants_logprobs
+        self._num_top = num_top
         self._num_prompt_top = num_prompt_top
         self._begun: set[int] = set()
 
@@ -120,7 +125,7 @@ class TokenGenerateWriter(ChunkWriter):
             {
                 "index": index,
                 "tokens": choice.token_ids,
-                **self._logprobs(choice.logprobs),
+                **self._logprobs(choice.logprobs, whole=True),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "seed": choice.seed,
@@ -159,14 +164,19 @@ class TokenGenerateWriter(ChunkWriter):
             return {}
         return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenText], *, whole: bool = False) -> dict[str, Any]:
         """Return those of each token, and of its most probable ids, if requested."""
-        if not self._wants_logprobs:
+        if self._num_top is None:
             return {}
+
+        def tops() -> Iterator[msgspec.Raw]:
+            for token in tokens:
+                top = {str(other.token_id): finite(other.logprob) for other in token.top}
+                yield msgspec.Raw(msgspec.json.encode(top))
+
         return {
             "logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {str(other.token_id): finite(other.logprob) for other in token.top}
-                for token in tokens
-            ],
+            "top_logprobs": PartedList(tops)
+            if whole and self._num_top == ALL_LOGPROBS
+            else list(tops()),
         }

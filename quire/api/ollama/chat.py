@@ -11,6 +11,7 @@ from typing import Any
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
 from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
 from quire.api.ollama.history import history_of
 from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
@@ -23,14 +24,19 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
     check_plain_fields(given)
-    messages = history_of(given.get("messages", []))
+    messages, budget = history_of(given.get("messages", [])), budget_of(given)
     sampling = read_sampling(request)
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
     if not messages:
         return loading_job(request, sampling, is_chat=True)
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
-        request.context, offer, conversation, sampling, includes_reasoning=True
+        request.context,
+        offer,
+        conversation,
+        sampling,
+        includes_reasoning=True,
+        budget=budget,
     )
     return await prompted_job(
         request, conversation.text, sampling, parser, param="messages", is_chat=True

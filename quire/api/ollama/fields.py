@@ -37,7 +37,7 @@ _EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
     "cache_salt",
     "speculation",
 }
-OLLAMA_CHAT = _EVERYWHERE | {"messages", "tools", "prediction"}
+OLLAMA_CHAT = _EVERYWHERE | {"messages", "tools", "prediction", "thinking_token_budget"}
 OLLAMA_GENERATE = _EVERYWHERE | {
     "prompt",
     "suffix",

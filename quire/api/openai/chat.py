@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.api.generation.answer_json import (
     check_prompt_numbers,
     prompt_logprobs,
+    refuse_streamed_prompt,
     speeds_json,
     usage_json,
 )
@@ -35,9 +36,11 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import encode
+from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import TOOL_FIELDS, offer_of
 from quire.api.generation.truncation import TRUNCATION, kept_tokens
 from quire.api.generation.usage import Usage
+from quire.api.openai.chat_fields import LOGPROBS, max_tokens_of, num_top_of
 from quire.api.openai.chat_output import (
     NOT_SAID,
     delta_of,
@@ -48,13 +51,13 @@ from quire.api.openai.chat_output import (
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs
 from quire.api.server_state import ServerState
-from quire.base.errors import InvalidParameter
-from quire.base.parameter_checks import whole
-from quire.base.sampling_checks import MAX_TOP_LOGPROBS
-from quire.base.show import show
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
+
+# Attributes of a whole answer that clients read, whether they were requested or not.
+NOT_OF_ALL: Mapping[str, None] = {"prompt_logprobs": None, "kv_transfer_params": None}
 
 
 class ChatRoute:
@@ -74,9 +77,8 @@ class ChatRoute:
 async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given, engine = request.given, request.engine
-    wants_logprobs = flag(given, "logprobs") if "logprobs" in given else False
-    num_top = _num_top(given, wants_logprobs=wants_logprobs)
-    fields = {**given, **_max_tokens(given)} if "max_completion_tokens" in given else given
+    num_top = None if LOGPROBS.isdisjoint(given) else num_top_of(given)
+    fields = {**given, **max_tokens_of(given)} if "max_completion_tokens" in given else given
     sampling = sampling_of(
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )
@@ -88,6 +90,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         conversation,
         sampling,
         includes_reasoning=flag(given, "include_reasoning", default=True),
+        budget=budget_of(given) if "thinking_token_budget" in given else None,
     )
     token_ids = await encode(
         request.context,
@@ -100,12 +103,14 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         param="messages",
     )
     if sampling.prompt_logprobs is not None:
-        num_numbers = len(token_ids) * (1 + sampling.prompt_logprobs)
+        refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
+        num_numbers = len(token_ids) * (1 + max(sampling.prompt_logprobs, 0))
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     sampling = request.limited(sampling, len(token_ids), default_tokens=default)
     returned = ReturnedFields(
-        logprobs=wants_logprobs,
+        logprobs=num_top is not None,
+        all_logprobs=sampling.logprobs == ALL_LOGPROBS,
         num_prompt_top=sampling.prompt_logprobs,
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
         names_ids=flag(given, "return_tokens_as_token_ids"),
@@ -124,6 +129,7 @@ class ReturnedFields:
     names_ids: log-probabilities name tokens by their ids. echo: a text before the answer's."""
 
     logprobs: bool = False
+    all_logprobs: bool = False
     num_prompt_top: int | None = None
     prompt_ids: Sequence[int] | None = None
     names_ids: bool = False
@@ -157,7 +163,7 @@ class ChatWriter(ChunkWriter):
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
-            "prompt_logprobs": None,  # unless requested; clients read it
+            **NOT_OF_ALL,
             **self._prompt_fields(choices[0][0].prompt_logprobs, begins=True),
         }
 
@@ -213,7 +219,7 @@ class ChatWriter(ChunkWriter):
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.logprobs),
+            "logprobs": self._logprobs(choice.logprobs, parted=self._returned.all_logprobs),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
             "seed": choice.seed,
@@ -263,39 +269,9 @@ class ChatWriter(ChunkWriter):
     def _ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
         return {} if self._returned.prompt_ids is None else {"token_ids": token_ids}
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, tokens: Sequence[TokenText], *, parted: bool = False
+    ) -> dict[str, Any] | None:
         if not self._returned.logprobs:
             return None
-        return chat_logprobs(tokens, names_ids=self._returned.names_ids)
-
-
-def _max_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return max_tokens from its newer name; both may be given if they agree."""
-    newer = given["max_completion_tokens"]
-    if given.get("max_tokens", newer) != newer:
-        raise InvalidParameter(
-            f"max_completion_tokens is {show(newer)} and max_tokens is "
-            f"{show(given['max_tokens'])}; they mean the same: give one",
-            param="max_completion_tokens",
-        )
-    smallest = 0 if "prompt_logprobs" in given else 1
-    return {"max_tokens": whole("max_completion_tokens", newer, smallest, 2**31 - 1)}
-
-
-def _num_top(given: Mapping[str, Any], *, wants_logprobs: bool) -> int | None:
-    """Return the alternatives of each token; None for no log-probabilities."""
-    num_top = given.get("top_logprobs")
-    if num_top is None:
-        return 0 if wants_logprobs else None
-    is_whole = isinstance(num_top, int) and not isinstance(num_top, bool)
-    if not is_whole or not 0 <= num_top <= MAX_TOP_LOGPROBS:
-        raise InvalidParameter(
-            f"top_logprobs is {show(num_top)}; a whole number from 0 to {MAX_TOP_LOGPROBS} is "
-            "allowed",
-            param="top_logprobs",
-        )
-    if not wants_logprobs and num_top > 0:
-        raise InvalidParameter(
-            f"top_logprobs is {num_top} without logprobs: true; add it", param="top_logprobs"
-        )
-    return num_top if wants_logprobs else None
+        return chat_logprobs(tokens, names_ids=self._returned.names_ids, parted=parted)

@@ -13,7 +13,7 @@ from quire.base.records import FinishReason
 from quire.output_parsers.parsed_answer import AnswerPiece, ParsedAnswer
 
 # Attributes of a message that clients read, whether the answer has them or not.
-NOT_SAID: Mapping[str, None] = {"refusal": None, "reasoning_content": None}
+NOT_SAID: Mapping[str, None] = dict.fromkeys(("refusal", "reasoning_content", "reasoning"))
 
 
 def echoed_text(messages: Sequence[Mapping[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from quire.api.engine_protocol import Engine
 from quire.api.generation.answer_json import (
     check_prompt_numbers,
     prompt_logprobs,
+    refuse_streamed_prompt,
     speeds_json,
     usage_json,
 )
@@ -42,14 +43,18 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import RequestContext, checked_ids, encode
+from quire.api.generation.thinking_budget import with_budget_of_text
 from quire.api.generation.truncation import kept_tokens
 from quire.api.generation.usage import Usage
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
+from quire.base.thinking_budget import FIELD
+from quire.engine.client.logprob_numbers import with_all
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
 from quire.text.infill import infill_prompt
@@ -77,6 +82,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
     num_top = given.get("logprobs")
     echo = flag(given, "echo")
     sampling = _sampling(request, echo=echo)
+    refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
     adds_special = flag(given, "add_special_tokens", default=True)
     texts = _filling_in(engine, given, _prompts(given))
     keep_tokens = kept_tokens(given, engine, completion_tokens(sampling))
@@ -89,7 +95,8 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         )
     prompts = []
     returns_ids = flag(given, "return_token_ids")
-    num_numbers, per_token = 0, _numbers_per_token(given, echo=echo) + returns_ids
+    num_numbers = 0
+    per_token = _numbers_per_token(given, engine.card.vocab_size, echo=echo) + returns_ids
     for at, text in enumerate(texts):
         if at:
             await asyncio.sleep(
@@ -103,6 +110,8 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
             keep_tokens=keep_tokens,
         )
         chosen = request.limited(sampling, len(token_ids), default_tokens=COMPLETION_TOKENS)
+        if FIELD in given:
+            chosen = with_budget_of_text(request.context, chosen, text, given[FIELD])
         shown = _shown(engine, text, sampling) if echo else ""
         first = _first(engine, token_ids) if echo and num_top is not None else None
         prompts.append(Prompt(token_ids=token_ids, sampling=chosen, echo=shown, first=first))
@@ -160,7 +169,7 @@ class CompletionWriter(ChunkWriter):
                     {
                         "index": self._index(at, index),
                         "text": self._prompts[at].echo + choice.text,
-                        "logprobs": self._logprobs(at, choice.logprobs, begins=True),
+                        "logprobs": self._logprobs(at, choice.logprobs, begins=True, whole=True),
                         "finish_reason": choice.finish_reason,
                         "stop_reason": choice.stop_reason,
                         "seed": choice.seed,
@@ -174,6 +183,7 @@ class CompletionWriter(ChunkWriter):
             "choices": written,
             "usage": usage_json(usage),
             **speeds_json(usage),
+            "kv_transfer_params": None,  # unless it is offered; clients read it
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
@@ -234,12 +244,13 @@ class CompletionWriter(ChunkWriter):
                 num_top=self._num_top,
                 special_ids=self._special_ids,
                 names_ids=self._names_ids,
+                parted=self._num_top == ALL_LOGPROBS,
             )
         if self._num_prompt_top is not None:
             self._scored[at] = {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
     def _logprobs(
-        self, at: int, tokens: Sequence[TokenText], *, begins: bool
+        self, at: int, tokens: Sequence[TokenText], *, begins: bool, whole: bool = False
     ) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
@@ -249,6 +260,7 @@ class CompletionWriter(ChunkWriter):
             num_top=self._num_top,
             lists_ids=self._lists_ids,
             names_ids=self._names_ids,
+            parted=whole and self._num_top == ALL_LOGPROBS,
         )
         return joined(self._echoed[at], written) if begins and at in self._echoed else written
 
@@ -266,13 +278,15 @@ def _sampling(request: GenerationRequest, *, echo: bool) -> SamplingParams:
     )
     if not echo or sampling.logprobs is None or sampling.prompt_logprobs is None:
         return sampling
-    return replace(sampling, prompt_logprobs=max(sampling.logprobs, sampling.prompt_logprobs))
+    nums_top = sampling.logprobs, sampling.prompt_logprobs
+    most = ALL_LOGPROBS if ALL_LOGPROBS in nums_top else max(nums_top)
+    return replace(sampling, prompt_logprobs=most)
 
 
-def _numbers_per_token(given: Mapping[str, Any], *, echo: bool) -> int:
+def _numbers_per_token(given: Mapping[str, Any], vocab_size: int, *, echo: bool) -> int:
     """Return the log-probabilities that a choice has of each prompt token."""
     nums_top = (given.get("prompt_logprobs"), given.get("logprobs") if echo else None)
-    return sum(1 + num_top for num_top in nums_top if num_top is not None)
+    return sum(1 + with_all(num_top, vocab_size) for num_top in nums_top if num_top is not None)
 
 
 def _numbers_param(given: Mapping[str, Any], *, echo: bool) -> str:

@@ -132,8 +132,9 @@ def _answers() -> dict[str, Schema]:
         "ChatCompletion": {
             "prompt_logprobs": or_null(_ref("PromptLogprobs")),
             "prompt_token_ids": list_of(_ID),
+            "kv_transfer_params": {"type": ["object", "null"]},
         },
-        "Completion": {},
+        "Completion": {"kv_transfer_params": {"type": ["object", "null"]}},
         "Generation": scored,
     }
     return {
@@ -232,7 +233,7 @@ def _message_parts() -> dict[str, Schema]:
                 "content": or_null(TEXT),
                 "refusal": {"type": "null"},
             },
-            **{**said, "reasoning_content": or_null(TEXT)},
+            **{name: or_null(schema) for name, schema in said.items()},
             tool_calls=list_of(whole_object(**call), least=1),
         ),
         "Delta": object_of(

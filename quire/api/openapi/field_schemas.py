@@ -38,6 +38,7 @@ from quire.base.sampling_checks import EARLY_STOPPING, FLAGS, MUST_BE_ABOVE, NUM
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import MAX_PRIORITY, MAX_TERM_MS, OBJECTIVES
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
+from quire.base.thinking_budget import MAX_MARK_CHARS, MAX_TOKENS
 from quire.text.messages import ROLES
 
 Schema = dict[str, Any]
@@ -176,6 +177,7 @@ def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
     rows = sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
     if honoured == CHAT:
         rows["logprobs"] = FLAG
+        rows["top_logprobs"] = {**rows["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
     if honoured == GENERATE:
         rows["tokens"] = list_of(
             token_id_row(known), least=1
@@ -374,6 +376,12 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "prediction": _prediction(),
         "return_token_ids": FLAG,
+        "thinking_token_budget": {
+            "anyOf": [
+                {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+                {"const": -1},
+            ]
+        },
         "echo": FLAG,
         "suffix": TEXT,
         "return_token_strs": FLAG,
@@ -400,12 +408,27 @@ def _structured() -> Schema:
         "whitespace_pattern": or_null(_text(1, MAX_WHITESPACE_CHARS)),
         "disable_any_whitespace": or_null(FLAG),
     }
+    mark = _text(0, MAX_MARK_CHARS)
+    thinking = object_of(
+        {
+            "max_tokens": {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
+            "opens": mark,
+            "closes": mark,
+            "is_open": FLAG,
+        },
+        needed=("max_tokens", "opens", "closes"),
+    )
+    beside = {"thinking": or_null(thinking)}
     return {
         "anyOf": [
-            object_of(
-                {name: schema, **(of_json if name.startswith("json") else {})}, needed=(name,)
-            )
-            for name, schema in form.items()
+            object_of({"thinking": thinking}, needed=("thinking",)),
+            *(
+                object_of(
+                    {name: schema, **(of_json if name.startswith("json") else {}), **beside},
+                    needed=(name,),
+                )
+                for name, schema in form.items()
+            ),
         ]
     }
 

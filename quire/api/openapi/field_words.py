@@ -149,7 +149,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "text with parts that follow schemas.",
         "format": "The answer is any JSON object, or JSON of a schema.",
         "structured_outputs": "The answer follows a JSON schema, a regular expression, a choice "
-        "of texts, a grammar (Lark or GBNF) or a structural tag.",
+        "of texts, a grammar (Lark or GBNF) or a structural tag; thinking: a limit of the "
+        "reasoning before it, by its marks.",
     },
     "Tools, reasoning, templates": {
         "tools": "Functions that the model may call.",
@@ -162,6 +163,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "include": "message.output_text.logprobs: log-probabilities of the text. "
         "reasoning.encrypted_content: the reasoning, encoded, to be sent back.",
         "include_reasoning": "Return the reasoning with the answer.",
+        "thinking_token_budget": "End the reasoning after this many tokens, those of its closing "
+        "mark included; -1: no limit.",
         "add_generation_prompt": "Open the model's answer at the end of the prompt.",
         "continue_final_message": "Continue the last message.",
         "chat_template": "The name of one of the model's templates; the source of a template only "
@@ -169,7 +172,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "chat_template_kwargs": "Variables for the template; one that it does not read is ignored.",
         "documents": "Documents for the template.",
         "thinking": "Whether the model reasons: enabled, adaptive (both: yes) or disabled; the "
-        "template's default if it is left out.",
+        "template's default if it is left out. budget_tokens: the reasoning ends after so many.",
         "output_config": "effort: how much the model reasons. format: a JSON schema that the "
         "answer follows.",
     },
@@ -179,7 +182,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "continuous_usage_stats: the usage so far in every chunk. resumable: the stream "
         "can be resumed after a disconnect. include_output_ids: a comment after the events of each "
         "delta has what a request needs to continue the answer.",
-        "cache_control": "A breakpoint of the cache; without effect, since every prefix is cached.",
+        "cache_control": "A breakpoint of the cache: the prefix that ends there is kept longer.",
         "metadata": "user_id: a label of the user; without effect.",
         "store": "Keep the response, for GET and previous_response_id; true by default.",
         "background": "Answer at once, and continue without the client, which polls the response "

@@ -6,7 +6,7 @@ Fields that this API shares with others are in field_schemas.py. Knows no route.
 from __future__ import annotations
 
 from quire.api.anthropic.dialect import error_type, status_of
-from quire.api.anthropic.request import THINKING_TYPES
+from quire.api.anthropic.request import THINKING_TYPES, TIERS
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
@@ -40,8 +40,8 @@ def messages_rows(known: Known) -> dict[str, Schema]:
         "stop_sequences": list_of(stop, most=sampling.MAX_STOP_STRINGS),
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
         "metadata": object_of({"user_id": or_null({**TEXT, "maxLength": 256})}),
-        "service_tier": {"enum": ["auto", "standard_only", "default"]},
-        "thinking": {**object_of({"type": {"enum": list(THINKING_TYPES)}}), "required": ["type"]},
+        "service_tier": {"enum": list(TIERS)},
+        "thinking": _thinking(),
         "output_config": object_of(
             {
                 "effort": or_null({"enum": list(EFFORTS)}),
@@ -51,6 +51,19 @@ def messages_rows(known: Known) -> dict[str, Schema]:
         "cache_control": cache_control,
         "tools": list_of(_tool(), most=MAX_TOOLS),
         "tool_choice": _tool_choice(),
+    }
+
+
+def _thinking() -> Schema:
+    """Return the objects that switch the reasoning on, perhaps with a budget, or off."""
+    on = {"enum": [kind for kind in THINKING_TYPES if kind != "disabled"]}
+    budget = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
+    disabled = object_of({"type": {"const": "disabled"}, "budget_tokens": {"type": "null"}})
+    return {
+        "anyOf": [
+            object_of({"type": on, "budget_tokens": budget}, needed=("type",)),
+            {**disabled, "required": ["type"]},
+        ]
     }
 
 

@@ -426,7 +426,7 @@ class EngineClient:
             self._progress_ms = self._clock.now_ms()
         stream_ids = tuple(request.request_id for request in requests)
         sampling = requests[0].sampling
-        numbers = 1 + (sampling.logprobs or 0) + len(sampling.logprob_token_ids)
+        numbers = 1 + abs(sampling.logprobs or 0) + len(sampling.logprob_token_ids)
         most = max(MAX_UNREAD // numbers, 16)
         unread: _Unread = UnreadQueue(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
         self._streams.open(self.tokenizer, requests, unread, text_rules)

@@ -12,8 +12,10 @@ import numpy as np
 
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.records import NO_RULES, Request, TokenRules
+from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.engine.client.logprob_numbers import check_all_logprobs
 from quire.engine.client.output_ids import check_output_ids
 from quire.engine.client.pooling_checks import check_task
 from quire.engine.client.speculation import NO_WISHES, speculation_of
@@ -67,6 +69,9 @@ def make_requests(
     if terms.speculation is not None or card.speculates:
         speculation = speculation_of(card, terms.speculation or NO_WISHES)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
+    if ALL_LOGPROBS in (sampling.logprobs, sampling.prompt_logprobs):
+        sizes = {"prompt_tokens": len(prompt), "max_tokens": limit}
+        check_all_logprobs(sampling, card.vocab_size, **sizes)
     if len(output_ids):
         check_output_ids(output_ids, sampling, stop_ids, card.vocab_size, max_tokens=limit)
     return tuple(
@@ -92,6 +97,7 @@ def make_requests(
             speculation=speculation,
             output_ids=np.array(output_ids, np.int32),
             transfer=terms.kv_transfer,
+            background=terms.background,
         )
         for stream in range(first_stream, first_stream + num_streams)
     )

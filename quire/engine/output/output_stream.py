@@ -23,7 +23,7 @@ from quire.engine.output.text_delta import PLAIN_TEXT as PLAIN_TEXT
 from quire.engine.output.text_delta import PromptProgress as PromptProgress
 from quire.engine.output.text_delta import TextDelta as TextDelta
 from quire.engine.output.text_delta import TextRules as TextRules
-from quire.engine.output.token_text import TokenText, prompt_logprobs
+from quire.engine.output.token_text import TokenText, generated_token, listed_texts, prompt_logprobs
 from quire.text.byte_fallback import Span
 from quire.text.detokenizer import answer_detokenizer
 from quire.text.stops import StopStrings
@@ -68,10 +68,8 @@ class OutputStream:
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
         self._pooled: PooledSums | None = None
-        self._listed = tuple(
-            (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
-            for id_ in sampling.logprob_token_ids
-        )
+        listed = sampling.logprobs is not None
+        self._listed = listed_texts(tokenizer, sampling) if listed else ()
 
     def push(self, output: RequestOutput, step_ms: float = 0.0) -> TextDelta | None:
         """Take an output; None while there is nothing to show and the stream goes on.
@@ -254,23 +252,4 @@ class OutputStream:
     def _token_text(self, token: TokenLogprobs, num_chars: int) -> TokenText:
         start_chars = self._num_chars
         self._num_chars += num_chars
-        return TokenText(
-            start_chars=start_chars,
-            token_id=token.token_id,
-            text=self._tokenizer.token_text(token.token_id),
-            raw=self._tokenizer.token_bytes(token.token_id),
-            logprob=token.logprob,
-            top=tuple(
-                TokenText(
-                    token_id=token_id,
-                    text=self._tokenizer.token_text(token_id),
-                    raw=self._tokenizer.token_bytes(token_id),
-                    logprob=logprob,
-                )
-                for token_id, logprob in token.top
-            ),
-            listed=tuple(
-                TokenText(token_id=token_id, text=text, raw=raw, logprob=logprob)
-                for (token_id, text, raw), logprob in zip(self._listed, token.listed, strict=True)
-            ),
-        )
+        return generated_token(self._tokenizer, token, self._listed, start_chars)

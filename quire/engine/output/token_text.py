@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from quire.base.records import PromptScores, Request
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.records import PromptScores, Request, TokenLogprobs
+from quire.base.sampling_checks import ALL_LOGPROBS
+from quire.base.sampling_params import SamplingParams
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -29,10 +34,86 @@ class TokenText:
     text: str
     raw: bytes
     logprob: float
-    top: tuple[TokenText, ...] = ()
+    top: Sequence[TokenText] = ()
     listed: tuple[TokenText, ...] = ()
     start_chars: int = 0
     rank: int = 0
+
+
+def listed_texts(
+    tokenizer: Tokenizer, sampling: SamplingParams
+) -> Sequence[tuple[int, str, bytes]] | None:
+    """Return the ids that a request lists, with their texts; None where it asks for all."""
+    if not sampling.logprob_token_ids:
+        return None if sampling.logprobs == ALL_LOGPROBS else ()
+    return tuple(
+        (id_, tokenizer.token_text(id_), tokenizer.token_bytes(id_))
+        for id_ in sampling.logprob_token_ids
+    )
+
+
+def generated_token(
+    tokenizer: Tokenizer,
+    token: TokenLogprobs,
+    listed: Sequence[tuple[int, str, bytes]] | None,
+    start_chars: int,
+) -> TokenText:
+    """Return a generated token. listed: ids with their texts; None: all, the likeliest first."""
+
+    def text_of(token_id: int, logprob: float) -> TokenText:
+        text, raw = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
+        return TokenText(token_id=token_id, text=text, raw=raw, logprob=logprob)
+
+    return TokenText(
+        start_chars=start_chars,
+        token_id=token.token_id,
+        text=tokenizer.token_text(token.token_id),
+        raw=tokenizer.token_bytes(token.token_id),
+        logprob=token.logprob,
+        top=RankedTokens(tokenizer, np.array(token.listed, np.float32))
+        if listed is None
+        else tuple(text_of(token_id, logprob) for token_id, logprob in token.top),
+        listed=tuple(
+            TokenText(token_id=token_id, text=text, raw=raw, logprob=logprob)
+            for (token_id, text, raw), logprob in zip(listed or (), token.listed, strict=True)
+        )
+        if listed is not None
+        else (),
+    )
+
+
+class RankedTokens(Sequence[TokenText]):
+    """All tokens of the vocabulary, the likeliest first, ties to the lower id.
+
+    logprobs: by id. Each TokenText is made anew when it is read: all together are large.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, logprobs: NDArray[np.float32]) -> None:
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._order: NDArray[np.intp] | None = None
+
+    def __len__(self) -> int:
+        return len(self._logprobs)
+
+    @overload
+    def __getitem__(self, at: int) -> TokenText: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TokenText]: ...
+    def __getitem__(self, at: int | slice) -> TokenText | list[TokenText]:
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        if self._order is None:
+            self._order = np.argsort(-self._logprobs, kind="stable")
+        place = range(len(self))[at]
+        token_id = int(self._order[place])
+        return TokenText(
+            token_id=token_id,
+            text=self._tokenizer.token_text(token_id),
+            raw=self._tokenizer.token_bytes(token_id),
+            logprob=float(self._logprobs[token_id]),
+            rank=place + 1,
+        )
 
 
 def prompt_logprobs(
@@ -90,14 +171,16 @@ class PromptLogprobs(Sequence[TokenText | None]):
 
     def _scored(self, index: int) -> TokenText:
         scores, entry = self._scores, index - 1
-        pairs = zip(
-            scores.top_ids[entry].tolist(), scores.top_logprobs[entry].tolist(), strict=True
-        )
-        top = tuple(
-            self._token(token_id, logprob, rank)
-            for rank, (token_id, logprob) in enumerate(pairs, start=1)
-            if token_id >= 0
-        )
+        ids, logprobs = scores.top_ids[entry], scores.top_logprobs[entry]
+        top: Sequence[TokenText] = RankedTokens(self._tokenizer, logprobs)
+        if len(ids) or not len(logprobs):
+            top = tuple(
+                self._token(token_id, logprob, rank)
+                for rank, (token_id, logprob) in enumerate(
+                    zip(ids.tolist(), logprobs.tolist(), strict=True), start=1
+                )
+                if token_id >= 0
+            )
         return self._token(
             int(self._ids[index]),
             float(scores.logprobs[entry]),
@@ -123,7 +206,7 @@ class PromptLogprobs(Sequence[TokenText | None]):
         token_id: int,
         logprob: float,
         rank: int,
-        top: tuple[TokenText, ...] = (),
+        top: Sequence[TokenText] = (),
         start_chars: int = 0,
     ) -> TokenText:
         return TokenText(

@@ -46,7 +46,7 @@ from quire.base.sampling_params import SamplingParams
         ("seed", 1.5),
         ("logprobs", 21),
         ("prompt_logprobs", 21),
-        ("prompt_logprobs", -1),
+        ("prompt_logprobs", -2),
         ("prompt_logprobs", True),
         ("max_tokens", 0),
         ("max_tokens", -1),

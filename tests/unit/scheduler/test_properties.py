@@ -155,6 +155,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
     asked = Random(f"asked {name} {prompt}")
     prompt_logprobs = scoring.choice([None, None, 0, 1])
     num_streams = random.choice([1, 1, 1, 2, 4])
+    in_background = Random(f"background {name} {prompt}").random() < 0.2
     of_beams = Random(f"beams {name} {prompt}")
     beams = draw_beams(of_beams, harness.setup.max_num_seqs)
     num_streams = beams.get("n", num_streams)
@@ -183,6 +184,7 @@ def add_group(random: Random, harness: Harness, name: str, prefix: list[int]) ->
             max_drafts=asked.choice([0, 3, 8]),
         )
         fitting_tokens = harness.limit(replace(request, max_total_tokens=1_000))
+        request = replace(request, background=in_background)
         if len(prompt) + (not scores_only) > fitting_tokens:
             with pytest.raises(ContextTooLong):
                 harness.scheduler.add(request)

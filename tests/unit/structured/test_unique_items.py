@@ -472,7 +472,7 @@ def test_an_error_of_the_tracker_fails_the_matcher_only(
     def broken(*_: object) -> None:
         raise ValueError("planted")
 
-    monkeypatch.setattr(UniqueTracker, "without_repeats", broken)
+    monkeypatch.setattr(UniqueTracker, "narrowed", broken)
     with pytest.raises(MatcherError, match="planted"):
         matcher.copy().mask()
     monkeypatch.setattr(UniqueTracker, "take", broken)
@@ -495,8 +495,8 @@ def test_what_items_remember_counts_as_memory_of_the_grammar(
 
 
 def test_a_grammar_without_uniqueitems_has_no_tracker(compiler: GrammarCompiler) -> None:
-    assert compiler.matcher(json_schema({"type": "array"}))._tracker is None
-    assert compiler.matcher(json_schema(STRINGS))._tracker is not None
+    assert compiler.matcher(json_schema({"type": "array"}))._trackers == ()
+    assert compiler.matcher(json_schema(STRINGS))._trackers
 
 
 @settings(max_examples=300, deadline=None)

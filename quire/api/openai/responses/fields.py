@@ -45,6 +45,7 @@ RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "chat_template_kwargs",
     "add_special_tokens",
     "include_reasoning",
+    "thinking_token_budget",
     "cache_salt",
     "speculation",
     "prediction",

@@ -16,6 +16,7 @@ from quire.api.generation.choice_streams import ChoiceStreams, Prompt
 from quire.api.generation.conversation import MAX_MESSAGES, parsing_of
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer
 from quire.api.http.errors import SHAPES, Aborted
 from quire.api.openai.responses.background import (
@@ -197,6 +198,7 @@ class ResponseRequest:
             prompt.conversation,
             sampling,
             includes_reasoning=includes_reasoning(given),
+            budget=budget_of(given),
         )
         num_tokens = len(prompt.token_ids)
         default = default_sampling(engine.card, num_prompt_tokens=num_tokens).max_tokens

@@ -405,9 +405,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "messages[2].content[0].is_error is 0",
     ),
     "a choice without tools": ({"tool_choice": {"type": "any"}}, "no tools"),
-    "a budget": (
+    "a budget as large as the answer": (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         "thinking.budget_tokens is 1024",
+    ),
+    "a budget of no tokens": (
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+        "thinking.budget_tokens is 0",
+    ),
+    "a budget as a text": (
+        {"thinking": {"type": "adaptive", "budget_tokens": "7"}},
+        'thinking.budget_tokens is "7"',
+    ),
+    "a budget without reasoning": (
+        {"thinking": {"type": "disabled", "budget_tokens": 7}},
+        "thinking is disabled",
     ),
     "a type of thinking": ({"thinking": {"type": "deep"}}, "thinking is"),
     "stop under OpenAI's name": ({"stop": "a"}, "stop_sequences"),

@@ -134,6 +134,22 @@ def test_results_are_in_the_order_of_the_lines(store: Path) -> None:
     on_site(store, use)
 
 
+def test_a_line_runs_in_the_background_and_may_ask_for_the_whole_vocabulary(store: Path) -> None:
+    """Such an answer is encoded in parts; in a batch they are joined."""
+
+    async def use(site: Site) -> None:
+        asked = line(0, logprobs=-1, prompt_logprobs=-1)
+        batch = await ended(site, await started(site, [asked]))
+        [output] = await lines_of(site, batch["output_file_id"])
+        alone = (await site.post(ENDPOINT, asked["body"])).json
+        assert output["response"]["body"]["choices"] == alone["choices"]
+        assert len(alone["choices"][0]["logprobs"]["top_logprobs"]) == 2
+        assert [one.terms.background for one in site.engine.asked] == [True, False]
+        assert site.server_state.requests.num_open == 0
+
+    on_site(store, use)
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "at"),
     [

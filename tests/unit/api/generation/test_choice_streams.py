@@ -54,6 +54,7 @@ def test_a_completion_has_openais_shape() -> None:
                 "total_tokens": 5,
                 "prompt_tokens_details": {"cached_tokens": 2},
             },
+            "kv_transfer_params": None,
         }
 
     asyncio.run(exchange())
@@ -69,6 +70,7 @@ def test_a_chat_has_openais_shape() -> None:
             "content": "Hello",
             "refusal": None,
             "reasoning_content": None,
+            "reasoning": None,
         }
         assert choice["finish_reason"] == "stop"
         assert 0 <= choice["seed"] < 2**53

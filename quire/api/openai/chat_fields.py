@@ -1,0 +1,49 @@
+"""Fields of chats that few requests have: the newer name of max_tokens, and log-probabilities.
+
+Not entered by a plain chat. Always holds: a value is returned checked, or refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.api.generation.fields import flag
+from quire.base.errors import InvalidParameter
+from quire.base.parameter_checks import whole
+from quire.base.sampling_checks import ALL_LOGPROBS, MAX_TOP_LOGPROBS
+from quire.base.show import show
+
+LOGPROBS = frozenset({"logprobs", "top_logprobs"})
+
+
+def max_tokens_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return max_tokens from its newer name; both may be given if they agree."""
+    newer = given["max_completion_tokens"]
+    if given.get("max_tokens", newer) != newer:
+        raise InvalidParameter(
+            f"max_completion_tokens is {show(newer)} and max_tokens is "
+            f"{show(given['max_tokens'])}; they mean the same: give one",
+            param="max_completion_tokens",
+        )
+    smallest = 0 if "prompt_logprobs" in given else 1
+    return {"max_tokens": whole("max_completion_tokens", newer, smallest, 2**31 - 1)}
+
+
+def num_top_of(given: Mapping[str, Any]) -> int | None:
+    """Return the alternatives of each token; None for no log-probabilities."""
+    wants_logprobs, num_top = flag(given, "logprobs"), given.get("top_logprobs")
+    if num_top is None:
+        return 0 if wants_logprobs else None
+    is_whole = isinstance(num_top, int) and not isinstance(num_top, bool)
+    if not is_whole or not ALL_LOGPROBS <= num_top <= MAX_TOP_LOGPROBS:
+        raise InvalidParameter(
+            f"top_logprobs is {show(num_top)}; a whole number from 0 to {MAX_TOP_LOGPROBS} is "
+            "allowed, or -1 for the whole vocabulary",
+            param="top_logprobs",
+        )
+    if not wants_logprobs and num_top != 0:
+        raise InvalidParameter(
+            f"top_logprobs is {num_top} without logprobs: true; add it", param="top_logprobs"
+        )
+    return num_top if wants_logprobs else None
