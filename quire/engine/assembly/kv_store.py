@@ -162,6 +162,7 @@ class StorePort:
         """
         assert isinstance(opened, StoreTier), "opened before the scheduler was made"
         assert isinstance(opened.tier, StoreMap), "made by open_tier"
+        assert isinstance(opened.mover, TierMover), "of one store"
         block_bytes = card.block_bytes
         disk_ms = [] if opened.disk is None else [block_bytes / _DISK_BYTES_A_MS]
         client = StoreClient(
