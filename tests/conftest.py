@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+
 SHOWN = "shown in the summary"
 MARKED_FOLDERS = ("browser", "fuzz", "gpu")  # all tests of each have its name as their marker
 # Files of these folders share models, syntax trees or tokenizers within a process.
