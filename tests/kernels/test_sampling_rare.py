@@ -42,7 +42,7 @@ def drawn(choose: Choose, row: list[float], **given: object) -> set[int]:
 
 def rows() -> Iterator[NDArray[np.float32]]:
     draw = np.random.default_rng(12)
-    for _ in range(300):
+    for _ in range(100):
         size = int(draw.choice([2, 5, 50, 2000]))
         row = (draw.standard_normal(size) * draw.choice([0.1, 1, 4, 15])).astype(np.float32)
         if draw.random() < 0.2:
