@@ -153,7 +153,7 @@ def test_xtc_excludes_all_top_choices_but_the_last(threshold: float) -> None:
         kept = rare.exclude_top_choices(row, order, np.float32(threshold)).tolist()
         assert kept == finite[max(len(above) - 1, 0) :]
         num_excluding += len(above) > 1
-    assert num_excluding > 20
+    assert num_excluding > 10
 
 
 @pytest.mark.parametrize("mu", [-1.0, 0.5, 3.0, 9.0])
