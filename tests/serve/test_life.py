@@ -211,7 +211,6 @@ def test_an_unservable_model_is_reported_once_and_the_exit_is_2(
     tiny: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     model = [] if arguments[0].startswith("/") else [str(tiny)]
-
     ended = serve(*model, *arguments, "--port", "0")
     assert ended.returncode == 2
     log, *complaints = ended.stderr.split("quire serve: ")
