@@ -91,7 +91,7 @@ def table() -> str:
             f"![{CHART_TEXT}](bench/results/{CHART})",
             "",
             "Quire's tokens/s over those of the fastest other engine measured (llama.cpp, OpenVINO",
-            "GenAI, vLLM), with equal weights, prompts and threads:",
+            "GenAI, vLLM), with equal weights, prompts and threads ([tables](docs/measured.md)):",
             "",
             *peers.summary(ratios),
             "",

@@ -29,7 +29,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import json_schema
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
-from quire.engine.assembly import assemble
+from quire.engine.assembly import features
 from quire.engine.library.llm import LLM
 from quire.models.model_folder import box_path
 from quire.obs.timing import percentiles
@@ -190,7 +190,7 @@ def measure_jumps() -> dict[str, Any]:
         SamplingParams(seed=1, max_tokens=MAX_TOKENS, structured_outputs=json_schema(schema))
         for schema in schemas
     ]
-    plain, found, ids = assemble.ModelRunner, {}, []
+    plain, found, ids = features.ModelRunner, {}, []
     for name, jumps in (("jumping", True), ("single_steps", False)):
         runs: list[Any] = []
 
@@ -199,7 +199,7 @@ def measure_jumps() -> dict[str, Any]:
             _runs.append(plain(*args, **more))
             return _runs[0]
 
-        assemble.ModelRunner = runner  # type: ignore[misc, assignment]
+        features.ModelRunner = runner  # type: ignore[misc, assignment]
         try:
             with LLM(max_num_seqs=1) as llm:
                 llm.generate([PROMPTS[0]] * len(sampling), sampling)  # compiles, and warms up
@@ -212,7 +212,7 @@ def measure_jumps() -> dict[str, Any]:
                 answers = llm.generate([PROMPTS[0]] * len(sampling), sampling)
                 seconds = time.perf_counter() - began
         finally:
-            assemble.ModelRunner = plain  # type: ignore[misc]
+            features.ModelRunner = plain  # type: ignore[misc]
         ids.append([answer.token_ids for answer in answers])
         found[name] = {"seconds": seconds, "steps": steps[0], "tokens": sum(map(len, ids[-1]))}
     if ids[0] != ids[1]:

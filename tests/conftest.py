@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+
 SHOWN = "shown in the summary"
 MARKED_FOLDERS = (
     "browser",
@@ -30,16 +32,24 @@ SHARED_FOLDERS = ("tests/exact/", "tests/repository/", "tests/unit/text/")
 LONGEST_UNITS = (
     "tests/exact/",
     "tests/unit/text/",
-    "tests/kernels/test_attention_rows.py",
-    "tests/unit/engine/test_memory.py",
-    "tests/serve/test_hostile.py",
-    "tests/serve/test_life.py",
-    "tests/unit/structured/test_sample.py",
-    "tests/serve/test_api_processes.py",
-    "tests/unit/scheduler/test_properties.py",
-    "tests/serve/test_router.py",
     "tests/repository/",
+    "tests/kernels/test_attention_rows.py",
+    "tests/serve/test_hostile.py",
+    "tests/unit/scheduler/test_properties.py",
+    "tests/unit/engine/test_memory.py",
+    "tests/models/test_ranks.py",
+    "tests/models/test_recorded_parity.py",
+    "tests/serve/test_supervised_engine.py",
+    "tests/serve/test_life.py",
     "tests/kernels/test_row_rule.py",
+    "tests/serve/test_bad_input.py",
+    "tests/unit/sim/test_plan.py",
+    "tests/unit/engine/process/test_main.py",
+    "tests/serve/test_data_parallel.py",
+    "tests/serve/test_fleet_bench.py",
+    "tests/serve/test_api_processes.py",
+    "tests/serve/test_router.py",
+    "tests/unit/structured/test_sample.py",
 )
 
 
@@ -102,7 +112,6 @@ def pytest_collection_finish() -> None:
 
     Otherwise each full collection traverses the objects of all tests.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,8 @@ from tests.safetensors_writer import write_safetensors
 
 BOS_ID, EOS_ID = 0, 1
 MAX_DRAWN = 1 << 20  # values per tensor; a larger one repeats them
+MAX_KEPT_BYTES = 1 << 20  # of a checkpoint that is kept to be written again
+_FILES: dict[str, dict[str, bytes]] = {}
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 MERGES = (
     "Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "n d", "o r",
@@ -111,8 +116,14 @@ def write_tiny_llama(
     folder: Path, *, seed: int = 0, dtype: str = "f32", shards: int = 1, **changes: Any
 ) -> Path:
     """Write a checkpoint (see the module docstring) into `folder`, and return it."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = tiny_config(**changes)
+    write = partial(_write_llama, config=config, seed=seed, dtype=dtype, shards=shards)
+    return _written_once(folder, json.dumps(["llama", config, seed, dtype, shards]), write)
+
+
+def _write_llama(
+    folder: Path, *, config: dict[str, Any], seed: int, dtype: str, shards: int
+) -> None:
     names = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
     config.setdefault("torch_dtype", names[dtype])
     _write_json(folder / "config.json", config)
@@ -121,7 +132,6 @@ def write_tiny_llama(
     write_weights(folder, tiny_tensors(config, seed), dtype=dtype, shards=shards)
     if config["vocab_size"] >= len(SPECIAL_TOKENS) + 256:
         write_tokenizer(folder, vocab_size=config["vocab_size"])
-    return folder
 
 
 def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str = "f32") -> Path:
@@ -130,8 +140,12 @@ def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str
     A tensor's values depend on `seed`, its name and its shape only. `config` is the complete
     config.json except the dtype; None drops a key.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in config.items() if value is not None}
+    write = partial(_write_tiny, kept=kept, seed=seed, dtype=dtype)
+    return _written_once(folder, json.dumps(["tiny", kept, seed, dtype]), write)
+
+
+def _write_tiny(folder: Path, *, kept: dict[str, Any], seed: int, dtype: str) -> None:
     kept["torch_dtype"] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype]
     _write_json(folder / "config.json", kept)
     ends = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
@@ -146,6 +160,22 @@ def write_tiny(folder: Path, config: Mapping[str, Any], *, seed: int, dtype: str
     write_weights(folder, tensors, dtype=dtype)
     if spec.vocab_size >= len(SPECIAL_TOKENS) + 256:
         write_tokenizer(folder, vocab_size=spec.vocab_size)
+
+
+def _written_once(folder: Path, key: str, write: Callable[[Path], None]) -> Path:
+    """Write a checkpoint into `folder` and return it; small ones are drawn once in a process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if key not in _FILES:
+        with TemporaryDirectory() as made:
+            write(Path(made))
+            paths = list(Path(made).iterdir())
+            if sum(path.stat().st_size for path in paths) > MAX_KEPT_BYTES:
+                for path in paths:
+                    shutil.move(path, folder / path.name)
+                return folder
+            _FILES[key] = {path.name: path.read_bytes() for path in paths}
+    for name, raw in _FILES[key].items():
+        (folder / name).write_bytes(raw)
     return folder
 
 

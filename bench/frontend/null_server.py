@@ -12,8 +12,8 @@ import sys
 from importlib import import_module
 
 from bench.frontend.null_executor import NullExecutorClass
+from quire.base import child_process
 from quire.cli import main as cli
-from quire.engine.client import launch
 
 
 def child_main(module: str, step_ms: float) -> int:
@@ -22,10 +22,10 @@ def child_main(module: str, step_ms: float) -> int:
     """
     if module != "quire.engine.process.main":
         return int(import_module(module).main())
-    from quire.engine.assembly import assemble
+    from quire.engine.assembly import sized_model
     from quire.engine.process import main as process
 
-    assemble._executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore[assignment]
+    sized_model.choose_executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore
     return process.main()
 
 
@@ -33,11 +33,9 @@ def main() -> int:
     step_ms = float(sys.argv[1])
     theirs = "import_module(sys.argv.pop(1)).main()"
     ours = f"import_module('bench.frontend.null_server').child_main(sys.argv.pop(1), {step_ms})"
-    if theirs not in launch._START:
-        raise SystemExit(
-            "quire/engine/client/launch.py starts its process in another way; change this"
-        )
-    launch._START = launch._START.replace(theirs, ours)
+    if theirs not in child_process._START:
+        raise SystemExit("quire/base/child_process.py starts processes in another way; change this")
+    child_process._START = child_process._START.replace(theirs, ours)
     return cli.main(["serve", *sys.argv[2:]])
 
 

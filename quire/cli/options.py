@@ -21,6 +21,7 @@ from quire.config.flags import add_flags
 from quire.config.groups import CacheConfig, ModelConfig, SchedulerConfig
 from quire.config.kv_store import KVStoreConfig
 from quire.config.server_config import ServerConfig
+from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import TransferConfig
 
 
@@ -35,7 +36,7 @@ def positive_int(text: str) -> int:
     return value
 
 
-_ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig)
+_ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, SpeculationConfig)
 _SAMPLING: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("temperature", float, "0 always takes the most likely token; higher values vary more"),
     ("top_k", int, "sample from this many of the most likely tokens; 0: all"),

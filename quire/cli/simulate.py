@@ -238,7 +238,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
     acceptance = None
     if arguments.draft_acceptance:
-        most = config.scheduler.max_draft_tokens
+        most = config.speculation.max_draft_tokens
         acceptance = draft_acceptance(arguments.draft_acceptance, most)
     path = Path(arguments.trace) if arguments.trace else EXAMPLE_TRACE
     trace = read_trace(path, max_requests=arguments.max_requests)

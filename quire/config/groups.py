@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.base.errors import SettingError
-from quire.base.speculation_params import MAX_DRAFT_TOKENS
 from quire.config.executor_config import ExecutorConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.kv_store import KVStoreConfig
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
+from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import TransferConfig
 
 # The lists below repeat names of packages that this package must not import.
@@ -23,8 +23,6 @@ from quire.config.transfer import TransferConfig
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
 # quire/scheduler/policy/policies.py
 POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
-# Proposers of draft tokens, and none.
-SPECULATE = ("off", "ngram", "draft", "self", "medusa", "eagle")
 # quire/program/declarations.py: tokens of a piece of the KV cache
 PIECE_TOKENS = 256
 # The default size of the disk tier.
@@ -289,34 +287,6 @@ class SchedulerConfig:
         "number of last steps for which timelines of requests are kept (quire why), fewer if they "
         "take more than 256 bytes each (many prompts or drafts), at most 8388608; 0: no timelines",
     )
-    speculate: Literal["off", "ngram", "draft", "self", "medusa", "eagle"] = setting(
-        "off",
-        "speculative decoding of requests that do not set it (field speculation): ngram proposes "
-        "what followed the last tokens earlier in the request, draft asks --draft-model, self asks "
-        "the model's own first layers, medusa and eagle ask heads trained for the model "
-        "(--draft-model); answers do not change",
-    )
-    draft_model: str | None = setting(
-        None,
-        "smaller model with the same tokenizer that proposes tokens: a directory, a GGUF file, or "
-        "ORG/NAME; or draft heads trained for the model; default with --speculate draft "
-        "and eagle: what comes with the built-in model",
-    )
-    self_draft_layers: int | None = setting(
-        None,
-        "how many of the model's first layers propose tokens, fewer than all; default with "
-        "--speculate self: a fifth, at least one",
-    )
-    speculate_history_tokens: int = setting(
-        0,
-        "number of output tokens of each tenant (and cache_salt) that have ended, in which prompt "
-        "lookup also finds what followed the last tokens, at most 16777216; 0: none are kept",
-    )
-    max_draft_tokens: int = setting(
-        8,
-        f"maximum number of proposed tokens of a request in one step, 0 to {MAX_DRAFT_TOKENS}; 0: "
-        "none, whatever requests ask for",
-    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -326,7 +296,6 @@ class SchedulerConfig:
             at_least(name, getattr(self, name), 0)
         at_most("timeline_steps", self.timeline_steps, 1 << 23, "up to 256 bytes each: 2 GiB")
         one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        self._check_speculation()
         at_least("policy_aging", self.policy_aging, 0)
         at_least("max_num_seqs", self.max_num_seqs, 1)
         if self.plans_in_flight is not None:
@@ -347,78 +316,6 @@ class SchedulerConfig:
                 "former or lower the latter"
             )
 
-    @property
-    def has_drafting(self) -> bool:
-        """Whether more than prompt lookup in the request itself proposes tokens."""
-        return bool(
-            self.speculate not in ("off", "ngram")
-            or self.draft_model is not None
-            or self.self_draft_layers is not None
-            or self.speculate_history_tokens
-        )
-
-    @property
-    def drafts_itself(self) -> bool:
-        """Whether the first layers of the model propose tokens."""
-        return self.speculate == "self" or self.self_draft_layers is not None
-
-    def _check_speculation(self) -> None:
-        one_of("speculate", self.speculate, SPECULATE)
-        if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise SettingError(
-                f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
-            )
-        if self.speculate != "off" and not self.max_draft_tokens:
-            raise SettingError(
-                f"speculate is {self.speculate} and max_draft_tokens is 0; set --speculate off, or "
-                "allow draft tokens"
-            )
-        self._check_history()
-        if self.self_draft_layers is not None:
-            at_least("self_draft_layers", self.self_draft_layers, 1)
-            other = ""
-            if not self.max_draft_tokens:
-                other = "max_draft_tokens is 0"
-            elif self.draft_model is not None:
-                other = "a draft model is given"
-            elif self.speculate not in ("off", "self"):
-                other = f"speculate is {self.speculate}"
-            if other:
-                raise SettingError(
-                    f"self_draft_layers is {self.self_draft_layers} and {other}, so that it would "
-                    "never be used; set --speculate self, or leave it out"
-                )
-        if self.draft_model is None:
-            return
-        if not self.draft_model:
-            raise SettingError("draft_model is empty; give a model, or leave it out")
-        if self.speculate in ("ngram", "self") or not self.max_draft_tokens:
-            reason = f"speculate is {self.speculate}"
-            reason = reason if self.max_draft_tokens else "max_draft_tokens is 0"
-            raise SettingError(
-                f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
-                "set --speculate draft (medusa or eagle for heads), or leave it out"
-            )
-
-    def _check_history(self) -> None:
-        num = self.speculate_history_tokens
-        at_least("speculate_history_tokens", num, 0)
-        at_most("speculate_history_tokens", num, 1 << 24, "in 16 histories: 5 GiB")
-        if not num:
-            return
-        other = ""
-        if not self.max_draft_tokens:
-            other = "max_draft_tokens is 0"
-        elif self.speculate not in ("off", "ngram"):
-            other = f"speculate is {self.speculate}"
-        elif self.draft_model is not None or self.self_draft_layers is not None:
-            other = "something else than prompt lookup drafts"
-        if other:
-            raise SettingError(
-                f"speculate_history_tokens is {num} and {other}, so that they would never be used; "
-                "set --speculate ngram, or leave it out"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -428,6 +325,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     kv_store: KVStoreConfig = field(default_factory=KVStoreConfig)
 
@@ -579,7 +477,7 @@ class EngineConfig:
 
     def _check_drafts(self, given: str, reason: str) -> None:
         """Raise SettingError for drafts that are computed. given: what they do not go with."""
-        settings = self.scheduler
+        settings = self.speculation
         if settings.speculate not in ("off", "ngram") or (
             settings.draft_model is not None or settings.self_draft_layers is not None
         ):

@@ -16,16 +16,9 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.errors import CapacityError, ModelError, SettingError, WorkerError
-from quire.config.machine import MachineMemory, machine_memory
-from quire.execute.executor import (
-    HEAD_ROWS,
-    PART_LIMITS,
-    ExecutorMemory,
-    ExecutorOptions,
-    StepLimits,
-)
+from quire.execute.executor import PART_LIMITS, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.layout import lay_out
-from quire.execute.native_limits import full_step_tokens, memory_of, problems_of
+from quire.execute.native_limits import NativeSizing, memory_of, problems_of
 from quire.execute.native_ops import encode, encode_view
 from quire.execute.packing import LoadWeights, load
 from quire.execute.rope_table import RopeTable
@@ -53,7 +46,7 @@ ROW_CODES: Mapping[Rows, int] = MappingProxyType(
 )
 
 
-class NativeExecutor:
+class NativeExecutor(NativeSizing):
     """An Executor (see executor.py).
 
     isa: by name; empty takes QUIRE_ISA, else the machine's best. poison: fill buffers with NaN
@@ -284,27 +277,9 @@ class NativeExecutor:
         return memory_of(program, limits)
 
     @staticmethod
-    def head_rows(max_sequences: int) -> int:
-        """See ExecutorClass."""
-        return HEAD_ROWS
-
-    @staticmethod
-    def available_memory() -> MachineMemory:
-        """See ExecutorClass."""
-        return machine_memory()
-
-    @staticmethod
     def plans_in_flight() -> int:
         """See ExecutorClass: a step takes all cores, so that a second one would wait."""
         return 1
-
-    @staticmethod
-    def full_step_tokens() -> int:
-        """See ExecutorClass."""
-        try:
-            return full_step_tokens(_native.isa())
-        except RuntimeError as error:  # its words name the instruction sets
-            raise SettingError(str(error)) from error
 
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE

@@ -10,8 +10,15 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quire import _native
-from quire.config.machine import num_usable_cores
-from quire.execute.executor import PART_LIMITS, PART_TOKENS, ExecutorMemory, StepLimits
+from quire.base.errors import SettingError
+from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
+from quire.execute.executor import (
+    HEAD_ROWS,
+    PART_LIMITS,
+    PART_TOKENS,
+    ExecutorMemory,
+    StepLimits,
+)
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import rope_bytes
 from quire.program.declarations import FP8_CACHE
@@ -23,6 +30,30 @@ MAX_ROPES = 256
 # Where products reach their peak: later on the matrix unit, which takes rows in blocks of 32.
 _FEWEST_FULL_TOKENS = 128
 _FULL_STEP_TOKENS: Mapping[str, int] = MappingProxyType({"amx": 256})
+
+
+class NativeSizing:
+    """The part of an ExecutorClass that all executors with these kernels have in common."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def head_rows(max_sequences: int) -> int:
+        """See ExecutorClass."""
+        return HEAD_ROWS
+
+    @staticmethod
+    def available_memory() -> MachineMemory:
+        """See ExecutorClass."""
+        return machine_memory()
+
+    @staticmethod
+    def full_step_tokens() -> int:
+        """See ExecutorClass."""
+        try:
+            return full_step_tokens(_native.isa())
+        except RuntimeError as error:  # its words name the instruction sets
+            raise SettingError(str(error)) from error
 
 
 def full_step_tokens(isa: str) -> int:

@@ -17,11 +17,11 @@ from functools import partial
 from quire import _native
 from quire.base.errors import CapacityError, SettingError
 from quire.base.log import Log
-from quire.config.machine import MachineMemory
 from quire.config.memory import mib
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, Progress, StepLimits
 from quire.execute.missing_memory import missing_bytes
 from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import NativeSizing
 from quire.execute.packing import (
     Packed,
     empty_weight,
@@ -113,7 +113,7 @@ def _streamable(program: Program) -> Iterator[tuple[str, ...]]:
 
 
 @dataclass(slots=True, kw_only=True)
-class StreamingExecutorClass:
+class StreamingExecutorClass(NativeSizing):
     """An ExecutorClass (see quire/execute/executor.py).
 
     offload_bytes: of weights that stay on disk; None: as many as do not fit beside step buffers and
@@ -138,18 +138,6 @@ class StreamingExecutorClass:
             step_bytes=whole.step_bytes,
             token_bytes=whole.token_bytes,
         )
-
-    def head_rows(self, max_sequences: int) -> int:
-        """See ExecutorSizing."""
-        return NativeExecutor.head_rows(max_sequences)
-
-    def full_step_tokens(self) -> int:
-        """See ExecutorSizing."""
-        return NativeExecutor.full_step_tokens()
-
-    def available_memory(self) -> MachineMemory:
-        """See ExecutorClass."""
-        return NativeExecutor.available_memory()
 
     def plans_in_flight(self) -> int:
         """See ExecutorClass."""

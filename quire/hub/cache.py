@@ -42,13 +42,13 @@ def with_local_model(config: EngineConfig) -> EngineConfig:
 
     Raises ConfigError if the cache has no such model, or only a part of it.
     """
-    draft = config.scheduler.draft_model
+    draft = config.speculation.draft_model
     if draft is not None and hub_name(draft) is not None:
         try:
             path = str(local_model(draft))
         except ConfigError as error:
             raise ConfigError(f"--draft-model {error}") from None
-        config = replace(config, scheduler=replace(config.scheduler, draft_model=path))
+        config = replace(config, speculation=replace(config.speculation, draft_model=path))
     name = hub_name(config.model.model)
     if name is None:
         return config

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
+from operator import attrgetter
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -51,21 +52,19 @@ class Operation:
     @property
     def inputs(self) -> tuple[View, ...]:
         """The views it reads."""
-        views = (getattr(self, name) for name in self.reads)
-        return tuple(view for view in views if view is not None)
+        views = _values(self.reads)(self)
+        return tuple([view for view in views if view is not None])
 
     @property
     def outputs(self) -> tuple[View, ...]:
         """The views it writes."""
-        return tuple(getattr(self, name) for name in self.writes)
+        return _values(self.writes)(self)
 
     @property
     def weights(self) -> tuple[str, ...]:
         """Names of the weights it uses."""
-        names = (
-            getattr(self, name) for name, kind in schema(type(self)).items() if kind.name == _WEIGHT
-        )
-        return tuple(name for name in names if name is not None)
+        given: Any = type(self)
+        return tuple([name for name in _values(_weight_fields(given))(self) if name is not None])
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -111,6 +110,20 @@ def schema(operation: type[Operation]) -> Mapping[str, FieldType]:
     """Return the fields of an operation class and their types, in order."""
     given: Any = operation  # type checkers doubt that classes are hashable
     return _schema(given)
+
+
+@cache
+def _values(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what reads these fields of an operation: programs have thousands of operations."""
+    if len(names) == 1:
+        read = attrgetter(names[0])
+        return lambda operation: (read(operation),)
+    return attrgetter(*names) if names else lambda operation: ()
+
+
+@cache
+def _weight_fields(operation: Any) -> tuple[str, ...]:
+    return tuple(name for name, kind in _schema(operation).items() if kind.name == _WEIGHT)
 
 
 @cache

@@ -22,7 +22,6 @@ from quire.comm.shared_memory import (
     SharedMemoryRank,
     create_segment,
 )
-from quire.config.machine import MachineMemory
 from quire.execute.executor import (
     PART_TOKENS,
     ExecutorMemory,
@@ -30,6 +29,7 @@ from quire.execute.executor import (
     StepLimits,
 )
 from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import NativeSizing
 from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
@@ -61,7 +61,7 @@ class RankedExecutor(MirroredExecutor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedExecutorClass:
+class RankedExecutorClass(NativeSizing):
     """An ExecutorClass (see quire/execute/executor.py).
 
     degree: of all ranks of a stage; `context` of them at a time have the same heads and divide the
@@ -133,18 +133,6 @@ class RankedExecutorClass:
         if self.experts is None:
             return SPLIT_EXPERTS
         return self.experts.placement(program, self.degree)
-
-    def head_rows(self, max_sequences: int) -> int:
-        """See ExecutorSizing."""
-        return NativeExecutor.head_rows(max_sequences)
-
-    def full_step_tokens(self) -> int:
-        """See ExecutorSizing."""
-        return NativeExecutor.full_step_tokens()
-
-    def available_memory(self) -> MachineMemory:
-        """See ExecutorClass."""
-        return NativeExecutor.available_memory()
 
     def plans_in_flight(self) -> int:
         """See ExecutorClass."""

@@ -23,11 +23,11 @@ from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import draw_case
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "120"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "80"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
 # Later cases with layered prefill, which is rare; not part of the number above.
 LAYERED_CASES = (154, 157, 166, 167, 177, 184, 188, 190, 191, 197)
-ENOUGH_FOR_COVERAGE = 120
+ENOUGH_FOR_COVERAGE = 80
 GOALS = {
     "preempted": 0.48,  # beams, paused streams and small prompt chunks leave less to preempt
     "prefix_hit": 0.5,

@@ -32,7 +32,7 @@ from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "10"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
 COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
 GOALS = ("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected")
 MAX_SHOWN = 10

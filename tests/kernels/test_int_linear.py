@@ -6,6 +6,7 @@ The portable set rounds twice: within tolerance. Odd shapes, surrounded by NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -47,6 +48,18 @@ def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -
     return op({0: x}, num_rows=len(x))[1]
 
 
+@lru_cache(maxsize=4)  # the same for each instruction set
+def _recipe(scheme: str, dtype: str, rows: int, k: int, n: int) -> tuple[Float32s, ...]:
+    """Return weights, rows, a bias, their product by the recipe, and the scale of its terms."""
+    rng = np.random.default_rng(k)
+    w, x, bias = draw(rng, n, k), draw(rng, rows, k, dtype=dtype), draw(rng, n)
+    w[:, k // 2] *= 20
+    x[0] = 0
+    matrix = quantize_matrix(w, SCHEMES[scheme])
+    scale = np.abs(x) @ np.abs(matrix.dequantized()).T + np.abs(bias)
+    return w, x, bias, twin.int_linear(x, matrix, bias), scale
+
+
 @each_isa
 @each_scheme
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -54,17 +67,11 @@ def _product(scheme: str, isa: str, w: Float32s, x: Float32s, **given: object) -
 def test_an_integer_product_matches_the_recipe(
     scheme: str, isa: str, dtype: str, rows: int, k: int, n: int
 ) -> None:
-    rng = np.random.default_rng(k)
-    w, x, bias = draw(rng, n, k), draw(rng, rows, k, dtype=dtype), draw(rng, n)
-    w[:, k // 2] *= 20
-    x[0] = 0
+    w, x, bias, expected, scale = _recipe(scheme, dtype, rows, k, n)
     found = _product(scheme, isa, w, x, dtype=dtype, bias=bias)
-    matrix = quantize_matrix(w, SCHEMES[scheme])
-    expected = twin.int_linear(x, matrix, bias)
     if isa in FUSED:
         np.testing.assert_array_equal(found, expected)
     else:
-        scale = np.abs(x) @ np.abs(matrix.dequantized()).T + np.abs(bias)
         assert_close(found, expected, dtype="f32", scale=scale)
     np.testing.assert_array_equal(found[0], bias)  # a row of zeros
 

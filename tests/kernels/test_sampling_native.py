@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire import _native
 from quire.sampling import native, reference
+from tests.drawn import examples
 from tests.kernels.isas import ISAS
 from tests.kernels.sampling_cases import (
     assert_same_choice,
@@ -23,7 +24,7 @@ from tests.kernels.sampling_cases import (
 POOLS = [(isa, num_threads) for isa in ISAS for num_threads in (1, 2, 3)]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_rows=st.integers(1, 12),

@@ -42,7 +42,7 @@ def drawn(choose: Choose, row: list[float], **given: object) -> set[int]:
 
 def rows() -> Iterator[NDArray[np.float32]]:
     draw = np.random.default_rng(12)
-    for _ in range(300):
+    for _ in range(100):
         size = int(draw.choice([2, 5, 50, 2000]))
         row = (draw.standard_normal(size) * draw.choice([0.1, 1, 4, 15])).astype(np.float32)
         if draw.random() < 0.2:
@@ -153,7 +153,7 @@ def test_xtc_excludes_all_top_choices_but_the_last(threshold: float) -> None:
         kept = rare.exclude_top_choices(row, order, np.float32(threshold)).tolist()
         assert kept == finite[max(len(above) - 1, 0) :]
         num_excluding += len(above) > 1
-    assert num_excluding > 20
+    assert num_excluding > 10
 
 
 @pytest.mark.parametrize("mu", [-1.0, 0.5, 3.0, 9.0])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire import _native
 from quire.sampling import native, reference
 from quire.sampling.parts import RareParameters
+from tests.drawn import examples
 from tests.kernels.isas import ISAS
 from tests.kernels.rare_cases import OFF, OFF_COUNTS, RARE_PARTS, make_rare
 from tests.kernels.sampling_cases import (
@@ -36,7 +37,7 @@ def test_the_cases_know_every_parameter() -> None:
     assert known | {"ngram_size"} == {*OFF, *OFF_COUNTS}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_rows=st.integers(1, 12),

@@ -16,6 +16,7 @@ from quire import _native
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.sampling import native_scoring, reference, scoring
 from quire.sampling.scoring import FAILED, MAX_TOP, ScoreBatch, Scores
+from tests.drawn import examples
 from tests.kernels.isas import ISAS
 from tests.kernels.sampling_cases import make_batch, random_logits
 
@@ -135,7 +136,7 @@ def test_no_requested_scores_return_none() -> None:
         assert len(scores.logprobs) == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_rows=st.integers(1, 12),

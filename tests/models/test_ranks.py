@@ -63,9 +63,9 @@ REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa", "mixtral")
 
 
 def degrees_of(program: Program) -> list[int]:
-    """Return the degrees above 1, up to 12, that work."""
+    """Return the degrees above 1, up to 8, that work."""
     works = []
-    for degree in range(2, 13):
+    for degree in range(2, 9):
         try:
             check_degree(program, degree)
         except SettingError:

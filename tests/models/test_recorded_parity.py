@@ -60,7 +60,8 @@ def test_logits_in_bf16_are_as_close_to_f32_as_in_transformers(
 def test_chunks_of_any_size_give_the_same_logits(kind: str, dtype: DType, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "long")
     folder = case.write(tmp_path)
-    token_ids = case.token_ids[:300]
+    # Longer than one piece of attention (256 positions) where pieces are computed.
+    token_ids = case.token_ids[: 300 if kind == "native" else 90]
     whole, ones, odd = (
         logits_of(
             open_executor(folder, kind=kind, dtype=dtype, max_tokens=300),

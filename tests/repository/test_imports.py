@@ -32,13 +32,16 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.doctor.machine_exam": ("quire.doctor", _NATIVE),
     "quire.doctor.machine_facts": ("quire._native", _NATIVE),
     "quire.doctor.probes": ("quire.base quire.bench quire.engine", _ON_DEMAND),
-    "quire.engine.assembly.assemble": (
-        "quire.engine quire.execute quire.speculative quire.transfer",
-        "one executor is loaded; tier, proposers and KV events only where they are configured",
+    "quire.engine.assembly.assemble": ("quire.engine quire.transfer", _ON_DEMAND),
+    "quire.engine.assembly.executor_choice": (
+        "quire.engine.assembly quire.execute",
+        "one executor is loaded",
     ),
+    "quire.engine.assembly.features": ("quire.engine", _ON_DEMAND),
     "quire.engine.assembly.kv_store": ("quire.kv_store", "the client of Mooncake only where it is"),
     "quire.engine.assembly.scheduler_factory": ("quire.cache", _ON_DEMAND),
     "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
+    "quire.engine.assembly.sized_model": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.sizing": (
         "quire.engine.assembly",
         "the tier only where one is configured",

@@ -10,6 +10,7 @@ from quire.cli.main import SUBCOMMANDS
 from tests.repository.source_files import ROOT, name_of
 
 MAX_README_LINES = 120
+MAX_README_COLUMNS = 100
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 _TARGET = re.compile(r"^([a-z][\w-]*):", re.M)
 
@@ -31,7 +32,9 @@ def _code(text: str) -> str:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(_readme().splitlines()) <= MAX_README_LINES
+    lines = _readme().splitlines()
+    assert len(lines) <= MAX_README_LINES
+    assert not [line for line in lines if len(line) > MAX_README_COLUMNS]
 
 
 def test_every_relative_link_has_a_target() -> None:

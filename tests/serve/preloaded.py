@@ -1,22 +1,23 @@
-"""Start `quire serve` by forking a process that has already imported what a server imports.
+"""Start `quire` commands by forking a process that has already imported what a server imports.
 
     process = start(["serve", "MODEL", "--port", "0"], out, err)   # used like a subprocess.Popen
 
 Nearly all of a start's CPU time is imports, and the suite starts dozens of servers: here the
 imports happen once in each process of tests. Everything after them is as in a start of its own:
-the server's process and its engine, their arguments, environment, descriptors, signals and exit
-codes. The engine is forked as well, before the server has run a line, and waits until the server
-starts it; any further child (a restarted engine, a rank) is a fresh interpreter.
+the command's process and its children, their arguments, environment, descriptors, parents, signals
+and exit codes. Children of a server (engines, API workers, ranks) are copies of a template, which
+is forked before the server has run a line.
 
-`shared_server`, and every start that is about loading, environment variables, limits or several API
-processes, has a fresh interpreter (see running_server.py). Always holds: the preloading process has
-one thread and has opened nothing, so a fork of it is a fresh start. It ends with the process that
-uses it.
+`shared_server`, and every start that is about loading, limits or what is read on import, has a
+fresh interpreter (see running_server.py). Always holds: the preloading process and the templates
+have one thread and have opened nothing, so a fork of them is a fresh start. They end with the
+process that uses them.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import gc
 import json
@@ -26,27 +27,42 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 GIVE_UP_S = 60.0
 ENGINE = "quire.engine.process.main"
-# What a server and its engine import; the rest comes with these.
+# Names of processes, as the system shows them; a fresh interpreter keeps its own.
+NAMES = {
+    ENGINE: "quire-engine",
+    "quire.api.workers.worker": "quire-worker",
+    "quire.ranks.main": "quire-rank",
+}
+TEMPLATE_NAME = "quire-template"
+# What a server and its children import; the rest comes with these.
 MODULES = (
     "quire.cli.main",
     "quire.cli.serve",
     "quire.api.server",
+    "quire.api.workers.supervisor",
     "quire.engine.client.engine_client",
-    ENGINE,
+    "quire.router.server",
+    *NAMES,
 )
+# Words that give an engine children of its own.
+RANK_FLAGS = frozenset({"-tp", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size"})
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 16
 _ABOVE = 200  # descriptors that a process receives are first moved beyond those it needs
+_SET_NAME, _SET_CHILD_SUBREAPER = 15, 36  # of prctl
 
 
 class Preloaded:
@@ -103,10 +119,12 @@ class Loader:
                 cwd=ROOT,
             )
 
-    def start(self, words: Sequence[str], out: IO[str], err: IO[str]) -> Preloaded:
-        """Run the command with these words; its output goes to these files."""
-        order = {"start": list(words), "environment": dict(os.environ)}
-        socket.send_fds(self._orders, [json.dumps(order).encode()], [out.fileno(), err.fileno()])
+    def start(
+        self, words: Sequence[str], files: Sequence[int], environment: Mapping[str, str]
+    ) -> Preloaded:
+        """Run the command with these words; files: its output, errors, and input if any."""
+        order = {"start": list(words), "environment": {**os.environ, **environment}}
+        socket.send_fds(self._orders, [json.dumps(order).encode()], files)
         return Preloaded(self._answer(), self)
 
     def reap(self, pid: int) -> int:
@@ -132,16 +150,41 @@ def _loader() -> Loader:
     return loader
 
 
-def start(words: Sequence[str], out: IO[str], err: IO[str]) -> Preloaded:
-    """Start `quire` with these words in a fork of this process's loader."""
-    return _loader().start(words, out, err)
+def start(
+    words: Sequence[str],
+    out: IO[Any] | int,
+    err: IO[Any] | int,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    given: IO[Any] | None = None,
+) -> Preloaded:
+    """Start `quire` with these words in a fork of this process's loader.
+
+    out, err: files, or descriptors. environment: beside this process's. given: its input.
+    """
+    files = [
+        one if isinstance(one, int) else one.fileno()
+        for one in (out, err, given)
+        if one is not None
+    ]
+    return _loader().start(words, files, environment)
+
+
+def run(*words: str, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. given: its input. environment: beside this process's."""
+    with ExitStack() as files:
+        out, err, read = (files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        read.write(given)
+        read.seek(0)
+        code = start(words, out, err, environment, read).wait(GIVE_UP_S)
+        texts = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
+    return subprocess.CompletedProcess(words, code, *texts)
 
 
 # ---- the preloading process, and its forks
 
 
 def main() -> int:
-    """Import, then fork a server for each order; in a server, run it."""
+    """Import, then fork a process for each order; in a fork, run the command."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     for name in MODULES:
         import_module(name)
@@ -158,78 +201,121 @@ def main() -> int:
             answer = os.fork()
             if answer == 0:
                 orders.close()
-                return _serve(order["start"], order["environment"], descriptors)
+                return _run(order["start"], order["environment"], descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         orders.send(str(answer).encode())
 
 
-def _serve(words: list[str], environment: Mapping[str, str], descriptors: list[int]) -> int:
-    """Be the server of an order; or its engine, which it forks first."""
-    _become(environment, dict(zip((1, 2), descriptors, strict=True)))
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        return _wait_for_start(ENGINE, theirs)
-    theirs.close()
-    _start_from([_Waiting(ENGINE, pid, ours)])
+def _run(words: list[str], environment: Mapping[str, str], descriptors: list[int]) -> int:
+    """Be the command of an order."""
+    _become(environment, dict(zip((1, 2, 0), descriptors, strict=False)))
+    if "--api-processes" in words and words[words.index("--api-processes") + 1] != "1":
+        _count_in_files()
+    if words[0] == "serve":
+        _start_from(_Template(has_ranks=not RANK_FLAGS.isdisjoint(words)))
     sys.argv = ["quire", *words]
     code: int = import_module("quire.cli.main").main(words)
     return code
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A child of the server that waits to be started."""
+class _Template:
+    """A child of this process that has run nothing, and is copied for each further child.
 
-    module: str
-    pid: int
-    orders: socket.socket
+    A copy is a child of this process, which adopts orphans below it: the template forks a process
+    that forks the copy and ends.
+    """
+
+    def __init__(self, *, has_ranks: bool) -> None:
+        _prctl(_SET_CHILD_SUBREAPER, 1)
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._using = threading.Lock()
+        if os.fork() == 0:
+            self._orders.close()
+            sys.exit(_copy_on_order(theirs, has_ranks=has_ranks))
+        theirs.close()
+
+    def start(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        """Start a copy; return its process id."""
+        with self._using:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+            return int(self._orders.recv(_MAX_BYTES))
 
 
-def _start_from(waiting: list[_Waiting]) -> None:
-    """Let `subprocess` start processes of ours from these, while there are any."""
+def _copy_on_order(orders: socket.socket, *, has_ranks: bool) -> int:
+    """Be a template until the process that uses it ends; in a copy, run a module."""
+    _prctl(_SET_NAME, ctypes.c_char_p(TEMPLATE_NAME.encode()))
+    while True:
+        raw, descriptors, _, _ = socket.recv_fds(orders, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if not raw:
+            return 0
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            copy = os.fork()
+            if copy:
+                os.write(writing, str(copy).encode())
+                os._exit(0)
+            orders.close()
+            os.close(reading)
+            os.close(writing)
+            return _be_copy(json.loads(raw), descriptors, has_ranks=has_ranks)
+        for descriptor in (writing, *descriptors):
+            os.close(descriptor)
+        os.waitpid(between, 0)  # from here on the copy has its parent
+        orders.send(os.read(reading, 64))
+        os.close(reading)
+
+
+def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) -> int:
+    _become(order["environment"], dict(zip(order["numbers"], descriptors, strict=True)))
+    module = order["module"]
+    _prctl(_SET_NAME, ctypes.c_char_p(NAMES[module].encode()))
+    if has_ranks and module == ENGINE:
+        _start_from(_Template(has_ranks=False))
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        _count_in_files()
+    sys.argv = ["-c", *order["words"]]
+    code: int = import_module(module).main()
+    return code
+
+
+def _start_from(template: _Template) -> None:
+    """Let `subprocess` start processes of ours from this template."""
     command: list[str] = import_module("quire.base.child_process").command_of("")[:-1]
     start_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute(self: Any, words: Any, *others: Any) -> None:
         words = list(words)
-        module = words[len(command)] if words[: len(command)] == command else ""
-        found = next((one for one in waiting if one.module == module), None)
-        if found is None:
+        if words[: len(command)] != command or words[len(command)] not in NAMES:
             start_fresh(self, words, *others)
             return
-        waiting.remove(found)
         pass_fds, environment = others[3], others[5]
         read_0, write_0, read_1, write_1, read_2, write_2 = others[9:15]
         numbers = {0: read_0, 1: write_1, 2: write_2} | {fd: fd for fd in pass_fds}
         numbers = {number: fd for number, fd in numbers.items() if fd != -1}
         order = {
+            "module": words[len(command)],
             "words": words[len(command) + 1 :],
             "environment": dict(os.environ if environment is None else environment),
             "numbers": list(numbers),
         }
-        with found.orders:
-            socket.send_fds(found.orders, [json.dumps(order).encode()], list(numbers.values()))
-        self.pid = found.pid
+        self.pid = template.start(order, list(numbers.values()))
         self._child_created = True
         self._close_pipe_fds(read_0, write_0, read_1, write_1, read_2, write_2)
 
     subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
 
 
-def _wait_for_start(module: str, orders: socket.socket) -> int:
-    """Be a child of the server, once it starts this one."""
-    raw, descriptors, _, _ = socket.recv_fds(orders, _MAX_BYTES, _MAX_DESCRIPTORS)
-    orders.close()
-    if not raw:  # the server has ended without it
-        return 0
-    order = json.loads(raw)
-    _become(order["environment"], dict(zip(order["numbers"], descriptors, strict=True)))
-    sys.argv = ["-c", *order["words"]]
-    code: int = import_module(module).main()
-    return code
+def _count_in_files() -> None:
+    """Choose the mode of prometheus_client that quire.obs.shared chooses before the import."""
+    values = import_module("prometheus_client.values")
+    values.ValueClass = values.MultiProcessValue()
+
+
+def _prctl(option: int, value: Any) -> None:
+    failed = ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    assert not failed, os.strerror(ctypes.get_errno())
 
 
 def _become(environment: Mapping[str, str], descriptors: Mapping[int, int]) -> None:
@@ -243,6 +329,12 @@ def _become(environment: Mapping[str, str], descriptors: Mapping[int, int]) -> N
     for number, received in moved.items():
         os.dup2(received, number)
         os.close(received)
+    # The files of the preloading process know what they were opened for, which was /dev/null.
+    sys.__stdin__ = sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.__stdout__ = sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.__stderr__ = sys.stderr = open(  # noqa: SIM115
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
 
 
 if __name__ == "__main__":

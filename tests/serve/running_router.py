@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from tests.serve.running_server import GIVE_UP_S, ROOT
+from tests.serve import preloaded
+from tests.serve.running_server import GIVE_UP_S
 
 
 class RunningRouter:
@@ -22,15 +23,11 @@ class RunningRouter:
 
     def __init__(self, *arguments: str) -> None:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "route", *arguments, "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=self._err,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        reading, writing = os.pipe()
+        self.process = preloaded.start(["route", *arguments, "--port", "0"], writing, self._err)
+        os.close(writing)
+        self._out = open(reading, encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+        line = self._out.readline()
         found = re.search(r":(\d+),", line)
         assert found is not None, self.stderr()
         self.port = int(found[1])
@@ -51,8 +48,7 @@ class RunningRouter:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._out.close()
         self._err.close()
 
     def stderr(self) -> str:

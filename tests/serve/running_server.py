@@ -35,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
-    Its modules are preloaded (preloaded.py), except with `fresh`, without `wait`, with several API
-    processes, and with its own environment or limit of files.
+    Its modules are preloaded (preloaded.py), except with `fresh`, which is the default without
+    `wait`, with an environment of its own and with a limit of files.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RunningServer:
         model: Path | str,
         *flags: str,
         wait: bool = True,
-        fresh: bool = False,
+        fresh: bool | None = None,
         environment: dict[str, str] | None = None,
         files: int | None = None,
         at: tuple[str, ...] = ("--port", "0"),
@@ -53,8 +53,9 @@ class RunningServer:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
         self.process: subprocess.Popen[bytes] | preloaded.Preloaded
-        several = "--api-processes" in flags
-        if fresh or several or not wait or environment is not None or files is not None:
+        if fresh is None:
+            fresh = not wait or environment is not None or files is not None
+        if fresh:
             command = [sys.executable, "-m", "quire", *words]
             if files is not None:
                 command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
@@ -66,7 +67,7 @@ class RunningServer:
                 env={**os.environ, **(environment or {})},
             )
         else:
-            self.process = preloaded.start(words, self._out, self._err)
+            self.process = preloaded.start(words, self._out, self._err, environment or {})
         self.port = 0
         try:
             if "--port" in at:
@@ -101,10 +102,8 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """The engine process: the server's only child."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        (pid,) = children_of(self.process.pid)
+        return pid
 
     def stdout(self) -> str:
         return _text_of(self._out)
@@ -255,6 +254,35 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in children if name_of(child) != preloaded.TEMPLATE_NAME]
+
+
+def engines_of(server: RunningServer) -> list[int]:
+    """Return the engines that a server has started."""
+    return [child for child in children_of(server.process.pid) if is_engine(child)]
+
+
+def is_engine(pid: int) -> bool:
+    """Return whether a process is an engine, be it a copy of a template or a fresh interpreter."""
+    if name_of(pid) == preloaded.NAMES[preloaded.ENGINE]:
+        return True
+    try:
+        return preloaded.ENGINE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def name_of(pid: int) -> str:
+    """Return a process's name; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def kill(pid: int) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from quire.base import log
-from tests.serve.running_server import GIVE_UP_S, ROOT
+from tests.serve import preloaded
 from tests.unit.cli.command import quire_main
 
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in its own process."""
-    command = [sys.executable, "-m", "quire", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=GIVE_UP_S)
+    """Run the command in its own process; its engine, if it starts one, has another."""
+    return preloaded.run("serve", *arguments)
 
 
 def serve_in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command inside this process, which has its modules; an engine has its own process."""
+    """Run the command inside this process, where it is rejected before an engine is started."""
     on_hangup = signal.getsignal(signal.SIGHUP)
     try:
         with pytest.MonkeyPatch.context() as patch:

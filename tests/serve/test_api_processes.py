@@ -17,7 +17,14 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import GIVE_UP_S, RunningServer, alive, kill, text_of
+from tests.serve.running_server import (
+    GIVE_UP_S,
+    RunningServer,
+    alive,
+    children_of,
+    kill,
+    text_of,
+)
 from tests.serve.serve_command import serve, serve_in_process
 
 COMPLETIONS = "/v1/completions"
@@ -126,11 +133,6 @@ def pids_of(server: RunningServer) -> dict[int, int]:
 
 def pid_of(server: RunningServer, number: int) -> int:
     return pids_of(server)[number]
-
-
-def children_of(server: RunningServer) -> list[int]:
-    pid = server.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +351,7 @@ def test_sigterm_drains_all_processes_and_rejects_new_requests(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     with RunningServer(tiny, *FLAGS, "--grace-seconds", "600") as server:
-        first, children = caller_at(server, 1), children_of(server)
+        first, children = caller_at(server, 1), children_of(server.process.pid)
         assert len(children) == 3
         stream = first.stream(LONG)
         _, event = next_event(stream)
@@ -371,7 +373,7 @@ def test_a_second_signal_or_the_end_of_the_supervisor_ends_all_at_once(
     tiny: Path, caller_at: CallerAt
 ) -> None:
     with RunningServer(tiny, *FLAGS) as server:
-        caller, children = caller_at(server, 1), children_of(server)
+        caller, children = caller_at(server, 1), children_of(server.process.pid)
         stream = caller.stream(LONG)
         next_event(stream)
         server.process.send_signal(signal.SIGTERM)
@@ -380,7 +382,7 @@ def test_a_second_signal_or_the_end_of_the_supervisor_ends_all_at_once(
         assert server.exit_code() == 128 + signal.SIGTERM
         server.until(lambda: not any(map(alive, children)), "all processes end")
     with RunningServer(tiny, *FLAGS) as server:
-        children = children_of(server)
+        children = children_of(server.process.pid)
         kill(server.process.pid)
         server.until(lambda: not any(map(alive, children)), "all processes end")
 
@@ -394,7 +396,7 @@ def test_engine_death_is_an_error_event_at_each_process_and_a_failed_exit(
         for stream in streams:
             next_event(stream)
         api = {pid_of(server, number) for number in (1, 2)}
-        (engine,) = set(children_of(server)) - api
+        (engine,) = set(children_of(server.process.pid)) - api
         kill(engine)
         for stream in streams:
             *_, last = events_of(stream)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data import outside
+from tests.drawn import DRAWS_ALL
 from tests.serve.running_server import GIVE_UP_S, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -294,4 +295,4 @@ def test_external_naughty_strings_are_handled_as_text(
 ) -> None:
     texts = json.loads(outside("hostile/naughty-strings.json").read_text())
     assert len(texts) > 400
-    survive(beside_a_healthy_stream, texts)
+    survive(beside_a_healthy_stream, texts if DRAWS_ALL else texts[::3])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.serve.running_server import ROOT, RunningServer
+from tests.serve import preloaded
+from tests.serve.running_server import RunningServer
 
 COMPLETIONS = "/v1/completions"
 
@@ -24,7 +22,7 @@ def test_a_server_takes_settings_from_the_file_the_environment_and_flags(
         f'api-key-file = "{keys}"\n'
     )
     environment = {"QUIRE_UNKNOWN_FIELDS": "warn", "QUIRE_SERVED_NAME": "x"}
-    with RunningServer(tiny, "--config", str(file), environment=environment) as server:
+    with RunningServer(tiny, "--config", str(file), fresh=False, environment=environment) as server:
         assert server.get("/v1/models")[0] == 401
         keyed = {"Authorization": "Bearer from-file"}
         body = {"prompt": "a", "temprature": 1, "ignore_eos": True}
@@ -42,15 +40,7 @@ def test_a_server_takes_its_model_from_the_file_and_logs_errors_in_its_format(
 ) -> None:
     file = tmp_path / "quire.toml"
     file.write_text('model = "/no/such/model"\nlog-format = "json"\n[server]\nport = 0\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", "serve"],
-        env={**os.environ, "QUIRE_CONFIG": str(file)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = preloaded.run("serve", QUIRE_CONFIG=str(file))
     assert done.returncode != 0
     assert "/no/such/model" in done.stderr
     assert all(line.startswith("{") for line in done.stderr.splitlines())

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.base.errors import SettingError
 from quire.engine.library.llm import LLM
-from tests.serve.running_server import RunningServer, alive, kill
+from tests.serve.running_server import RunningServer, alive, engines_of, kill
 from tests.serve.test_supervised_engine import CASES as ALL_CASES
 from tests.serve.test_supervised_engine import MODEL, PLAIN, Streams, normal
 
 CASES = ALL_CASES[1::2]
 FLAGS = ("--data-parallel-size", "2", "--threads", "2", "--kv-cache-memory", "8MiB")
-
-
-def engines_of(server: RunningServer) -> list[int]:
-    pid = server.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:

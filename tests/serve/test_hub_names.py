@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import pytest
 
 from tests.fake_hub import FakeHub
 from tests.gguf_convert import write_gguf_of
+from tests.serve import preloaded
 from tests.serve.running_server import RunningServer
 from tests.tiny_models import write_tiny_llama
-from tests.unit.cli.command import LIMIT_S, Terminal, environment, quire_main
+from tests.unit.cli.command import Terminal, quire_main
 
 COMPLETE = ("-p", "Once", "--max-tokens", "8", "--temperature", "0", "--json")
 
@@ -41,14 +41,7 @@ def hub(folder: Path) -> Iterator[FakeHub]:
 
 def quire(hub: FakeHub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a user of the hub, without a terminal."""
-    return subprocess.run(
-        [sys.executable, "-m", "quire", *words],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**environment(), **hub.environment(home)},
-    )
+    return preloaded.run(*words, **hub.environment(home))
 
 
 def ids(done: subprocess.CompletedProcess[str]) -> list[int]:
@@ -74,7 +67,7 @@ def test_a_pulled_model_is_completed_and_served_by_name(
     by_path = quire_main("complete", str(folder / "tiny"), *COMPLETE)
     assert ids(quire(hub, tmp_path, "complete", "acme/tiny", *COMPLETE)) == ids(by_path)
     text = json.loads(by_path.stdout)["text"]
-    with RunningServer("acme/tiny", environment=hub.environment(tmp_path)) as server:
+    with RunningServer("acme/tiny", fresh=False, environment=hub.environment(tmp_path)) as server:
         assert served_name(server) == "acme/tiny"
         fields = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
         status, answer = server.post("/v1/completions", fields)
@@ -108,7 +101,9 @@ def test_without_a_terminal_a_missing_model_is_an_error_at_once(
 
 def test_a_flag_downloads_the_model_of_a_server(hub: FakeHub, tmp_path: Path) -> None:
     environment_of_hub = hub.environment(tmp_path)
-    with RunningServer("acme/tiny", "--pull", environment=environment_of_hub) as server:
+    with RunningServer(
+        "acme/tiny", "--pull", fresh=False, environment=environment_of_hub
+    ) as server:
         assert served_name(server) == "acme/tiny"
     hub.requests.clear()
     assert ids(quire(hub, tmp_path, "complete", "--pull", "acme/tiny", *COMPLETE))
@@ -117,15 +112,14 @@ def test_a_flag_downloads_the_model_of_a_server(hub: FakeHub, tmp_path: Path) ->
 
 def test_environment_variables_of_the_hub_are_honoured(hub: FakeHub, tmp_path: Path) -> None:
     own = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN": "hf_mine"}
-    words = [sys.executable, "-m", "quire", "pull", "acme/tiny"]
-    env = {**environment(), **hub.environment(tmp_path / "home"), **own}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+    env = {**hub.environment(tmp_path / "home"), **own}
+    done = preloaded.run("pull", "acme/tiny", **env)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "cache")
     assert hub.tokens == {"Bearer hf_mine"}
     hub.requests.clear()
     env["HF_HUB_OFFLINE"] = "1"
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, env=env)
+    done = preloaded.run("pull", "acme/tiny", **env)
     assert done.returncode == 2
     assert "HF_HUB_OFFLINE is set" in done.stderr
     assert hub.requests == []

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.serve import preloaded
 from tests.serve.running_server import (
     GIVE_UP_S,
     NO_PREFAULT,
-    ROOT,
     RunningServer,
     alive,
     kill,
@@ -202,7 +200,7 @@ def test_beyond_loopback_a_key_or_an_explicit_flag_is_required(tiny: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("/no/such/folder",), "/no/such/folder"),  # a whole process; the others only the engine's
+        (("/no/such/folder",), "/no/such/folder"),
         (("--max-model-len", "99999999"), "max-model-len"),
         (("--record-plans", "/no/such/plans"), "--record-plans /no/such/plans cannot be written"),
         (("--kv-cache-memory", "1"), "kv-cache-memory"),
@@ -213,8 +211,7 @@ def test_an_unservable_model_is_reported_once_and_the_exit_is_2(
     tiny: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     model = [] if arguments[0].startswith("/") else [str(tiny)]
-    run = serve_in_process if model else serve
-    ended = run(*model, *arguments, "--port", "0")
+    ended = serve(*model, *arguments, "--port", "0")
     assert ended.returncode == 2
     log, *complaints = ended.stderr.split("quire serve: ")
     assert [words in complaint for complaint in complaints] == [True]
@@ -235,7 +232,7 @@ def test_with_keys_only_their_bearers_are_served(tiny: Path) -> None:
 
 
 def test_a_key_from_the_environment_is_not_visible_in_the_process_list(tiny: Path) -> None:
-    with RunningServer(tiny, environment={"QUIRE_API_KEY": "hidden"}) as server:
+    with RunningServer(tiny, fresh=False, environment={"QUIRE_API_KEY": "hidden"}) as server:
         assert server.get("/v1/models")[0] == 401
         keyed = {"Authorization": "Bearer hidden"}
         assert server.request("GET", "/v1/models", **keyed)[0] == 200
@@ -281,12 +278,12 @@ def test_serving_continues_if_the_log_cannot_be_written(tiny: Path, where: str) 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port), *NO_PREFAULT]
+    words = ["serve", str(tiny), "--port", str(port), *NO_PREFAULT]
     read, write = os.pipe()
     os.close(read)
     with open("/dev/full", "w") as full, open(write, "w") as lost:
         output = full if where == "a full disk" else lost
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
+        process = preloaded.start(words, output, output)
     try:
         deadline = time.monotonic() + GIVE_UP_S
         while _status(port, "GET", "/health") != 200:

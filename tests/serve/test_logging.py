@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve import preloaded
 from tests.serve.running_server import GIVE_UP_S, NO_PREFAULT, ROOT, RunningServer
 from tests.serve.serve_command import serve_in_process
 
@@ -56,7 +58,7 @@ class Caller:
         response = self._connection.getresponse()
         return response.status, response.read()
 
-    def until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def until_ready(self, process: preloaded.Preloaded) -> None:
         deadline = time.monotonic() + GIVE_UP_S
         while True:
             assert process.poll() is None
@@ -76,9 +78,8 @@ def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> No
         port = taken.getsockname()[1]
     read, write = full_pipe()
     flags = ["--port", str(port), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]
-    flags += ["--api-processes", str(num_processes)]
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), *flags]
-    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
+    words = ["serve", str(tiny), *flags, "--api-processes", str(num_processes)]
+    process = preloaded.start(words, write, write)
     os.close(write)
     came = bytearray()
     reader = threading.Thread(target=lambda: _read_all(read, came), daemon=True)
@@ -116,8 +117,8 @@ def test_sigterm_ends_a_server_with_an_unread_log(tiny: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     read, write = full_pipe()
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", str(port), *NO_PREFAULT]
-    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=ROOT)
+    words = ["serve", str(tiny), "--port", str(port), *NO_PREFAULT]
+    process = preloaded.start(words, write, write)
     caller = Caller(port)
     try:
         caller.until_ready(process)
@@ -199,13 +200,18 @@ def test_an_error_in_the_flags_is_json_under_json_logging(
 
 
 def test_lines_below_the_level_are_left_out(tiny: Path) -> None:
-    command = [sys.executable, "-m", "quire", "serve", str(tiny), "--port", "0", *NO_PREFAULT]
-    process = subprocess.Popen(
-        [*command, "--log-level", "error"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith(b"ready in"):
-        assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=GIVE_UP_S)
-    assert stderr == b""
+    read, write = os.pipe()
+    words = ["serve", str(tiny), "--port", "0", *NO_PREFAULT, "--log-level", "error"]
+    with open(read, "rb") as stdout, tempfile.TemporaryFile() as stderr:
+        process = preloaded.start(words, write, stderr)
+        os.close(write)
+        try:
+            while not stdout.readline().startswith(b"ready in"):
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(GIVE_UP_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+        stderr.seek(0)
+        assert stderr.read() == b""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.config.machine import num_usable_cores
-from tests.serve.running_server import RunningServer, alive
+from tests.serve.running_server import RunningServer, alive, children_of
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.skipif(num_usable_cores() < 2, reason="two ranks need two cores")
@@ -29,9 +29,8 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rank_pid(engine: int) -> int:
     """Return the process of rank 1: the engine's only child."""
-    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    assert len(children) == 1, children
-    return int(children[0])
+    (pid,) = children_of(engine)
+    return pid
 
 
 def check_lost_rank(model: Path, flags: tuple[str, ...], number: signal.Signals) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from quire.obs.recording import read_recording
-from tests.serve.running_server import ROOT, RunningServer
+from tests.serve import preloaded
+from tests.serve.running_server import RunningServer
 from tests.unit.cli.command import quire_main
 
 ASKED: list[dict[str, Any]] = [
@@ -34,21 +34,22 @@ ASKED: list[dict[str, Any]] = [
 @contextmanager
 def recording(server: RunningServer, file: Path, *flags: str) -> Iterator[None]:
     """Run `quire record` until Ctrl-C; it has begun when this enters."""
-    command = [sys.executable, "-m", "quire", "record", server.url, str(file), *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    line = process.stderr.readline()
+    reading, writing = os.pipe()
+    process = preloaded.start(["record", server.url, str(file), *flags], writing, writing)
+    os.close(writing)
+    said = open(reading, encoding="utf-8")  # noqa: SIM115 (closed below)
+    line = said.readline()
     try:
         assert line.startswith("recording "), line
         yield
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-        assert process.wait(60) == 0, said
-        assert re.search(r"\d+ requests? (is|are) in", said)
+        rest = said.read()
+        assert process.wait(60) == 0, rest
+        assert re.search(r"\d+ requests? (is|are) in", rest)
     finally:
         process.kill()
         process.wait()
-        process.stderr.close()
+        said.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.api.service_manager import READY, notify
+from tests.serve import preloaded
+from tests.serve.running_server import NO_PREFAULT
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])
@@ -20,13 +20,10 @@ def test_a_server_reports_ready_watchdog_and_stopping(tmp_path: Path, processes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address)
         manager.settimeout(120)
-        command = [sys.executable, "-m", "quire", "serve", "--port", "0"]
-        server = subprocess.Popen(
-            [*command, "--api-processes", processes],
-            env={**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = ["serve", "--port", "0", *NO_PREFAULT, "--api-processes", processes]
+        environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"}
+        with open(os.devnull, "w") as lost:
+            server = preloaded.start(words, lost, lost, environment)
         try:
             seen = []
             while READY not in seen or seen[-1] != "WATCHDOG=1":

@@ -13,12 +13,11 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.running_server import RunningServer, kill
+from tests.serve.running_server import RunningServer, children_of, engines_of, kill
 
 MODEL = "quire/models/box"
 OPTIONS = {"include_usage": True}
@@ -35,28 +34,28 @@ TOOLS = [
         },
     }
 ]
-PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 440, "ignore_eos": True}
+PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 220, "ignore_eos": True}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me of a dog"}],
-    "max_tokens": 300,
+    "max_tokens": 150,
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**PLAIN, "seed": 2, "logprobs": 3, "temperature": 1.4}),
     (
         "/v1/completions",
         {**PLAIN, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.6}
-        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 400},
+        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 200},
     ),
     ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
     ("/v1/completions", {**PLAIN, "seed": 5, "n": 3, "best_of": 3, "logprobs": 1}),
-    ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 300}),
-    ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 300}),
-    ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{900,1000}"}}),
+    ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 150}),
+    ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 150}),
+    ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{450,500}"}}),
     ("/v1/chat/completions", {**CHAT, "seed": 9, "logprobs": True, "ignore_eos": True}),
     ("/v1/chat/completions", {**CHAT, "seed": 10, "tools": TOOLS, "tool_choice": "required"}),
     (
         "/generate",
-        {"tokens": [5, 9, 11, 40], "seed": 11, "max_tokens": 440, "logprobs": 2}
+        {"tokens": [5, 9, 11, 40], "seed": 11, "max_tokens": 220, "logprobs": 2}
         | {"ignore_eos": True, "frequency_penalty": 0.9},
     ),
     ("/v1/messages", {**CHAT, "seed": 12, "ignore_eos": True}),
@@ -248,16 +247,17 @@ def test_several_api_processes_share_the_restarted_engine() -> None:
         alone = [_streamed(server, path, body) for path, body in cases]
         streams = Streams(server, cases)
         streams.until_begun(600)
-        os.kill(_engine_of(server), signal.SIGSTOP)
+        [engine] = engines_of(server)
+        os.kill(engine, signal.SIGSTOP)
         for (path, body), got, wanted in zip(cases, streams.join(), alone, strict=True):
             assert normal(got) == normal(wanted), (path, body, got[-300:])
             _check_numbers(got)
         assert server.metric("quire_engine_restarts_total") >= 1
         assert "the engine makes no progress" in server.stderr()
         # An API process that is replaced uses the engine that runs now.
-        [first, *_] = _children_of(server) - {_engine_of(server)}
+        [first, *_] = set(children_of(server.process.pid)) - set(engines_of(server))
         kill(first)
-        server.until(lambda: len(_children_of(server)) == 3, "it is replaced")
+        server.until(lambda: len(children_of(server.process.pid)) == 3, "it is replaced")
         for _ in range(8):
             assert server.post("/v1/completions", {**PLAIN, "max_tokens": 2})[0] == 200
 
@@ -272,21 +272,6 @@ def _check_numbers(raw: bytes) -> None:
 
 def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
     return Streams(server, [(path, body)]).join()[0]
-
-
-def _children_of(server: RunningServer) -> set[int]:
-    pid = server.process.pid
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-
-
-def _engine_of(server: RunningServer) -> int:
-    found = [
-        pid
-        for pid in _children_of(server)
-        if b"quire.engine.process.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert len(found) == 1, found
-    return found[0]
 
 
 def _uploaded(server: RunningServer, raw: bytes) -> str:

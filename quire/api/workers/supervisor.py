@@ -258,8 +258,6 @@ class _Supervisor:
             server=asdict(self._server),
             engine=config_to_json(self._config),
         )
-        if self._ready is not None:
-            self._link.send(Join(client=number))
         try:
             process = await asyncio.create_subprocess_exec(
                 *command_of("quire.api.workers.worker"),
@@ -273,6 +271,8 @@ class _Supervisor:
         child = _Worker(number, process, asyncio.get_running_loop().create_future())
         assert process.stdin is not None, "created with a pipe"
         process.stdin.write(job_line(job))
+        if self._ready is not None:  # also since a moment ago; else it joins with the others
+            self._link.send(Join(client=number))
         return child
 
     async def _supervise_slot(self, slot: int) -> None:
@@ -384,7 +384,8 @@ class _Supervisor:
             self._ready = message
             self._engine_loaded.set()
             for child in self._children.values():
-                self._link.send(Join(client=child.number))
+                if child.process.returncode is None:
+                    self._link.send(Join(client=child.number))
         elif isinstance(message, Loading):
             self._on_loading(message.done_bytes, message.total_bytes)
         elif isinstance(message, Failed):

@@ -73,7 +73,7 @@ class SizedDraft:
 
 def draft_folder(config: EngineConfig) -> Path | None:
     """Return the files of the draft model; None without one. Raises SettingError."""
-    settings = config.scheduler
+    settings = config.speculation
     if settings.draft_model is not None:
         return user_path(settings.draft_model)
     if settings.speculate != "draft":

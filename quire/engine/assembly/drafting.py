@@ -1,7 +1,7 @@
 """What computes drafts in an engine, if anything does: a draft model, the model's first layers, or
 draft heads; or what prompt lookup keeps of earlier answers.
 
-Imported only where one of them is used (SchedulerConfig.has_drafting). Order: sized before a byte
+Imported only where one of them is used (SpeculationConfig.has_drafting). Order: sized before a byte
 is loaded, as a part of the memory plan, then loaded beside the model. Always holds: an engine has
 one proposer of its own.
 """
@@ -83,7 +83,7 @@ def sized_drafting(
     checkpoint: of the model; None where nothing will be loaded. Raises ModelError or SettingError
     for what cannot be used.
     """
-    settings = config.scheduler
+    settings = config.speculation
     if settings.speculate_history_tokens:
         return SizedDrafting(history_tokens=settings.speculate_history_tokens)
     if settings.drafts_itself:

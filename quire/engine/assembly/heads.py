@@ -107,7 +107,7 @@ def head_kind(config: EngineConfig) -> Kind | None:
 
     Raises SettingError where --speculate and the files contradict each other.
     """
-    settings = config.scheduler
+    settings = config.speculation
     wanted = settings.speculate
     asked = next((kind for kind in KINDS if kind == wanted), None)
     if settings.draft_model is None:
@@ -162,7 +162,7 @@ def sized_heads(
     needed = [sizing.memory_for(one, limits) for one in files.programs]
     width = tapped(program, files).outputs[TAPS if files.taps else HEAD_INPUT].width
     # What two steps of drafts leave of all requests, and the end of a prompt.
-    ring_rows = 2 * max_num_seqs * (config.scheduler.max_draft_tokens + 1)
+    ring_rows = 2 * max_num_seqs * (config.speculation.max_draft_tokens + 1)
     if files.taps:
         ring_rows += max(PROMPT_ROWS, config.scheduler.max_num_batched_tokens or 0)
     longest = config.model.max_model_len or spec.max_positions
@@ -242,7 +242,7 @@ def load_heads(
 
 
 def _folder(config: EngineConfig, kind: Kind) -> Path:
-    given = config.scheduler.draft_model
+    given = config.speculation.draft_model
     if given is not None:
         return user_path(given)
     if model_folder(config.model).resolve() != box_path().resolve():

@@ -36,7 +36,7 @@ def sized_self_draft(
     config: EngineConfig, program: Program, sizing: ExecutorSizing
 ) -> SizedSelfDraft:
     """Cut the first layers of `program` and size them. Raises SettingError where there are none."""
-    total, given = num_layers(program), config.scheduler.self_draft_layers
+    total, given = num_layers(program), config.speculation.self_draft_layers
     if total < 2 or (given is not None and given >= total):
         wanted = "speculate is self" if given is None else f"self_draft_layers is {given}"
         raise SettingError(

@@ -22,14 +22,14 @@ from quire.base.engine_stats import EngineStats
 from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
-from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
 from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
 from quire.engine.model_card import Health, ModelCard
-from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.output.text_delta import TextDelta
 from quire.engine.process.messages import TimelinesReported
+from quire.engine.supervised.call import Call, CallEngine
 from quire.engine.supervised.supervised_engine import SupervisedEngine
-from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest, has_died
+from quire.engine.supervised.supervised_request import Life, SupervisedRequest, has_died
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import PrefixHistory, block_names
 from quire.routing.warm_cache import WarmCache
@@ -78,7 +78,7 @@ class Member:
         self.backlog_tokens -= self.loads.pop(request_id)
 
 
-class DataParallelEngine:
+class DataParallelEngine(CallEngine):
     """engines: clients of engines with one configuration, at least one."""
 
     card: ModelCard
@@ -136,29 +136,8 @@ class DataParallelEngine:
         """Raise the RequestError that `generate` would raise for these, if any."""
         self._members[0].engine.check(prompt_ids, sampling)
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        first_stream: int = 0,
-        cache_salt: str = "",
-        terms: SchedulingParams = DEFAULT_SCHEDULING,
-        text_rules: TextRules = PLAIN_TEXT,
-        output_ids: Sequence[int] = (),
-    ) -> AsyncGenerator[TextDelta, None]:
-        """As EngineClient.generate; also PoisonRequest, where two engines die with the request."""
-        call = Call(
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            request_id=request_id,
-            first_stream=first_stream,
-            cache_salt=cache_salt,
-            terms=terms,
-            text_rules=text_rules,
-            output_ids=output_ids,
-        )
+    async def deltas(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """See CallEngine."""
         route = _Route(self, call)
         try:
             async with aclosing(SupervisedRequest(route, call).deltas()) as deltas:

@@ -1,6 +1,6 @@
 """The configurations of the engines of --data-parallel-size: divided threads, a GPU for each.
 
-Reads the settings only; memory is divided where it is planned (quire/engine/assembly/assemble.py).
+Reads the settings only; memory is divided where it is planned (engine/assembly/sized_model.py).
 Always holds: the engines differ in what computes, never in what decides an answer.
 """
 
@@ -16,7 +16,7 @@ from quire.config.machine import num_compute_threads
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
     """Return the configuration of each engine. Raises SettingError for fewer threads than engines.
 
-    The memory is divided where it is planned (quire/engine/assembly/assemble.py).
+    The memory is divided where it is planned (engine/assembly/sized_model.py).
     """
     executor = config.executor
     num_engines = executor.data_parallel_size

@@ -22,12 +22,12 @@ from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter, OverloadedError, QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
-from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.model_card import EngineState, Health, ModelCard
-from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.output.text_delta import TextDelta
 from quire.engine.process.messages import TimelinesReported
-from quire.engine.supervised.supervised_request import Call, Life, SupervisedRequest, has_died
+from quire.engine.supervised.call import Call, CallEngine
+from quire.engine.supervised.supervised_request import Life, SupervisedRequest, has_died
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ class Wakers(Protocol):
         """Return a client of the next engine once it is ready. Raises QuireError."""
 
 
-class SupervisedEngine:
+class SupervisedEngine(CallEngine):
     """first: a client of the engine that was started first. wakers: None where it cannot sleep."""
 
     card: ModelCard
@@ -120,29 +120,8 @@ class SupervisedEngine:
         """Raise the RequestError that `generate` would raise for these, if any."""
         self._life.client.check(prompt_ids, sampling)
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        first_stream: int = 0,
-        cache_salt: str = "",
-        terms: SchedulingParams = DEFAULT_SCHEDULING,
-        text_rules: TextRules = PLAIN_TEXT,
-        output_ids: Sequence[int] = (),
-    ) -> AsyncGenerator[TextDelta, None]:
-        """As EngineClient.generate; also PoisonRequest, where engines die with the request."""
-        call = Call(
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            request_id=request_id,
-            first_stream=first_stream,
-            cache_salt=cache_salt,
-            terms=terms,
-            text_rules=text_rules,
-            output_ids=output_ids,
-        )
+    async def deltas(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """See CallEngine."""
         self._num_open += 1
         try:
             async with aclosing(SupervisedRequest(self, call).deltas()) as deltas:

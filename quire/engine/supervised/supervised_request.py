@@ -9,17 +9,16 @@ two engines in a row died, without a token between, is not tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from quire.base.errors import OverloadedError, PoisonRequest, QuireError, WorkerError
-from quire.base.sampling_params import SamplingParams
-from quire.base.scheduling_params import SchedulingParams
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.interleaving import interleaved
-from quire.engine.output.text_delta import TextDelta, TextRules
+from quire.engine.output.text_delta import TextDelta
+from quire.engine.supervised.call import Call
 from quire.engine.supervised.choice_journal import ChoiceJournal
 
 MAX_DEATHS = 2
@@ -32,20 +31,6 @@ _FULL_S = 30.0
 _RETRY_S = 0.25
 # After an error that may come from a death, so long until the death is known.
 _DEATH_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """The arguments of Engine.generate."""
-
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    request_id: str
-    first_stream: int
-    cache_salt: str
-    terms: SchedulingParams
-    text_rules: TextRules
-    output_ids: Sequence[int]
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from quire.base.gguf_model import GgufModel, find_gguf, model_name_of
 from quire.models.registry import open_model
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint
+from tests.drawn import examples
 from tests.gguf_convert import write_gguf_of
 from tests.gguf_writer import (
     ARRAY,
@@ -305,7 +306,7 @@ def test_a_changed_file_is_rejected_or_still_a_model(
         cut=st.none() | st.integers(0, len(content)),
         moved=st.integers(0, 3),
     )
-    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck))
     def check(at: list[int], values: list[int], cut: int | None, moved: int) -> None:
         broken = bytearray(content)
         for place, value in zip(at, values, strict=False):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quire.base import json_strings
 from quire.base.json_strings import MAX_ESCAPES, SLICE_BYTES, overlapping, slices
 from quire.base.strict_json import parse_object
+from tests.drawn import examples
 
 LIMIT = 64 << 20
 _TEXTS = st.text(st.sampled_from('ab"\\\n/é中😀\ud83d\ude00\x00'), max_size=30)
@@ -38,7 +39,7 @@ def read(raw: bytes, *, yields: bool = True) -> Any:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(value=_VALUES, is_ascii=st.booleans(), pieces=st.integers(7, 20))
 def test_the_document_is_the_one_of_the_parser(value: Any, is_ascii: bool, pieces: int) -> None:
     raw = json.dumps({"a": value, "\n": "\\"}, ensure_ascii=is_ascii).encode(errors="replace")
@@ -51,7 +52,7 @@ def test_the_document_is_the_one_of_the_parser(value: Any, is_ascii: bool, piece
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(raw=st.text(st.sampled_from('{}":,\\nu0d83 a\né'), max_size=40))
 def test_what_the_parser_rejects_is_rejected(raw: str) -> None:
     text = ('{"a": "' + raw).encode()

@@ -18,6 +18,7 @@ import pytest
 
 import quire
 from quire.cli.main import main
+from tests.serve import preloaded
 
 LIMIT_S = 120.0
 # A shell that runs the tests in the background makes them, and their children, ignore Ctrl-C.
@@ -34,21 +35,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": root, "TERM": "dumb", "PYTHONWARNINGS": "error"}
 
 
-def quire_command(
-    *words: str, given: str | bytes = "", folder: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run it to its end; `given` is its standard input."""
-    done = subprocess.run(
-        [sys.executable, "-m", "quire", *words],
-        input=given if isinstance(given, bytes) else given.encode(),
-        capture_output=True,
-        timeout=LIMIT_S,
-        env=environment(),
-        cwd=folder,
-    )
-    return subprocess.CompletedProcess(
-        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
-    )
+def quire_command(*words: str, given: str | bytes = "") -> subprocess.CompletedProcess[str]:
+    """Run it to its end in its own process; `given` is its standard input."""
+    raw = given if isinstance(given, bytes) else given.encode()
+    return preloaded.run(*words, given=raw, TERM="dumb")
 
 
 def quire_main(

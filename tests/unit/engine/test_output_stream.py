@@ -24,6 +24,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import OutputStream, TextDelta, TextRules
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
+from tests.drawn import examples
 from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json
 
 EOS = 1
@@ -108,7 +109,7 @@ def test_the_output_does_not_depend_on_the_division(kind: str) -> None:
         logprobs=st.booleans(),
         ended=st.booleans(),
     )
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=examples(500), deadline=None)
     def check(
         ids: list[int],
         at: list[int],
@@ -414,7 +415,7 @@ def test_a_token_pushed_alone_equals_an_output_of_it(kind: str) -> None:
     )
 
     @given(ids=st.lists(st.sampled_from(some) | st.integers(2, 260), min_size=1, max_size=24))
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     def check(ids: list[int]) -> None:
         one, other = OutputStream(tokenizer, _request()), OutputStream(tokenizer, _request())
         assert one.is_plain

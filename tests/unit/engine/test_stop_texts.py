@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import QuireError, TokenizerError
 from quire.base.records import FinishReason, StepPlan
-from quire.engine.assembly import assemble
+from quire.engine.assembly import assemble, features
 from quire.engine.stop_texts import StopTexts
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner
@@ -55,7 +55,7 @@ def test_others_are_served_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyP
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(assemble, "model_tokenizer", slow)
-    monkeypatch.setattr(assemble, "ModelRunner", Tells)
+    monkeypatch.setattr(features, "ModelRunner", Tells)
     with LLM(max_num_seqs=4, num_threads=1) as llm:
         serves.set()
         answers = llm.generate([PROMPT, PROMPT], [BEAMS, SamplingParams(max_tokens=5, seed=1)])

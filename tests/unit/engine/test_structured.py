@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, choice, grammar, json_schema, regex
 from quire.base.records import FinishReason
-from quire.engine.assembly import assemble
+from quire.engine.assembly import assemble, features
 from quire.structured import source as written
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher
@@ -132,14 +132,14 @@ def test_jumping_ahead_gives_the_ids_of_single_steps(
 ) -> None:
     got = []
     for jump_ahead in (True, False):
-        plain = assemble.ModelRunner
+        plain = features.ModelRunner
 
         def runner(*args: Any, _plain: Any = plain, _jump: bool = jump_ahead, **kwargs: Any) -> Any:
             kwargs["constraints"] = replace(kwargs["constraints"], jump_ahead=_jump)
             return _plain(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(assemble, "ModelRunner", runner)
+            patch.setattr(features, "ModelRunner", runner)
             with LLM(max_num_seqs=4, num_threads=1) as llm:
                 given = {"seed": 5, "max_tokens": 100, **wishes}
                 sampling = SamplingParams(structured_outputs=GRAMMARS["schema"], **given)

@@ -19,6 +19,7 @@ from quire.engine.library.llm import LLM
 from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import NativeSizing
 from quire.execute.streamed_weights import StreamingExecutorClass, plan_stream
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
@@ -159,7 +160,7 @@ def test_memory_is_planned_without_what_stays_on_disk(
     tight = StreamingExecutorClass(offload_bytes=None, kv_bytes=1000)
     memory = NativeExecutor.available_memory()
     monkeypatch.setattr(
-        NativeExecutor,
+        NativeSizing,
         "available_memory",
         staticmethod(
             lambda: type(memory)(

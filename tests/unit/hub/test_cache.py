@@ -85,7 +85,7 @@ def test_a_model_is_found_by_name_and_called_by_it(hub: FakeHub, tiny: Path) -> 
     named = with_local_model(engine_config({"model": "acme/tiny", "served_model_name": "x"}))
     assert named.model.served_model_name == ("x",)
     drafting = with_local_model(engine_config({"draft_model": "acme/tiny", "speculate": "draft"}))
-    assert drafting.scheduler.draft_model == str(snapshot)
+    assert drafting.speculation.draft_model == str(snapshot)
     with LLM("acme/tiny") as llm:
         assert llm.card.name == "acme/tiny"
     assert hub.requests == []  # nothing is asked of the hub

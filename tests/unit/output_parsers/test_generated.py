@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.drawn import examples
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import TOOLS, WRITERS
 
-NUM_WRITTEN, NUM_RUBBISH = 25, 60
+NUM_WRITTEN, NUM_RUBBISH = examples(25), examples(60)
 _ALPHABET = "ab {}[]\":,\\\n\t'<>|/=()é吾🦙.0"
 _PIECES = (
     *("<tool_call>", "</tool_call>", "<function=now>", "<parameter=text>", "</parameter>"),

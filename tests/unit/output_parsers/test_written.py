@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.output_parsers.registry import TOOL_CALL_FORMATS
+from tests.drawn import examples
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import WRITERS, Calls
 
@@ -58,7 +59,8 @@ def test_written_answers_are_parsed_back(form: str, said: str) -> None:
         content = ""  # it has no mark that could follow content
     if form == "pythonic" and "-" in "".join(name for name, _ in calls):
         pytest.skip("such a name cannot be written in Python")
-    answer, is_whole, _ = everywhere(write(content, calls), reading(dialect))
+    text = write(content, calls)
+    answer, is_whole, _ = everywhere(text, reading(dialect), most=examples(400))
     assert answer.content == content
     assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [
         (name, arguments) for name, arguments in calls

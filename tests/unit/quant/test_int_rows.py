@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.quant.int_rows import TINY, fma, quantize_rows
+from tests.drawn import examples
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -25,7 +26,7 @@ def _nearest(value: Fraction) -> np.float32:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(FLOATS, FLOATS, FLOATS)
 def test_a_fused_multiply_add_rounds_once(a: float, b: float, c: float) -> None:
     exact = Fraction(a) * Fraction(b) + Fraction(c)

@@ -36,7 +36,7 @@ from tests.unit.scheduler.fake_worker import (
     ends_by_text,
 )
 
-NUM_DRAWN = int(os.environ.get("QUIRE_DRAWN_CASES", "25"))
+NUM_DRAWN = int(os.environ.get("QUIRE_DRAWN_CASES", "15"))
 ENDED = FinishReason.ABORT  # before it was complete, for whatever reason
 
 

@@ -188,7 +188,7 @@ def test_changes_make_what_was_asked_for_fit(tmp_path: Path) -> None:
 
 def test_a_plan_is_that_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MachineMemory(available_bytes=700 * 2**20, limit="free memory")
-    monkeypatch.setattr("quire.execute.native.machine_memory", lambda: memory)
+    monkeypatch.setattr("quire.execute.native_limits.machine_memory", lambda: memory)
     monkeypatch.setattr("quire.sim.plan.machine_memory", lambda: memory)
     tiny = str(write_tiny_llama(tmp_path / "tiny", seed=1))
     cases: list[dict[str, Any]] = [

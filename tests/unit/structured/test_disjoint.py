@@ -19,6 +19,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.disjoint import Disjoint, finite_values
 from quire.structured.evaluate import equal
 from quire.structured.schema import for_llguidance
+from tests.drawn import examples
 from tests.unit.structured.conftest import Accepts, json_text
 
 SCALARS: list[Any] = [None, True, False, 0, 1, 2, 3, 1.5, -1, "", "a", "b", "ab", "http://x", "./x"]
@@ -134,7 +135,7 @@ def valid(schema: Any) -> list[Any]:
     return [value for value in VALUES if judge.is_valid(value)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(pair=TWO_OF_A_TYPE | st.tuples(SCHEMAS, SCHEMAS))
 def test_no_value_matches_two_disjoint_schemas(pair: tuple[Any, Any]) -> None:
     one, other = pair
@@ -153,7 +154,7 @@ def test_patterns_are_disjoint_by_their_first_letters() -> None:
     assert ("^a", "^b") in apart
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schema=SCHEMAS)
 def test_listed_values_are_the_valid_ones(schema: Any) -> None:
     listed = finite_values(schema, {"$defs": DEFS})
@@ -165,7 +166,7 @@ def test_listed_values_are_the_valid_ones(schema: Any) -> None:
             assert any(equal(value, one) for one in listed)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     schema=st.one_of(
         st.lists(SCHEMAS, min_size=2, max_size=3).map(lambda some: {"oneOf": some}),

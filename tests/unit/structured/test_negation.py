@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.base.grammar import json_schema
 from quire.structured.negation import MAX_LETTERS, MAX_NUMBERS, negation
+from tests.drawn import examples
 from tests.unit.structured.conftest import Accepts, json_text
 from tests.unit.structured.test_disjoint import DEFS, SCALARS, SCHEMAS, VALUES
 
@@ -20,7 +21,7 @@ _SCALARS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schema=SCHEMAS)
 def test_a_negation_allows_what_the_schema_forbids(schema: Any) -> None:
     other = negation(schema)
@@ -33,7 +34,7 @@ def test_a_negation_allows_what_the_schema_forbids(schema: Any) -> None:
             assert judges[0].is_valid(value) != judges[1].is_valid(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(values=st.lists(_SCALARS, min_size=1, max_size=6), others=st.lists(_SCALARS, max_size=6))
 def test_listed_values_are_forbidden_and_no_others(values: list[Any], others: list[Any]) -> None:
     allows = jsonschema.Draft202012Validator(negation({"enum": values}))

@@ -24,6 +24,7 @@ from quire.structured.unique_plan import planned
 from quire.structured.unique_tracker import UniqueTracker
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
+from tests.drawn import examples
 from tests.unit.structured.conftest import Accepts, json_text
 from tests.unit.structured.test_matcher import ids_of
 
@@ -231,7 +232,7 @@ CANDIDATES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     items=_ITEMS,
     at_least=st.integers(0, 4),
@@ -499,7 +500,7 @@ def test_a_grammar_without_uniqueitems_has_no_tracker(compiler: GrammarCompiler)
     assert compiler.matcher(json_schema(STRINGS))._trackers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=st.text(max_size=8), end=st.integers(0, 60), is_ascii=st.booleans())
 def test_the_beginning_of_a_string_is_read_whatever_its_escapes(
     text: str, end: int, is_ascii: bool

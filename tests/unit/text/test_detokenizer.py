@@ -21,6 +21,7 @@ from quire.text.byte_fallback import RUN_LIMIT
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
+from tests.drawn import examples
 from tests.unit.text.made_files import (
     BPE,
     UNIGRAM,
@@ -158,7 +159,7 @@ def test_every_kind_of_file_gives_the_whole_decode_for_any_ids_and_division(kind
         at=st.lists(st.integers(0, 60), max_size=6),
         skip=st.booleans(),
     )
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     def check(ids: list[int], at: list[int], skip: bool) -> None:
         stream = Detokenizer(tokenizer, skip)
         pieces = [stream.push(part) for part in _cuts(ids, at)]
@@ -206,7 +207,7 @@ def test_joined_pieces_equal_the_whole_decode_for_any_ids_and_division(kind: str
         at=st.lists(st.integers(0, 60), max_size=6),
         skip=st.booleans(),
     )
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     def check(ids: list[int], at: list[int], skip: bool) -> None:
         stream = Detokenizer(tokenizer, skip)
         pieces = [stream.push(part) for part in _cuts(ids, at)]

@@ -18,6 +18,7 @@ from quire.text.sentencepiece_proto import read_pieces
 from quire.text.template_files import sources_in
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
+from tests.drawn import examples
 from tests.unit.text.made_files import (
     CONTROL,
     NORMAL,
@@ -68,7 +69,7 @@ def test_pieces_give_the_ids_of_the_original_model(
     assert found.special_tokens == right.special_tokens
 
     @given(text=TEXTS | st.sampled_from(LINES))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(text: str) -> None:
         ids = found.encode(text)
         assert ids == right.encode(text)
@@ -207,7 +208,7 @@ def test_merges_give_the_ids_of_the_original_tokenizer(
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
     @given(text=TEXTS | st.sampled_from(LINES))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(text: str) -> None:
         ids = found.encode(text)
         assert ids == right.encode(text, add_special_tokens=False)

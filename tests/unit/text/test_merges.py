@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from quire.text.merges import merges_of
+from tests.drawn import examples
 from tests.unit.text.made_files import merged
 
 
@@ -34,7 +35,7 @@ _REPEATED = st.builds(
 
 
 @given(words=_WORDS, size=st.integers(3, 40), text=st.text("abc", max_size=30) | _REPEATED)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_a_trained_vocabulary_merges_any_text_by_the_rule(
     words: list[str], size: int, text: str
 ) -> None:
@@ -48,7 +49,7 @@ def test_a_trained_vocabulary_merges_any_text_by_the_rule(
     more=st.lists(st.text("ab", min_size=2, max_size=6), unique=True, max_size=16),
     text=st.text("ab", max_size=24) | _REPEATED.map(lambda text: text.replace("c", "a")),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_a_vocabulary_in_random_order_does_too(more: list[str], text: str) -> None:
     rank = {token: place for place, token in enumerate(["a", "b", *more])}
     assert Tokenizer(models.BPE(rank, merges_of(rank, rank))).encode(text).ids == (

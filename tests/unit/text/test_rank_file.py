@@ -19,6 +19,7 @@ from quire.base.errors import TokenizerError
 from quire.text.byte_alphabet import stand_ins, written
 from quire.text.rank_file import CL100K, LLAMA_3, O200K, P50K, QWEN, Family
 from quire.text.tokenizer import Tokenizer
+from tests.drawn import examples
 from tests.unit.text.made_files import byte_tokens, write_ranks, write_vocabulary
 from tests.unit.text.made_tokenizers import LINES
 
@@ -58,7 +59,7 @@ def _as_tiktoken_does(text: str, pattern: str) -> list[int]:
 
 
 @given(text=st.text(max_size=40) | st.text(" \n\ta猫🦙é1x'", max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_ids_follow_tiktokens_rule_and_text_round_trips(qwen: Tokenizer, text: str) -> None:
     composed = unicodedata.normalize("NFC", text)
     assert QWEN.pattern is not None

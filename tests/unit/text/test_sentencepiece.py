@@ -20,6 +20,7 @@ from quire.text.sentencepiece_model import why_not_converted
 from quire.text.sentencepiece_proto import read_pieces
 from quire.text.tokenizer import Tokenizer
 from tests.data import outside
+from tests.drawn import examples
 from tests.unit.text.made_files import (
     BYTE,
     CONTROL,
@@ -129,7 +130,7 @@ def test_ids_match_the_library_for_any_text(
     tokenizer, library = _load(tmp_path_factory.mktemp("model"), content), _library(content)
 
     @given(text=TEXTS | st.sampled_from(LINES))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(text: str) -> None:
         if not any(special in text for special in ("<unk>", "<s>", "</s>")):
             assert tokenizer.encode(text, add_special_tokens=False) == library.encode(text)

@@ -12,6 +12,7 @@ from quire.text.detokenizer import Detokenizer
 from quire.text.stop_watch import StopWatch
 from quire.text.stops import StopStrings
 from quire.text.tokenizer import Tokenizer
+from tests.drawn import examples
 from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json
 
 KINDS = {"byte-level": byte_level_json, "metaspace": metaspace_json}
@@ -35,7 +36,7 @@ def has_ended(kind: str, stops: list[str], ids: list[int], armed_from: int) -> b
     return seen.matched is not None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     stops=STOPS,

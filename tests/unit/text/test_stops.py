@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.text.stops import StopStrings
+from tests.drawn import examples
 
 _WORDS = st.text(alphabet="ab\n", min_size=1, max_size=5)
 
@@ -30,7 +31,7 @@ def _plain(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 )
 @example(text="aaab", stops=["aab"], at=[1, 2, 3], include=False)
 @example(text="xabcd", stops=["abcd", "bc"], at=[], include=True)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_the_result_does_not_depend_on_the_division(
     text: str, stops: list[str], at: list[int], include: bool
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
+from tests.drawn import examples
 
 TALK = [
     {"role": "user", "content": "Hi"},
@@ -41,14 +42,14 @@ def _tried(source: str) -> str:
         return str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=25))
 def test_a_random_template_renders_or_raises_a_template_error(pieces: list[str]) -> None:
     said = _tried("".join(pieces))
     assert said.startswith(("rendered: ", "chat template 'default'", "the model's chat template"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
 def test_a_random_expression_renders_or_raises_a_template_error(pieces: list[str]) -> None:
     inner = "".join(pieces)

@@ -15,6 +15,7 @@ from quire.base.errors import WeightsError
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.safetensors import SafetensorsFile
 from tests.data import outside
+from tests.drawn import examples
 from tests.safetensors_writer import rounded, write_raw, write_safetensors
 
 VALUES = np.random.default_rng(0).standard_normal((7, 5)).astype(np.float32)
@@ -194,7 +195,7 @@ def test_metadata_is_no_tensor(tmp_path: Path) -> None:
     assert SafetensorsFile(path).names == ("a",)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data())
 def test_a_damaged_file_is_read_correctly_or_rejected(data: st.DataObject) -> None:
     """Flips, truncations and insertions anywhere: an error of the tree or the shapes as written."""

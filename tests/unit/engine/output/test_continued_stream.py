@@ -17,6 +17,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.output.continued_stream import ContinuedStream
 from quire.engine.output.output_stream import OutputStream, TextDelta, TextRules
 from quire.text.tokenizer import Tokenizer
+from tests.drawn import examples
 from tests.unit.text.made_tokenizers import byte_level_json, made, metaspace_json
 
 
@@ -80,7 +81,7 @@ def test_each_reported_place_is_continued_exactly(kind: str) -> None:
     some = [*tokenizer.encode("a b\n\n猫🐫<tool>\n"), 0, 2, 9, 13, 200]
 
     @given(ids=st.lists(st.sampled_from(some), min_size=1, max_size=20), **SETTINGS)
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(
         ids: list[int],
         stop: tuple[str, ...],
@@ -128,7 +129,7 @@ def test_a_cut_at_any_token_yields_the_ids_and_text_after_it(kind: str) -> None:
         stop=st.sampled_from([(), ("\n\n",), ("a b",), ("猫a",)]),
         data=st.data(),
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(ids: list[int], stop: tuple[str, ...], data: st.DataObject) -> None:
         request = _request(stop=stop, logprobs=0)
         whole = _pushed(OutputStream(tokenizer, request), _outputs(ids, [1], logprobs=True))

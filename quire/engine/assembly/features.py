@@ -1,0 +1,202 @@
+"""The optional parts of an engine: whether each is on, and what it is then.
+
+A part of the wiring, like assemble.py. Knows the settings. Always holds: the modules of a part that
+is off are not loaded, and an engine without it has None in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.base.clock import Clock
+from quire.base.log import Log
+from quire.base.report import Report
+from quire.config.groups import EngineConfig
+from quire.config.kv_events import read_kv_events
+from quire.config.machine import num_compute_threads
+from quire.engine.assembly.drafts import make_drafter
+from quire.engine.assembly.executor_choice import open_pack_cache
+from quire.engine.assembly.model_files import model_name
+from quire.engine.assembly.sized_model import SizedModel
+from quire.engine.core import EngineCore, Inbox
+from quire.engine.model_card import ModelCard
+from quire.execute.executor import Executor, ExecutorOptions, PipelinedExecutor
+from quire.program.program import Program
+from quire.runner.model_runner import ModelRunner, OutputConstraints
+from quire.scheduler.limits import SchedulerLimits
+from quire.speculative.drafter import Drafter
+
+if TYPE_CHECKING:
+    from quire.engine.assembly.exchange import ExchangePort
+    from quire.engine.assembly.expert_loads import ExpertLoads
+    from quire.engine.assembly.tier import OpenTier
+    from quire.engine.kv_events.publisher import KVEventPublisher
+    from quire.engine.transfer.exchange import Exchange
+    from quire.runner.tapped_runner import Taps
+    from quire.transfer.folder import TierFolder
+
+
+def tier(
+    config: EngineConfig,
+    executor: Executor,
+    folder: TierFolder | None,
+    port: ExchangePort | None,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> OpenTier | None:
+    """Open what keeps blocks beside the pool: a tier, the store of an exchange, or both."""
+    if port is not None:
+        from quire.engine.assembly.exchange import open_store
+
+        return open_store(
+            config, port, executor, folder, fingerprint=fingerprint, clock=clock, report=report
+        )
+    if not config.cache.has_tier:
+        return None
+    from quire.engine.assembly.tier import open_tier
+
+    return open_tier(
+        folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
+    )
+
+
+def start_exchange(
+    tier: OpenTier | None,
+    core: EngineCore,
+    card: ModelCard,
+    config: EngineConfig,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> tuple[Exchange, ModelCard]:
+    """Start the exchange of KV blocks; return it, and the card with its address."""
+    from quire.engine.assembly import exchange
+
+    assert isinstance(tier, exchange.ExchangeStore), "opened before the scheduler was made"
+    return exchange.start_exchange(
+        tier, core, card, config, fingerprint=fingerprint, clock=clock, report=report
+    )
+
+
+def runner(
+    config: EngineConfig,
+    model: SizedModel,
+    executor: Executor,
+    limits: SchedulerLimits,
+    constraints: OutputConstraints,
+    tier: OpenTier | None,
+    taps: Taps | None,
+) -> ModelRunner:
+    """Return the runner: of one stage or several, and whether it keeps hidden states."""
+    return _runner_class(config, taps)(
+        executor,
+        num_slots=limits.max_num_seqs,
+        max_model_len=model.memory.max_model_len,
+        block_size=config.kv_block_tokens,
+        max_samples=model.step_limits.max_samples,
+        overlap=limits.plans_in_flight > 1,
+        mover=None if tier is None else tier.mover,
+        constraints=constraints,
+    )
+
+
+def _runner_class(config: EngineConfig, taps: Taps | None) -> Callable[..., ModelRunner]:
+    if config.executor.pipeline_parallel_size > 1:
+        from quire.engine.assembly.ranks import stage_runner
+
+        return stage_runner()
+    if taps is None:
+        return ModelRunner
+    from quire.engine.assembly import heads
+
+    return heads.runner_class(taps)
+
+
+def drafter(
+    config: EngineConfig,
+    limits: SchedulerLimits,
+    model: SizedModel,
+    executor: Executor,
+    clock: Clock,
+    report: Report,
+    taps: Taps | None,
+) -> Drafter | None:
+    """Return the source of drafts, and load what computes them where something does."""
+    max_drafts, drafting = config.speculation.max_draft_tokens, model.drafting
+    if not max_drafts:
+        return None
+    make = partial(
+        make_drafter,
+        max_drafts,
+        num_slots=limits.max_num_seqs,
+        vocab_size=model.spec.vocab_size,
+        report=report,
+    )
+    if drafting is None:
+        return make()
+    from quire.engine.assembly.drafting import loaded_proposer
+
+    options = ExecutorOptions(
+        limits=model.step_limits,
+        num_threads=num_compute_threads(config.executor.num_threads),
+        pack_cache=open_pack_cache(config.executor),
+    )
+    proposer = loaded_proposer(
+        drafting,
+        executor,
+        model.executor_class,
+        options,
+        memory=model.memory,
+        limits=limits,
+        clock=clock,
+        taps=taps,
+    )
+    return make(proposer=proposer, drafter=drafting.drafter_class)
+
+
+def watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
+    """Return what makes an inbox end where a rank is lost."""
+    if config.executor.num_ranks == 1:
+        return lambda inbox: inbox
+    from quire.engine.assembly import ranks
+
+    return partial(ranks.watched, executor)
+
+
+def expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
+    """Return the loads of the model's experts, if it has experts."""
+    if not any(weight.experts > 1 for weight in program.weights.values()):
+        return None
+    from quire.engine.assembly.expert_loads import expert_loads_of
+
+    return expert_loads_of(executor)
+
+
+def kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
+    """Start publishing the cache's block events, if they are asked for."""
+    if config.cache.kv_events_config is None:
+        return None
+    settings = read_kv_events(config.cache.kv_events_config)
+    if not settings.is_on:
+        return None
+    from quire.engine.kv_events.publisher import KVEventPublisher  # only if asked for
+
+    log = Log("engine")
+    for endpoint in settings.remote_endpoints:
+        log.warning("KV events hold prompt tokens, and other machines may read them", at=endpoint)
+    topic = settings.topic
+    if topic is None:
+        topic = f"kv@localhost@{model_name(config.model)}"
+    log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
+    return KVEventPublisher(settings, topic=topic, block_size=config.kv_block_tokens, report=report)
+
+
+def stage_wait(executor: Executor) -> Callable[[], float] | None:
+    """Return what gives the milliseconds the last stage waits, from now on; None without stages."""
+    if not isinstance(executor, PipelinedExecutor):
+        return None
+    before_ms = executor.waited_ms
+    return lambda: executor.waited_ms - before_ms
