@@ -220,7 +220,7 @@ def test_an_engine_drafts_and_verifies(
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     with LLM(
         deep,

@@ -63,15 +63,15 @@ REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa", "mixtral")
 
 
 def degrees_of(program: Program) -> list[int]:
-    """Return the degrees above 1, up to 8, that work."""
+    """Return the degrees above 1, up to 8, that work; larger ones where none does."""
     works = []
-    for degree in range(2, 9):
+    for degree in range(2, 13):
         try:
             check_degree(program, degree)
         except SettingError:
             continue
         works.append(degree)
-    return works
+    return [degree for degree in works if degree <= 8] or works
 
 
 def make(case: Case, folder: Path) -> tuple[Program, Checkpoint]:

@@ -377,6 +377,6 @@ class DraftStats:
             for num in added:
                 for place in range(num):
                     counts[place] += 1
-        longest = max(len(self.drafted_at), *drafted)
+        longest = max([len(self.drafted_at), *drafted])
         self.drafted_at = tuple(self._drafted[:longest])
         self.accepted_at = tuple(self._accepted[:longest])

@@ -290,7 +290,7 @@ def test_the_readme_shows_the_strongest_peer_and_only_reportable_ratios(
     _filled(tmp_path / "cpu-a.json", peers=("openvino", "vllm"))
     assert readme_table.table() == "Not yet measured."
     _filled(tmp_path / "cpu-b.json", peers=("openvino", "llama.cpp"))
-    assert "**1.50x** llama.cpp (s, bf16)" in readme_table.table()
+    assert "**1.50x** llama.cpp, s bf16" in readme_table.table()
     page = readme_table.page()
     cells = (
         "| bf16 | int8 | 30.0 | 25 % | llama.cpp (int9, uint8_t) | 20.0 | **1.50** (1.50 to 1.50)"

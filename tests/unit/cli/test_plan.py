@@ -90,7 +90,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
         (("--device", "epyc-9654"), "96 cores at 2.4 GHz) has no memory size of its own"),
         (("--device", "epyc-9654", "--memory", "1GB", "--quantization", "fp8"), "fp8"),
         (("--quantization", "int3", *H100), "quantization is 'int3'; allowed: auto, none, int8"),
-        (("--nnodes", "2", *H100), "a model is served by one process, or by ranks"),
+        (("--nnodes", "2", *H100), "ranks on several machines are started by"),
     ],
 )
 def test_wrong_input_is_rejected_with_what_is_allowed(words: tuple[str, ...], said: str) -> None:

@@ -24,7 +24,7 @@ GROUPS = (
     *(TransferConfig, KVStoreConfig, ServerConfig),
 )
 MAX_FIELDS = 130  # each is a flag
-MAX_FIELDS_OF_ENGINE_GROUP = 20
+MAX_FIELDS_OF_ENGINE_GROUP = 21
 FIELD_FLAGS = """
     --max-model-len --max-num-seqs --max-num-batched-tokens --block-size --kv-cache-memory
     --served-model-name --api-key --host --port --max-output-tokens --dtype

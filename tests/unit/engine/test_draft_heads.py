@@ -64,7 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     for proposer in (MedusaProposer, EagleProposer):
         monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     return seen
 
 
@@ -388,7 +388,7 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(EagleProposer, "verified", counted)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     prompts = ["Write a story about a cat.", "What can a boat do?"]
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
     with LLM(speculate="eagle", max_draft_tokens=3, threads=1, max_num_seqs=2) as llm:

@@ -57,7 +57,7 @@ def test_answers_are_those_without_speculation(
     monkeypatch.setattr(Drafter, "verified", watched)
     # All drafts, whatever they cost on this machine.
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     plain = generated(drafting, terms_of(is_on=False))
     assert not accepted
     assert generated(drafting, None) == plain
@@ -101,7 +101,7 @@ def test_earlier_answers_are_proposed_within_a_tenant(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     verified, accepted = Drafter.verified, [0]
 
     def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:

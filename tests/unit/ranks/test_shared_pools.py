@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import CapacityError
-from quire.program.shard import kv_span
+from quire.program.degrees import kv_span
 from quire.ranks.shared_pools import SharedPools, create_file, make_room, mapped, span_bytes
 
 LAYERS, BLOCKS, HEAD_BYTES = 3, 5, 64

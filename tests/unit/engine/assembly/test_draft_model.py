@@ -57,7 +57,7 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     return counts
 
 

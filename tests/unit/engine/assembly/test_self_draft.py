@@ -55,7 +55,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
-    monkeypatch.setattr(DraftBalance, "_add", lambda self, gained_ms, step_ms: None)
+    monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     return counts
 
 
