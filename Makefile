@@ -20,11 +20,11 @@ demo: $(STAMP)-run  ## set up, start the server, stream an answer, shut down
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)-test  ## set up and run the default test suite
-	@$(BIN)/python -m pytest -n 3 --dist loadfile
+	@$(BIN)/python -m pytest -n 4 --dist loadfile
 
 exact: $(STAMP)-test  ## several times as many drawn cases as the default suite
 	@QUIRE_EXACT_CASES=400 QUIRE_EXACT_RANK_CASES=40 QUIRE_EXACT_STAGE_CASES=20 \
-		QUIRE_OVERLAP_CASES=48 QUIRE_DRAWN_CASES=300 \
+		QUIRE_EXACT_CONNECTED_CASES=20 QUIRE_OVERLAP_CASES=48 QUIRE_DRAWN_CASES=300 \
 		$(BIN)/python -m pytest -n 3 --dist loadfile tests/exact tests/unit/scheduler \
 		$$(grep -rl --include='test_*.py' 'from tests.drawn import' tests)
 

@@ -26,7 +26,7 @@ from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_experts import MIXTRAL
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_CONNECTED_CASES", "6"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_CONNECTED_CASES", "3"))
 MAX_SHOWN = 10
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}

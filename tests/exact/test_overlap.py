@@ -21,7 +21,7 @@ from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.unit.runner.deferred_executor import DeferredExecutor
 
-NUM_CASES = int(os.environ.get("QUIRE_OVERLAP_CASES", "16"))
+NUM_CASES = int(os.environ.get("QUIRE_OVERLAP_CASES", "12"))
 KEPT = (
     *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "seed", "min_tokens", "logprobs", "structured_outputs"),

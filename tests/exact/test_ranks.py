@@ -29,7 +29,7 @@ from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
-NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "9"))
+NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
 COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
 GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
