@@ -4,7 +4,7 @@
     python -m bench.disaggregation_map --confirm       three points on real engines (minutes)
 
 The map: Llama-3.1-8B's shape on four described devices, as four engines of both roles and divided
-in each way; the division with the best p99 of the time per output token is kept. Load: the prompts'
+in each way; the division with the shortest gap between tokens at p99 is kept. Load: the prompts'
 computing time as a share of what the four devices have. Times are computed, not measured.
 
 --confirm: the serving part of bench.disaggregation on two cores, beside a simulation of the same
@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -34,11 +35,13 @@ from quire.bench.machine import machine_card
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.obs.timing import Goals
+from quire.sim.fleet import Fleet, joined, simulate_fleet
 from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.machine import Machine, described_machine
 from quire.sim.profile import read_machine
-from quire.sim.roles import RolesSpec, compare_roles, simulate_roles
-from quire.sim.run import simulate
+from quire.sim.roles import RolesSpec, simulate_roles
+from quire.sim.run import Run, simulate
+from quire.sim.summary import summary_of
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE, NUM_ENGINES = "llama-3.1-8b", 4
@@ -51,6 +54,26 @@ OUTPUT_TOKENS, NUM_REQUESTS = 200, 120
 CONFIRMED_SHAPE, CONFIRMED_PROMPTS, NUM_PROMPTS = "qwen3-0.1b", (1024, 4096, 8192), 3
 DECODING, STREAM_PROMPT, ROOM = 16, disaggregation.DECODING_PROMPT, 4096
 GOALS = Goals(ttft_s=2.0, tpot_s=0.05)
+
+
+class Gaps:
+    """A StepCost that keeps the times of steps in which `decoding` streams decode or more, once for
+    each of them: the gaps between their tokens.
+
+    beside: only of those that compute a part of a prompt, too.
+    """
+
+    def __init__(self, machine: Machine, decoding: int, *, beside: bool = False) -> None:
+        self._cost, self._decoding, self._beside = machine.cost, decoding, beside
+        self.gaps_ms: list[float] = []
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        ms, counts = self._cost.step_ms(plan), plan.counts
+        decoding = int(((counts == 1) & plan.samples).sum())
+        if decoding >= self._decoding and (not self._beside or int(counts.max()) > 1):
+            self.gaps_ms += [ms] * decoding
+        return ms
 
 
 def mapped_machine() -> tuple[Machine, EngineConfig]:
@@ -78,46 +101,58 @@ def drawn(prompt_tokens: int, per_s: float) -> list[TraceRequest]:
     ]
 
 
-def point(
-    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float, gb_per_s: float
-) -> dict[str, Any]:
-    """Return one point: both roles everywhere, and the best division."""
+def points_of(
+    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a point for each link: both roles everywhere, and the best division."""
     per_s = load * NUM_ENGINES * 1e3 / (prompt_tokens * machine.linear.token_ms)
     requests = drawn(prompt_tokens, per_s)
     defaults = RequestDefaults(max_tokens=OUTPUT_TOKENS, max_model_len=machine.max_model_len)
-    found: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "load": load,
-        "per_s": per_s,
-        "gb_per_s": gb_per_s,
-    }
-    for num_prefill in range(1, NUM_ENGINES):
-        spec = RolesSpec(
-            num_prefill=num_prefill,
-            num_decode=NUM_ENGINES - num_prefill,
-            gb_per_s=gb_per_s,
-            latency_ms=1.0,
-        )
-        outcome = compare_roles(requests, defaults, machine, config, spec=spec, goals=GOALS)
-        whole, divided = (
-            {name: one["summary"][name]["p99"] for name in ("ttft_s", "tpot_s")}
-            for one in outcome["runs"]
-        )
-        divided |= {
-            "num_prefill": num_prefill,
-            "fetched_share": outcome["runs"][1]["num_fetches"] / NUM_REQUESTS,
+    fleet = Fleet(num_engines=NUM_ENGINES, routing="turn", store=None)
+    gaps = Gaps(machine, 1)
+    runs, _ = simulate_fleet(requests, defaults, replace(machine, cost=gaps), config, fleet)
+    whole = _times(joined(runs), requests, gaps)
+    for gb_per_s in LINKS_GB_PER_S:
+        found: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "load": load,
+            "per_s": per_s,
+            "gb_per_s": gb_per_s,
+            "both": whole,
         }
-        found["both"] = whole
-        # A division that does not keep up with its prompts is none.
-        if divided["ttft_s"] > 3 * whole["ttft_s"] + 0.1:
-            continue
-        if "divided" not in found or divided["tpot_s"] < found["divided"]["tpot_s"]:
-            found["divided"] = divided
-    return found
+        for num_prefill in range(1, NUM_ENGINES):
+            spec = RolesSpec(
+                num_prefill=num_prefill,
+                num_decode=NUM_ENGINES - num_prefill,
+                gb_per_s=gb_per_s,
+                latency_ms=1.0,
+            )
+            gaps = Gaps(machine, 1)
+            recorded = replace(machine, cost=gaps)
+            one = simulate_roles(requests, defaults, recorded, config, spec)
+            divided = _times(one.run, requests, gaps) | {
+                "num_prefill": num_prefill,
+                "fetched_share": one.num_fetches / NUM_REQUESTS,
+            }
+            # A division that does not keep up with its prompts is none.
+            if divided["ttft_s"] > 3 * whole["ttft_s"] + 0.1:
+                continue
+            if "divided" not in found or divided["gap_ms"] < found["divided"]["gap_ms"]:
+                found["divided"] = divided
+        yield found
+
+
+def _times(run: Run, requests: list[TraceRequest], gaps: Gaps) -> dict[str, Any]:
+    summary = summary_of(run, requests, GOALS)
+    return {
+        "ttft_s": summary["ttft_s"]["p99"],
+        "tpot_ms": 1e3 * summary["tpot_s"]["p99"],
+        "gap_ms": float(np.percentile(gaps.gaps_ms, 99)),
+    }
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each link: how much shorter the p99 gap between tokens is."""
+    """Draw a panel for each link: how much shorter the gap between tokens is at p99."""
     from quire.obs.pictures import pyplot
 
     plt = pyplot()
@@ -131,21 +166,21 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
             text = "none\nkeeps up"
             if "divided" in one:
                 best, whole = one["divided"], one["both"]
-                gains[row, column] = whole["tpot_s"] / best["tpot_s"]
+                gains[row, column] = whole["gap_ms"] / best["gap_ms"]
                 text = (
                     f"{gains[row, column]:.2f}x, {best['num_prefill']} + "
                     f"{NUM_ENGINES - best['num_prefill']}\n"
                     f"TTFT {best['ttft_s'] / whole['ttft_s']:.2f}x"
                 )
             panel.text(column, row, text, ha="center", va="center", fontsize=8)
-        panel.imshow(gains, cmap="RdYlGn", vmin=0.4, vmax=1.6, aspect="auto", origin="lower")
+        panel.imshow(gains, cmap="RdYlGn", vmin=0.0, vmax=2.0, aspect="auto", origin="lower")
         panel.set_xticks(range(len(LOADS)), [f"{100 * load:.0f} %" for load in LOADS])
         panel.set_yticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
         panel.set_title(f"link of {gb_per_s:g} GB/s", fontsize=10)
         panel.set_xlabel("prompts' computing time, of all devices")
     panels[0].set_ylabel("prompt tokens")
     figure.suptitle(
-        "Time per output token at p99, both roles over the best division (prefill + decode); "
+        "Gap between tokens at p99: both roles over the best division (prefill + decode engines); "
         "computed",
         fontsize=11,
     )
@@ -186,26 +221,6 @@ def _measured(model: str, threads: int, length: int, scratch: Path) -> Machine:
     command = ["taskset", "-c", cores, sys.executable, "-m", "quire", *words]
     subprocess.run([*command, "--kv-cache-memory", "6GiB"], check=True, stdout=subprocess.DEVNULL)
     return read_machine(path)
-
-
-class Gaps:
-    """A StepCost that keeps the times of steps in which all streams decode.
-
-    beside: only of those that compute a part of a prompt, too.
-    """
-
-    def __init__(self, machine: Machine, decoding: int, *, beside: bool) -> None:
-        self._cost, self._decoding, self._beside = machine.cost, decoding, beside
-        self.gaps_ms: list[float] = []
-
-    def step_ms(self, plan: StepPlan) -> float:
-        """See StepCost."""
-        ms = self._cost.step_ms(plan)
-        counts = plan.counts
-        decodes = int((counts == 1).sum()) >= self._decoding
-        if decodes and (not self._beside or int(counts.max()) > 1):
-            self.gaps_ms.append(ms)
-        return ms
 
 
 def _beside(
@@ -278,11 +293,10 @@ def main() -> None:
             "output_tokens": OUTPUT_TOKENS,
             "points": [],
         }
-        grid = list(product(LINKS_GB_PER_S, PROMPTS, LOADS))
-        for number, (gb_per_s, prompt_tokens, load) in enumerate(grid, 1):
-            found = point(machine, config, prompt_tokens, load, gb_per_s)
-            known["points"].append(found)
-            print(f"[{number}/{len(grid)}] {json.dumps(found)}", file=sys.stderr, flush=True)
+        grid = list(product(PROMPTS, LOADS))
+        for number, (prompt_tokens, load) in enumerate(grid, 1):
+            print(f"[{number}/{len(grid)}] {prompt_tokens} tokens", file=sys.stderr, flush=True)
+            known["points"] += points_of(machine, config, prompt_tokens, load)
         draw(known["points"], args.picture or args.out.with_suffix(".png"))
     args.out.write_text(json.dumps(known, indent=1) + "\n")
 
