@@ -72,7 +72,7 @@ def _meeting(
     if own.world_size != settings.num_ranks:
         raise SettingError(
             f"the environment variable WORLD_SIZE is {own.world_size} and {settings.ranks_text}, "
-            f"which are {settings.num_ranks} ranks: start as many"
+            f"which are {settings.num_ranks} ranks: start that many, or change the degrees"
         )
     if settings.distributed_key_file is not None:
         key = read_shared_key(settings.distributed_key_file, "distributed_key_file")

@@ -106,8 +106,8 @@ def open_store(
     num_blocks = settings.kv_transfer_bytes // block_bytes
     if not num_blocks:
         raise SettingError(
-            f"kv_transfer_bytes is {settings.kv_transfer_bytes}; a block takes {block_bytes} "
-            "bytes: give at least some blocks"
+            f"kv_transfer_bytes is {settings.kv_transfer_bytes}, and a block takes {block_bytes}: "
+            "raise --kv-transfer-size to some blocks for each prompt at least"
         )
     memory, segment = _memory(settings, num_blocks * block_bytes)
     store = HostStore([memory], block_bytes)

@@ -192,8 +192,8 @@ class StorePort:
         """Open the store for entries of one size. Raises SettingError."""
         if self._files is not None and entry_bytes > self.config.kv_store_bytes:
             raise SettingError(
-                f"kv_store_bytes is {self.config.kv_store_bytes}; a block takes {entry_bytes} "
-                "bytes: give the store more"
+                f"kv_store_bytes is {self.config.kv_store_bytes}, and a block takes {entry_bytes}: "
+                "raise --kv-store-size to at least that"
             )
         return self._open(entry_bytes)
 
@@ -216,8 +216,8 @@ def _host_memory(settings: KVStoreConfig, block_bytes: int) -> HostStore:
     num_blocks = settings.kv_store_buffer_bytes // block_bytes
     if not num_blocks:
         raise SettingError(
-            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}; a block takes "
-            f"{block_bytes} bytes: give at least some blocks"
+            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}, and a block takes "
+            f"{block_bytes}: raise --kv-store-buffer-size to some blocks at least"
         )
     try:
         memory = np.empty(num_blocks * block_bytes, np.uint8)
