@@ -8,7 +8,7 @@ computed, and put from there by a thread. If another engine has claimed them, th
 for them instead, no longer than computing takes (so that waiting costs at most as much again).
 Knows the scheduler, the map of places, and jobs; files and sockets are the levels'. Always holds:
 all maps are used in the engine's thread only; every wait of a request has a limit; whatever fails,
-the blocks that lack are computed.
+missing blocks are computed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ where that is predicted to be faster than computing them here. What is fetched a
 exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
 its request waits at a gate. Knows jobs, peers, the map of places and requests; all of it in the
 engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
-whatever fails, the blocks that lack are computed.
+whatever fails, missing blocks are computed.
 """
 
 from __future__ import annotations
