@@ -298,6 +298,8 @@ def coming_flags(names: Mapping[str, Any]) -> str:
         rows.append((_codes(synonyms), f"the same; {note}" if note else "the same"))
     for synonyms in names["flags"]:
         here = dict.fromkeys(INSTEAD[flag] for flag in synonyms.split() if flag not in served)
+        if not here:
+            raise KeyError(f"{synonyms} is a flag of quire serve; list it under `same`")
         rows.append((_codes(synonyms), _cell("; ".join(here))))
     return table(("There", "Here"), rows)
 

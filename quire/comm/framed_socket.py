@@ -1,9 +1,9 @@
-"""FramedSocket: an authenticated connection to another rank, for messages of the start.
+"""FramedSocket: an authenticated connection to another rank, for messages of the start-up.
 
 Both ends prove that they have the same key (HMAC-SHA256 over the other's random bytes); the key
 itself is never sent. A message is its length and its bytes. Knows no program, no process and no
-rendezvous. Always holds: before the other end has proved the key, at most some hundred bytes of it
-are read; a message above the limit is refused before it is read. Bytes are not encrypted.
+rendezvous. Always holds: before the other end has proved the key, some hundred bytes are read from
+it at most; a message above the limit is refused before it is read. Bytes are not encrypted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class FramedSocket:
         """
         own = os.urandom(_NONCE_BYTES)
         if is_server:
-            other = self._greeting()
+            other = self._hello()
             self._socket.sendall(MAGIC + own + _proof(key, b"accepts", other, own))
             try:
                 proof = self._read(32)
@@ -78,7 +78,7 @@ class FramedSocket:
                 raise WrongKey
             return
         self._socket.sendall(MAGIC + own)
-        other = self._greeting()
+        other = self._hello()
         if not hmac.compare_digest(self._read(32), _proof(key, b"accepts", own, other)):
             raise WrongKey
         self._socket.sendall(_proof(key, b"connects", other, own))
@@ -122,7 +122,7 @@ class FramedSocket:
         """Close the connection."""
         self._socket.close()
 
-    def _greeting(self) -> bytes:
+    def _hello(self) -> bytes:
         if self._read(len(MAGIC)) != MAGIC:
             raise WrongKey
         return self._read(_NONCE_BYTES)

@@ -1,9 +1,9 @@
-"""How ranks on several machines find each other: all connect to rank 0, which names their
-addresses, and then to each other.
+"""Rendezvous of ranks on several machines: all connect to rank 0, which sends the addresses of all,
+and then to each other.
 
 Rank 0 listens at an address that all know; a rank above 0 listens at the address by which it
-reaches rank 0. Ranks are compared before they are let in: the key, how many there are, and the
-version of the package. Knows no program and no process. Always holds: a connection without the key
+reaches rank 0. Before a rank is admitted, the key, the number of ranks and the version of the
+package are compared. Knows no program and no process. Always holds: a connection without the key
 is closed and changes nothing; the wait for ranks is limited, and its error names those missing.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from quire.base.errors import SettingError, WorkerError
 from quire.comm.framed_socket import FramedSocket, WrongKey
 
-# A connection has so long to prove the key and say its rank.
-_GREETING_S = 10.0
+# The limit for a connection to prove the key and send its rank.
+_HANDSHAKE_S = 10.0
 _MAX_HELLO_BYTES = 1 << 16
 _RETRY_S = 0.1
-_MAX_GREETINGS = 64
+_MAX_HANDSHAKES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Listener:
             try:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self._socket.bind(address)
-                self._socket.listen(_MAX_GREETINGS)
+                self._socket.listen(_MAX_HANDSHAKES)
             except OSError as error:
                 self._socket.close()
                 found = error
@@ -104,51 +104,55 @@ def meet_as_rank_zero(
     lost: returns why a rank cannot come, where that is known, which ends the wait. Raises
     WorkerError where a rank does not come in time, or is of another version or number of ranks.
     """
-    room = _Room(point, 0, listener, min_rank=1)
+    rendezvous = _Rendezvous(point, 0, listener, min_rank=1)
     try:
-        room.wait(range(1, point.world_size), lost=lost)
-        found = room.connections
-        table = {str(rank): [one.host, room.ports[rank]] for rank, one in found.sockets.items()}
+        rendezvous.wait(range(1, point.world_size), lost=lost)
+        found = rendezvous.connections
+        table = {
+            str(rank): [one.host, rendezvous.ports[rank]] for rank, one in found.sockets.items()
+        }
         for one in found.sockets.values():
             one.send_fields({"addresses": table})
         return found
     except OSError as error:
-        room.connections.close()
-        raise WorkerError(f"a rank is gone before all had come: {error}") from error
+        rendezvous.connections.close()
+        raise WorkerError(
+            f"a rank ended before all had connected ({error}); its own log says why"
+        ) from error
     except WorkerError as error:
-        for one in room.connections.sockets.values():
+        for one in rendezvous.connections.sockets.values():
             with contextlib.suppress(OSError):
                 one.send_fields({"refused": str(error)})
-        room.connections.close()
+        rendezvous.connections.close()
         raise
     finally:
-        room.close()
+        rendezvous.close()
 
 
 def meet_rank_zero(point: MeetingPoint, rank: int) -> RankConnections:
     """Connect rank `rank`, above 0, with all others. Raises WorkerError."""
     deadline = time.monotonic() + point.timeout_s
     own = RankConnections(rank, point.world_size)
-    room: _Room | None = None
+    rendezvous: _Rendezvous | None = None
     try:
         zero = _connect(point, point.host, point.port, 0, deadline)
         own.sockets[0] = zero
         listener = Listener(zero.own_host, 0)
-        room = _Room(point, rank, listener, min_rank=rank + 1)
+        rendezvous = _Rendezvous(point, rank, listener, min_rank=rank + 1)
         _introduce(zero, point, rank, listener.port)
-        # Rank 0 began to wait later, perhaps, and says what it misses.
-        zero.set_timeout(point.timeout_s + _GREETING_S)
+        # Rank 0 may have begun to wait later; its error names the missing ranks.
+        zero.set_timeout(point.timeout_s + _HANDSHAKE_S)
         table = _answered(zero)["addresses"]
         for other in range(1, rank):
             host, port = table[str(other)]
             own.sockets[other] = _connect(point, host, port, other, deadline)
             _introduce(own.sockets[other], point, rank, 0)
-        room.wait(range(rank + 1, point.world_size))
-        own.sockets |= room.connections.sockets
+        rendezvous.wait(range(rank + 1, point.world_size))
+        own.sockets |= rendezvous.connections.sockets
     except (OSError, WorkerError, KeyError, ValueError) as error:
         own.close()
-        if room is not None:
-            room.connections.close()
+        if rendezvous is not None:
+            rendezvous.connections.close()
         if isinstance(error, WorkerError):
             raise
         raise WorkerError(
@@ -156,16 +160,16 @@ def meet_rank_zero(point: MeetingPoint, rank: int) -> RankConnections:
             "says why"
         ) from error
     finally:
-        if room is not None:
-            room.close()
+        if rendezvous is not None:
+            rendezvous.close()
     for one in own.sockets.values():
         one.set_timeout(None)
     return own
 
 
-class _Room:
-    """Ranks that have come to a listener; each is greeted in a thread of its own, so that a slow
-    or hostile connection holds up no other."""
+class _Rendezvous:
+    """The ranks that have connected to a listener. Each handshake has a thread of its own, so that
+    a slow or hostile connection delays no other."""
 
     def __init__(
         self, point: MeetingPoint, rank: int, listener: Listener, *, min_rank: int
@@ -175,8 +179,8 @@ class _Room:
         self.connections = RankConnections(rank, point.world_size)
         self.ports: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._greeting = threading.BoundedSemaphore(_MAX_GREETINGS)
-        self._strangers: list[str] = []
+        self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
+        self._wrong_key_hosts: list[str] = []
         self._refused = ""
         self._is_closed = False
 
@@ -196,8 +200,8 @@ class _Room:
             if left_s <= 0:
                 raise WorkerError(self._missing_text(missing))
             connection = self._listener.accept(min(left_s, _RETRY_S))
-            if connection is not None and self._greeting.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            if connection is not None and self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._admit, args=(connection,), daemon=True).start()
             elif connection is not None:
                 connection.close()
 
@@ -207,26 +211,26 @@ class _Room:
             self._is_closed = True
         self._listener.close()
 
-    def _greet(self, connection: socket.socket) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         try:
             one = FramedSocket(connection)
-            one.set_timeout(_GREETING_S)
+            one.set_timeout(_HANDSHAKE_S)
             try:
                 one.prove(self._point.key, is_server=True)
                 hello = one.receive_fields(max_bytes=_MAX_HELLO_BYTES)
-                refused = self._let_in(one, hello)
+                refused = self._register(one, hello)
             except WrongKey:
                 with self._lock:
-                    self._strangers.append(one.host)
+                    self._wrong_key_hosts.append(one.host)
                 refused = "the key differs"
             if refused:
                 one.close()
         except (OSError, ValueError, KeyError, TypeError):  # gone, or no rank
             connection.close()
         finally:
-            self._greeting.release()
+            self._handshakes.release()
 
-    def _let_in(self, one: FramedSocket, hello: dict[str, object]) -> str:
+    def _register(self, one: FramedSocket, hello: dict[str, object]) -> str:
         """Return why a rank with the right key is refused, or an empty text."""
         rank, point = hello["rank"], self._point
         if not isinstance(rank, int) or not isinstance(hello["port"], int):
@@ -260,14 +264,14 @@ class _Room:
 
     def _missing_text(self, missing: list[int]) -> str:
         listed = ", ".join(map(str, missing))
-        strangers = ""
-        if self._strangers:
-            hosts = ", ".join(sorted(set(self._strangers)))
-            strangers = f"; connections with another key came from {hosts}"
+        wrong_keys = ""
+        if self._wrong_key_hosts:
+            hosts = ", ".join(sorted(set(self._wrong_key_hosts)))
+            wrong_keys = f"; connections with another key came from {hosts}"
         return (
             f"of {self._point.world_size} ranks, {'ranks' if len(missing) > 1 else 'rank'} "
             f"{listed} did not connect to rank {self._rank} at port {self._listener.port} within "
-            f"{self._point.timeout_s:g} s{strangers}; look at their logs, and whether they reach "
+            f"{self._point.timeout_s:g} s{wrong_keys}; look at their logs, and whether they reach "
             "this address"
         )
 
@@ -299,7 +303,7 @@ def _connect(
             found = error
             time.sleep(min(_RETRY_S, left_s))
             continue
-        one.set_timeout(_GREETING_S)
+        one.set_timeout(_HANDSHAKE_S)
         try:
             one.prove(point.key, is_server=False)
             return one

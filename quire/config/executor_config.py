@@ -208,7 +208,7 @@ class ExecutorConfig:
         if self.distributed_executor_backend != "mp" and self.num_ranks == 1:
             raise SettingError(
                 f"{backend} and there is one rank, which this process is: give "
-                "tensor_parallel_size or pipeline_parallel_size, or leave it out"
+                "tensor_, context_ or pipeline_parallel_size, or leave it out"
             )
         at_least("distributed_timeout_s", self.distributed_timeout_s, 1)
         if self.distributed_key_file == "":
@@ -217,8 +217,8 @@ class ExecutorConfig:
             self.distributed_executor_backend != "external_launcher"
         ):
             raise SettingError(
-                f"distributed_key_file is given and {backend}: its ranks get a new key at each "
-                "start; leave it out"
+                f"distributed_key_file is given and {backend}, which needs no key file: only "
+                "ranks of external_launcher read one; leave it out"
             )
 
     def _check_experts(self) -> None:

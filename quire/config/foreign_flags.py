@@ -47,7 +47,10 @@ _EXPERT_RANKS = (
     "experts are distributed over the ranks of --tensor-parallel-size by --enable-expert-parallel"
 )
 _DEVICE = "the GPU is chosen by --device"
-_LAYERS = "a GPU computes all layers (--executor torch) or none; leave it out"
+_LAYERS = (
+    "a GPU computes all layers (--executor torch) or none; leave it out, and keep weights that "
+    "do not fit in host memory with --cpu-offload-gb"
+)
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
 _DRAFT = (
     "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "

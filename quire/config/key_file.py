@@ -14,11 +14,16 @@ MIN_KEY_BYTES = 16
 _MAX_KEY_BYTES = 4096
 
 
+def how_to_make_key(path: str) -> str:
+    """Return the advice of errors about a key file that is missing or unusable."""
+    return f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+
+
 def read_shared_key(path: str, setting: str) -> bytes:
     """Return the key in a file, which `setting` names. Raises SettingError where it is not secret,
     or short."""
     file = user_path(path)
-    advice = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
+    advice = how_to_make_key(path)
     try:
         with file.open("rb") as opened:
             mode = stat.S_IMODE(file.stat().st_mode)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from quire.base.errors import SettingError
+from quire.config.key_file import how_to_make_key
 from quire.config.settings import at_least, one_of, setting
 
 MOONCAKE = "mooncakestore://"
@@ -79,7 +80,7 @@ class KVStoreConfig:
             raise SettingError(
                 f"kv_store is {self.kv_store} and kv_store_key_file is not given: Mooncake asks "
                 "for no password, so that blocks are found and checked by a key that the engines "
-                "share; make one: (umask 077; head -c 32 /dev/urandom | base64 > kv-store.key)"
+                f"share; {how_to_make_key('kv-store.key')}"
             )
         if not place.port:
             for name, value, unset in (

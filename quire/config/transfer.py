@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from typing import Literal
 
 from quire.base.errors import SettingError
-from quire.config.key_file import MIN_KEY_BYTES, read_shared_key
+from quire.config.key_file import MIN_KEY_BYTES
 from quire.config.settings import at_least, one_of, setting
 
 ROLES = ("prefill", "decode", "both")
@@ -186,8 +186,3 @@ def is_wildcard(host: str) -> bool:
         return host == "" or ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def read_transfer_key(path: str, setting_name: str = "kv_transfer_key_file") -> bytes:
-    """Return the shared key in a file. Raises SettingError where it is not secret, or short."""
-    return read_shared_key(path, setting_name)

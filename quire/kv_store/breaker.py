@@ -1,8 +1,8 @@
-"""Breaker: a store that failed is left alone for a while, longer after each failure in a row.
+"""Breaker: no calls to a store that failed, for a pause that doubles with each failure in a row.
 
 While it is open the store counts as empty, so that no request waits for one that does not answer.
-Then one call is let through: if it succeeds, all are again. Knows no store; time is an argument.
-Always holds: at most one call tries a store that failed; in the end one does.
+After the pause one call is tried: if it succeeds, all calls are allowed again. Knows no store; time
+is an argument. Always holds: at most one call tries a store that failed; in the end one does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Breaker:
                 return True
             if self._state is BreakerState.OPEN and self._now_ms() >= self._until_ms:
                 self._state = BreakerState.HALF_OPEN
-                # The trial may never be heard of again; then another follows.
+                # If the trial never reports its end, another one follows.
                 self._until_ms = self._now_ms() + MAX_PAUSE_MS
                 return True
             if self._state is BreakerState.HALF_OPEN and self._now_ms() >= self._until_ms:

@@ -322,7 +322,7 @@ def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
         yield CounterMetricFamily(f"quire_kv_store_{name}", text, value=value)
     failures = CounterMetricFamily(
         "quire_kv_store_failures",
-        "What the store did not do; the blocks were computed",
+        "Failures of the store by reason; the blocks were computed",
         labels=("reason",),
     )
     for reason, count in stats.failures_total:

@@ -117,7 +117,7 @@ class ConnectedRanks:
     def _gone(self, rank: int, error: OSError) -> str:
         known = self.explain()
         return known or (
-            f"rank {rank} ({self._hosts[rank]}) is gone while it loads ({error}); look at its log, "
+            f"rank {rank} ({self._hosts[rank]}) ended while it loaded ({error}); look at its log, "
             "and at that of its system for a process ended for its memory"
         )
 
@@ -212,4 +212,6 @@ def _rank_zero() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DeviceLost(f"rank 0 is gone while this rank starts ({error})") from error
+        raise DeviceLost(
+            f"rank 0 ended while this rank started ({error}); its log says why"
+        ) from error

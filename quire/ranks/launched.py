@@ -16,7 +16,7 @@ from quire.base.version import installed_version
 from quire.comm.rendezvous import Listener, MeetingPoint, meet_as_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.config.executor_config import ExecutorConfig
-from quire.config.key_file import read_shared_key
+from quire.config.key_file import how_to_make_key, read_shared_key
 from quire.config.launch_environment import LaunchEnvironment, read_launch_environment
 from quire.config.machine import num_compute_threads
 from quire.ranks.connected import ConnectedRanks, OwnMachine, run_connected
@@ -72,7 +72,7 @@ def _meeting(
     if own.world_size != settings.num_ranks:
         raise SettingError(
             f"the environment variable WORLD_SIZE is {own.world_size} and {settings.ranks_text}, "
-            f"which are {settings.num_ranks} ranks: start as many"
+            f"which are {settings.num_ranks} ranks: start that many, or change the degrees"
         )
     if settings.distributed_key_file is not None:
         key = read_shared_key(settings.distributed_key_file, "distributed_key_file")
@@ -82,7 +82,7 @@ def _meeting(
         raise SettingError(
             f"MASTER_ADDR is {own.host}, which other machines reach, and distributed_key_file is "
             "not given: give all ranks a file with the same key, so that no other process can "
-            "take a rank's place"
+            f"take a rank's place; {how_to_make_key('ranks.key')}"
         )
     point = MeetingPoint(
         host=own.host,

@@ -3,8 +3,8 @@
 Ray places, starts and watches processes; nothing else goes through it. The start, commands and rows
 go through the connections of the ranks (connected.py), with a key that rank 0 makes for each start.
 Rank 0 is the engine's own process; its bundle is on its node, so that Ray counts its processors.
-Ray is imported here only, and only with --distributed-executor-backend ray. Always holds: actors
-and placement group end with the engine, however it ends.
+The only file of the package that imports Ray, and only with --distributed-executor-backend ray.
+Always holds: actors and placement group end with the engine, however it ends.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
@@ -73,12 +74,12 @@ class EventFeed:
     def follow(self, name: str, endpoints: Endpoints) -> None:
         """Follow a replica, from its first event on; one that is followed begins anew."""
         self._orders.put((name, endpoints))
-        self._wake.send(b"")
+        self._wake_thread()
 
     def leave(self, name: str) -> None:
         """Follow a replica no more."""
         self._orders.put((name, None))
-        self._wake.send(b"")
+        self._wake_thread()
 
     @property
     def num_gaps(self) -> int:
@@ -93,9 +94,13 @@ class EventFeed:
     def close(self) -> None:
         """End the thread."""
         self._is_ending = True
-        self._wake.send(b"")
+        self._wake_thread()
         self._thread.join()
         self._context.destroy(linger=0)
+
+    def _wake_thread(self) -> None:
+        with suppress(zmq.Again):  # so many are waiting that it wakes anyway, or it has ended
+            self._wake.send(b"", zmq.NOBLOCK)
 
     # ---- in the thread
 

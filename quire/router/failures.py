@@ -1,11 +1,11 @@
 """Failures: which replicas failed with a request, and where it may still be tried.
 
-A request that makes replicas fail does so at the same token each time, since every replica computes
-the same, and takes the others there along. So after two replicas failed with a request no third one
-is tried. A stream that has output, which its client cannot send again, goes on at one of the two
-once that was checked again; it ends after four failures without many tokens in between. A request
-without output ends after two. Refusals, and connections that were never made, do not count. Knows
-no HTTP.
+A request that makes replicas fail does so at the same token on each, since every replica computes
+the same, and ends the other requests of that replica too. So after two replicas failed with a
+request no third one is tried. A stream with output, which its client cannot send again, continues
+on one of the two once that was checked again; it ends after four failures without many tokens in
+between. A request without output ends after two. Refusals, and connections that were never made, do
+not count. Knows no HTTP.
 """
 
 from __future__ import annotations

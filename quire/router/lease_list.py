@@ -1,4 +1,4 @@
-"""LeaseList: addresses that hold leases, as they are read again and again.
+"""LeaseList: addresses that hold leases, as read repeatedly; LeaseDiscovery: a Discovery over one.
 
 Always holds: an address leaves the list only after its lease was absent for `absent_s` in a row, as
 read from a source that answers; so a source that is down, or was restarted empty, takes none away.
@@ -6,6 +6,8 @@ read from a source that answers; so a source that is down, or was restarted empt
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from quire.base.server_url import ServerUrl
@@ -50,3 +52,27 @@ class LeaseList:
         has_changed = read.keys() != self._urls.keys()
         self._urls = read
         return has_changed
+
+
+class LeaseDiscovery(ABC):
+    """Replicas that hold a lease, as a Discovery. leases: as they were read last."""
+
+    read_every_s: float
+
+    def __init__(self, leases: LeaseList) -> None:
+        self._list = leases
+
+    def poll(self) -> tuple[ServerUrl, ...]:
+        """Return the addresses of the last reading."""
+        return self._list.addresses()
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """Read the leases repeatedly until cancelled."""
+        while True:
+            if await self.read():
+                changed()
+            await asyncio.sleep(self.read_every_s)
+
+    @abstractmethod
+    async def read(self) -> bool:
+        """Read the leases once; return whether the list has changed."""

@@ -15,7 +15,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.log import Log
 from quire.base.server_url import ServerUrl
 from quire.router.discovery import replica_url
-from quire.router.lease_list import LeaseList
+from quire.router.lease_list import LeaseDiscovery, LeaseList
 from quire.router.redis_link import RedisDown, RedisLink
 
 LEASE_S = 15.0
@@ -24,29 +24,20 @@ _RENEW_EVERY_S = LEASE_S / 3
 ABSENT_S = _RENEW_EVERY_S + 1.0
 
 
-class RedisLeases:
+class RedisLeases(LeaseDiscovery):
     """The addresses with a lease."""
 
+    read_every_s = _READ_EVERY_S
+
     def __init__(self, link: RedisLink, prefix: str, log: Log, now: Callable[[], float]) -> None:
+        super().__init__(LeaseList(ABSENT_S, now))
         self._link = link
         self._prefix = f"{prefix}replica:"
         self._log = log
-        self._list = LeaseList(ABSENT_S, now)
         self._refused: set[str] = set()
 
-    def poll(self) -> tuple[ServerUrl, ...]:
-        """Return the addresses of the last reading."""
-        return self._list.addresses()
-
-    async def watch(self, changed: Callable[[], None]) -> None:
-        """Read the leases again and again until cancelled."""
-        while True:
-            if await self.read():
-                changed()
-            await asyncio.sleep(_READ_EVERY_S)
-
     async def read(self) -> bool:
-        """Read the leases once; return whether the list has changed."""
+        """See LeaseDiscovery."""
         try:
             keys = await self._link.keys(self._prefix)
         except RedisDown as error:

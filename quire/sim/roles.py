@@ -3,7 +3,7 @@
 Each engine is the real scheduler on a clock of its own; the one that is furthest behind goes on.
 Requests arrive at the decode engines in turn. When one is about to begin, its engine asks the
 prefill engine with the fewest tokens to compute for the blocks that it lacks, if moving them is
-predicted to be faster than computing them (as quire/engine/transfer/exchange.py does). Blocks
+predicted to be faster than computing them (as quire/engine/transfer/fetching.py does). Blocks
 follow the chunks of the prompt on the link of the decode engine; those of the last chunk come
 after it. Not simulated: lost transfers, leases and the bytes. Always holds: the same requests and
 settings give the same runs.

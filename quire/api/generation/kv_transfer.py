@@ -11,11 +11,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from quire.api.generation.choice_streams import Choice, Prompt, PromptState
 from quire.api.generation.usage import Usage
+from quire.api.http.origins import is_loopback
 from quire.api.streaming.event_stream import Writer
 from quire.base.errors import InvalidParameter
 from quire.base.kv_transfer import KVTransfer, TransferCard
@@ -210,12 +210,7 @@ def _offer(transfer: KVTransfer, card: ModelCard, num_prompt_tokens: int) -> dic
 
 
 def _may_connect(host: str, offer: TransferCard) -> bool:
-    if host == "localhost" or host in offer.peer_hosts:
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host in offer.peer_hosts or is_loopback(host)
 
 
 def _is_hex(value: Any, num_bytes: int) -> bool:

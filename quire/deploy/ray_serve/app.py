@@ -1,8 +1,9 @@
 """The deployments of an application: engines, the directory of their addresses, and routers.
 
-The only file that imports Ray. What each deployment does is in files that know no Ray; here are the
-ways between them, their resources and their scaling. Always holds: only control messages pass
-through Ray (leases, reports of load, calls that wake an engine); requests and tokens do not.
+The only file of the package that imports Ray. What each deployment does is in files that know no
+Ray; here are the ways between them, their resources and their scaling. Always holds: only control
+messages pass through Ray (leases, reports of load, calls that wake an engine); requests and tokens
+do not.
 """
 
 from __future__ import annotations

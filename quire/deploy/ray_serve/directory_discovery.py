@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from quire.base.log import Log
-from quire.base.server_url import ServerUrl
 from quire.deploy.ray_serve.directory import RENEW_EVERY_S
 from quire.router.discovery import replica_url
-from quire.router.lease_list import LeaseList
+from quire.router.lease_list import LeaseDiscovery, LeaseList
 
 READ_EVERY_S = 0.5
 ABSENT_S = RENEW_EVERY_S + 1.0
@@ -21,8 +20,10 @@ ABSENT_S = RENEW_EVERY_S + 1.0
 _ANSWER_S = 5.0
 
 
-class DirectoryDiscovery:
+class DirectoryDiscovery(LeaseDiscovery):
     """read_addresses: asks the directory. now_s: the clock."""
+
+    read_every_s = READ_EVERY_S
 
     def __init__(
         self,
@@ -30,23 +31,12 @@ class DirectoryDiscovery:
         log: Log,
         now_s: Callable[[], float],
     ) -> None:
+        super().__init__(LeaseList(ABSENT_S, now_s))
         self._read_addresses = read_addresses
         self._log = log
-        self._list = LeaseList(ABSENT_S, now_s)
-
-    def poll(self) -> tuple[ServerUrl, ...]:
-        """Return the addresses of the last reading."""
-        return self._list.addresses()
-
-    async def watch(self, changed: Callable[[], None]) -> None:
-        """Read the directory again and again until cancelled."""
-        while True:
-            if await self.read():
-                changed()
-            await asyncio.sleep(READ_EVERY_S)
 
     async def read(self) -> bool:
-        """Read the directory once; return whether the list has changed."""
+        """See LeaseDiscovery."""
         try:
             async with asyncio.timeout(_ANSWER_S):
                 found = {one: replica_url(one) for one in await self._read_addresses()}

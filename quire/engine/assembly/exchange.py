@@ -23,7 +23,8 @@ from quire.base.report import Report
 from quire.cache.exchange_beside_tier import TierBesideExchange
 from quire.cache.exchange_map import ExchangeMap
 from quire.config.groups import EngineConfig
-from quire.config.transfer import TransferConfig, peer_address, read_transfer_key
+from quire.config.key_file import read_shared_key
+from quire.config.transfer import TransferConfig, peer_address
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
@@ -59,7 +60,9 @@ class ExchangePort:
 
     def __init__(self, config: TransferConfig) -> None:
         assert config.kv_transfer_key_file is not None, "blocks are exchanged"
-        keys = TransferKeys.derive(read_transfer_key(config.kv_transfer_key_file))
+        keys = TransferKeys.derive(
+            read_shared_key(config.kv_transfer_key_file, "kv_transfer_key_file")
+        )
         self.hash_key, self.security = keys.digests, _security(config, keys.links)
         if config.kv_transfer_backend == "nixl":
             bindings()
@@ -106,8 +109,8 @@ def open_store(
     num_blocks = settings.kv_transfer_bytes // block_bytes
     if not num_blocks:
         raise SettingError(
-            f"kv_transfer_bytes is {settings.kv_transfer_bytes}; a block takes {block_bytes} "
-            "bytes: give at least some blocks"
+            f"kv_transfer_bytes is {settings.kv_transfer_bytes}, and a block takes {block_bytes}: "
+            "raise --kv-transfer-size to some blocks for each prompt at least"
         )
     memory, segment = _memory(settings, num_blocks * block_bytes)
     store = HostStore([memory], block_bytes)

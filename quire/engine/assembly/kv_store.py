@@ -19,8 +19,8 @@ from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
+from quire.config.key_file import read_shared_key
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
-from quire.config.transfer import read_transfer_key
 from quire.engine.assembly.tier import OpenTier
 from quire.engine.core import EngineCore
 from quire.engine.kv_store.disk_level import DiskLevel
@@ -69,7 +69,7 @@ class StorePort:
 
         assert config.kv_store_key_file is not None, "checked with the settings"
         check_installed()
-        secret = read_transfer_key(config.kv_store_key_file, "kv_store_key_file")
+        secret = read_shared_key(config.kv_store_key_file, "kv_store_key_file")
         self.hash_key = _derived(secret, b"digests", 16)
         self.seal = keyed_seal(_derived(secret, b"entries", 32))
         self._open = lambda entry_bytes: MooncakeStore(
@@ -192,8 +192,8 @@ class StorePort:
         """Open the store for entries of one size. Raises SettingError."""
         if self._files is not None and entry_bytes > self.config.kv_store_bytes:
             raise SettingError(
-                f"kv_store_bytes is {self.config.kv_store_bytes}; a block takes {entry_bytes} "
-                "bytes: give the store more"
+                f"kv_store_bytes is {self.config.kv_store_bytes}, and a block takes {entry_bytes}: "
+                "raise --kv-store-size to at least that"
             )
         return self._open(entry_bytes)
 
@@ -216,8 +216,8 @@ def _host_memory(settings: KVStoreConfig, block_bytes: int) -> HostStore:
     num_blocks = settings.kv_store_buffer_bytes // block_bytes
     if not num_blocks:
         raise SettingError(
-            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}; a block takes "
-            f"{block_bytes} bytes: give at least some blocks"
+            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}, and a block takes "
+            f"{block_bytes}: raise --kv-store-buffer-size to some blocks at least"
         )
     try:
         memory = np.empty(num_blocks * block_bytes, np.uint8)

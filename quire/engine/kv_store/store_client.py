@@ -8,7 +8,7 @@ computed, and put from there by a thread. If another engine has claimed them, th
 for them instead, no longer than computing takes (so that waiting costs at most as much again).
 Knows the scheduler, the map of places, and jobs; files and sockets are the levels'. Always holds:
 all maps are used in the engine's thread only; every wait of a request has a limit; whatever fails,
-the blocks that lack are computed.
+missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from functools import partial
 
 from quire.base.block_copies import CopiesEnded
 from quire.base.kv_store import KVStoreStats, StoreFailure
-from quire.base.records import NO_BOOLS, NO_INTS, Int32s, Request
+from quire.base.records import Int32s, Request
 from quire.base.report import Report
 from quire.base.timeline import WaitReason
 from quire.cache.store_map import StoreMap
 from quire.engine.core import Inbox
 from quire.engine.kv_store.disk_level import DiskLevel
 from quire.engine.kv_store.jobs import ENGINE_ID_BYTES, FetchJob, Lookup, Workers
+from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox, can_use_outside_blocks
 from quire.engine.process.messages import FromEngine, Leave, Outputs, Refused, ToEngine
 from quire.engine.process.routing import id_prefix
 from quire.kv_store.level import Fetched, Level, SharedLevel
@@ -51,7 +52,6 @@ LOOK_EVERY_S = 0.5
 MAX_STORED = 1 << 16
 _KEEP = 0.9  # what a fetched block leaves of the estimate before it
 _FADE = 0.98  # a way found too slow is tried again in the end
-_NOTHING_MOVED = CopiesEnded(to_tiers=NO_INTS, to_blocks=NO_INTS, arrived=NO_BOOLS)
 _Ended = Lookup | FetchJob | tuple[bytes, bool]
 
 
@@ -172,7 +172,7 @@ class StoreClient:
         self._take_in()
         copies = self._mover.ended()
         if copies is None and self._has_news:
-            copies = _NOTHING_MOVED
+            copies = NOTHING_MOVED
         self._has_news = False
         return copies
 
@@ -195,7 +195,7 @@ class StoreClient:
         request = sequence.request
         asked = self._asked.get(request.request_id)
         if asked is None:
-            if sequence.leader is not None or not _is_suited(request):
+            if sequence.leader is not None or not can_use_outside_blocks(request):
                 return False
             asked = self._begin(request, sequence.token_ids)
             self._asked[request.request_id] = asked
@@ -205,7 +205,7 @@ class StoreClient:
 
     def watched(self, inbox: Inbox) -> Inbox:
         """Return an inbox that lets this take in what threads have done."""
-        return _StoreInbox(self, inbox)
+        return SourceInbox(self, inbox)
 
     def watch(self, emit: Callable[[FromEngine], None]) -> Callable[[FromEngine], None]:
         """Return an `emit` that notices what became of requests."""
@@ -668,24 +668,3 @@ class StoreClient:
 
     def _release_claim(self, key: bytes, record: bytes) -> None:
         self._lookers.put(partial(self._shared.release, key, record))
-
-
-def _is_suited(request: Request) -> bool:
-    """Return whether blocks from a store are of use to a request."""
-    sampling = request.sampling
-    return sampling.prompt_logprobs is None and sampling.pooling is None
-
-
-class _StoreInbox:
-    """See StoreClient.watched."""
-
-    def __init__(self, client: StoreClient, inbox: Inbox) -> None:
-        self._client, self._inbox = client, inbox
-
-    def take(self, wait_s: float | None) -> list[ToEngine]:
-        """See Inbox."""
-        return self._client.take(self._inbox.take(self._client.shortened(wait_s)))
-
-    def wake(self) -> None:
-        """See Inbox."""
-        self._inbox.wake()

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from quire.base.block_copies import CopiesEnded
 from quire.base.kv_transfer import Failure, TransferStats
-from quire.base.records import NO_BOOLS, NO_INTS
 from quire.engine.core import Inbox
+from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox
 from quire.engine.process.messages import (
     Abort,
     FromEngine,
@@ -34,7 +34,6 @@ from quire.transfer.links.block_server import BlockServer
 
 # How often an idle engine looks for leases that have ended.
 _LOOK_EVERY_S = 0.5
-_NOTHING_MOVED = CopiesEnded(to_tiers=NO_INTS, to_blocks=NO_INTS, arrived=NO_BOOLS)
 
 
 class Shared(Protocol):
@@ -83,7 +82,7 @@ class Exchange:
         """See TierEnd; blocks that arrived from other engines are in the map already."""
         copies = self._mover.ended()
         if copies is None and self._has_news:
-            copies = _NOTHING_MOVED
+            copies = NOTHING_MOVED
         self._has_news = False
         return copies
 
@@ -97,7 +96,7 @@ class Exchange:
 
     def watched(self, inbox: Inbox) -> Inbox:
         """Return an inbox that also gives requests of other engines, and notices transfers."""
-        return _ExchangeInbox(self, inbox)
+        return SourceInbox(self, inbox)
 
     def watch(self, emit: Callable[[FromEngine], None]) -> Callable[[FromEngine], None]:
         """Return an `emit` that notices what became of requests; own ones are not passed on."""
@@ -198,18 +197,3 @@ class Exchange:
             return message
         events = tuple(one for one in outputs.events if not one.request_id.startswith(OWN_PREFIX))
         return replace(message, outputs=replace(outputs, events=events))
-
-
-class _ExchangeInbox:
-    """See Exchange.watched."""
-
-    def __init__(self, exchange: Exchange, inbox: Inbox) -> None:
-        self._exchange, self._inbox = exchange, inbox
-
-    def take(self, wait_s: float | None) -> list[ToEngine]:
-        """See Inbox."""
-        return self._exchange.take(self._inbox.take(self._exchange.shortened(wait_s)))
-
-    def wake(self) -> None:
-        """See Inbox."""
-        self._inbox.wake()

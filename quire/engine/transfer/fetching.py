@@ -5,7 +5,7 @@ where that is predicted to be faster than computing them here. What is fetched a
 exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
 its request waits at a gate. Knows jobs, peers, the map of places and requests; all of it in the
 engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
-whatever fails, the blocks that lack are computed.
+whatever fails, missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quire.base.records import Request, RequestOutput
 from quire.base.report import Field, Report
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
+from quire.engine.outside_blocks import can_use_outside_blocks
 from quire.engine.transfer.peers import Peer, Peers
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.scheduler import Scheduler
@@ -132,7 +133,7 @@ class Fetching:
             host=wish.host, port=wish.port, transfer_id=transfer_id, engine_id=wish.engine_id
         )
         keys: Sequence[bytes] = ()
-        if not _is_suited(request):
+        if not can_use_outside_blocks(request):
             self.failures[Failure.UNSUITED] += 1
         else:
             chain = self._hand_overs.chain(request, request.known_ids)
@@ -148,7 +149,7 @@ class Fetching:
         """Have a peer compute what this engine lacks of a prompt, where that pays."""
         if not len(self._peers) or self.client is None or self._terms.fetch == "never":
             return
-        if not _is_suited(request):
+        if not can_use_outside_blocks(request):
             return
         chain = self._hand_overs.chain(request, request.known_ids)
         keys = self._hand_overs.lacking(chain)
@@ -298,10 +299,3 @@ class Fetching:
     def _release(self, waiting: _Waiting) -> None:
         for place in waiting.held:
             self._tier.end_fetch(place)
-        waiting.held.clear()
-
-
-def _is_suited(request: Request) -> bool:
-    """Return whether blocks that another engine computed are of use to a request."""
-    sampling = request.sampling
-    return sampling.prompt_logprobs is None and sampling.pooling is None

@@ -1,7 +1,7 @@
 """The checksum of a block on its way: 64 bits over every byte, at the speed of memory.
 
-Against links and memory that change bits, not against anyone: connections are authenticated
-(handshake.py). Always holds: both sides compute the same, whatever the machine.
+Detects bits that links or memory have changed, not deliberate changes: connections are
+authenticated (handshake.py). Always holds: both sides compute the same, whatever the machine.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _BACKEND = "UCX"
 READ_S = 10.0
 _SPINS = 200  # of checks without a pause: a block of a local memory takes some of them
 _PAUSE_S = 0.0002
-# Agents that stay connected without a transfer: to meet one again takes a fifth of a second.
+# Agents that stay connected without a transfer: connecting again takes a fifth of a second.
 MAX_UNREAD = 16
 
 
@@ -111,7 +111,7 @@ class NixlAgent:
 
     # ---- for readers
 
-    def meet(self, metadata: bytes) -> str:
+    def add_reader(self, metadata: bytes) -> str:
         """Return the name of another agent; one that is known stays connected. Raises OSError."""
         with self._lock:
             name = self._names.get(metadata)
@@ -126,7 +126,7 @@ class NixlAgent:
             self._forget_some()
             return name
 
-    def part(self, name: str, *, is_lost: bool) -> None:
+    def remove_reader(self, name: str, *, is_lost: bool) -> None:
         """Note that a reader of another agent has ended; forget an agent that is lost."""
         with self._lock:
             self._readers[name] -= 1
@@ -224,11 +224,11 @@ class NixlReader:
     def __init__(self, agent: NixlAgent, other: Agent, block_bytes: int) -> None:
         self._agent, self._other = agent, other
         self._is_lost = self._is_open = False  # the other agent; a read that may still go on
-        self._name = agent.meet(other.metadata)
+        self._name = agent.add_reader(other.metadata)
         try:
             self._buffer, self._registered = agent.buffer(block_bytes)
         except OSError:
-            agent.part(self._name, is_lost=False)
+            agent.remove_reader(self._name, is_lost=False)
             raise
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
@@ -251,7 +251,7 @@ class NixlReader:
         """See Reader."""
         if not self._is_open:
             self._agent.release(self._registered)
-        self._agent.part(self._name, is_lost=self._is_lost)
+        self._agent.remove_reader(self._name, is_lost=self._is_lost)
 
 
 def _errors_of(library: Any) -> tuple[type[Exception], ...]:

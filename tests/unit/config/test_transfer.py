@@ -9,7 +9,8 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config.flags import engine_config
-from quire.config.transfer import TransferConfig, peer_address, read_transfer_key
+from quire.config.key_file import read_shared_key
+from quire.config.transfer import TransferConfig, peer_address
 
 KEY = {"kv_transfer_key_file": "key"}
 
@@ -90,14 +91,14 @@ def test_malformed_peers_are_refused(text: str) -> None:
 def test_a_key_file_must_be_secret_and_long(tmp_path: Path) -> None:
     path = tmp_path / "key"
     with pytest.raises(SettingError, match="cannot be read"):
-        read_transfer_key(str(path))
+        read_shared_key(str(path), "kv_transfer_key_file")
     path.write_text("a key of some length\n")
     path.chmod(0o640)
     with pytest.raises(SettingError, match="chmod 600"):
-        read_transfer_key(str(path))
+        read_shared_key(str(path), "kv_transfer_key_file")
     path.chmod(0o600)
-    assert read_transfer_key(str(path)) == b"a key of some length"
+    assert read_shared_key(str(path), "kv_transfer_key_file") == b"a key of some length"
     for content in ("short", "x" * 5000):
         path.write_text(content)
         with pytest.raises(SettingError, match="16 to 4096"):
-            read_transfer_key(str(path))
+            read_shared_key(str(path), "kv_transfer_key_file")

@@ -382,7 +382,7 @@ def test_a_prefix_beyond_the_buffer_is_fetched_as_far_as_it_goes(
     other = nodes(kv_store_buffer_size=4 * block_bytes)
     assert other.answer(request_of("b")) == wanted
     assert other.stats.fetched_blocks_total == 4
-    with pytest.raises(SettingError, match="at least some blocks"):
+    with pytest.raises(SettingError, match="raise --kv-store-buffer-size"):
         nodes(kv_store_buffer_size=block_bytes - 1)
 
 
