@@ -29,7 +29,10 @@ _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
-        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb"),
+        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb", "cpu_offload_gb"),
+        *("distributed_executor_backend", "distributed_key_file", "distributed_timeout_s"),
+        *("kv_tier_path", "kv_tier_bytes", "kv_tier_host_bytes", "kv_tier_fetch"),
+        "kv_events_config",
     }
 )
 

@@ -84,6 +84,11 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
         (("--ttft-goal", "0"), "both must be > 0"),
         (("--profile", "none.json"), "select the machine in different ways"),
         (("--max-tokens", "x"), "is not a whole number"),
+        (("--kv-tier-path", "/tier"), "--kv-tier-path is a flag of quire serve"),
+        (("--cpu-offload-gb", "1"), "--cpu-offload-gb is a flag of quire serve"),
+        (("--distributed-executor-backend", "ray"), "is a flag of quire serve"),
+        (("--kv-store", "/store"), "--kv-store is a flag of quire serve"),
+        (("--kv-transfer-key-file", "key"), "--kv-transfer-key-file is a flag of quire serve"),
     ],
 )
 def test_impossible_arguments_are_rejected(
