@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from quire.base.errors import SettingError
-from quire.config.flags import engine_config
+from quire.config.flags import engine_config, server_and_engine_config
+from quire.config.server_and_engine import check_together
 
 FEATURES: dict[str, dict[str, Any]] = {
     "tensor_parallel_size": {"tensor_parallel_size": 2},
@@ -120,3 +121,38 @@ def test_values_that_exclude_each_other_are_refused(settings: dict[str, Any], wo
 def test_an_encoded_store_goes_with_a_bf16_cache(dtype: str) -> None:
     settings = {"kv_store": "/s", "kv_store_encoding": "int8", "kv_cache_dtype": dtype}
     assert engine_config(settings).kv_store.kv_store_encoding == "int8"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"api_processes": 2, "data_parallel_size": 2}, "one API process"),
+        (
+            {
+                "restart_engine": True,
+                "distributed_executor_backend": "external_launcher",
+                "tensor_parallel_size": 2,
+            },
+            "let the launcher start all ranks",
+        ),
+        ({"restart_engine": True, "data_parallel_size": 2}, ""),
+        ({"restart_engine": True, "api_processes": 2}, ""),
+        ({"restart_engine": True, "kv_store": "/s"}, ""),
+        ({"restart_engine": True, "kv_transfer_key_file": "key"}, ""),
+        (
+            {
+                "restart_engine": True,
+                "distributed_executor_backend": "ray",
+                "tensor_parallel_size": 2,
+            },
+            "",
+        ),
+    ],
+)
+def test_a_server_has_an_engine_that_it_can_have(settings: dict[str, Any], words: str) -> None:
+    server, engine = server_and_engine_config(settings)
+    if not words:
+        check_together(server, engine)
+        return
+    with pytest.raises(SettingError, match=words):
+        check_together(server, engine)
