@@ -404,6 +404,12 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
                 f"{config.executor.ranks_text} and {arguments.profile} was measured with "
                 f"{measured}: leave it out, or measure such a profile with --save-profile"
             )
+        context, of_profile = config.executor.context_parallel_size, machine.about["context_ranks"]
+        if context != of_profile:  # on which the size of blocks depends
+            raise SettingError(
+                f"context_parallel_size is {context} and {arguments.profile} was measured with "
+                f"{of_profile}: give --context-parallel-size {of_profile}"
+            )
         return machine
     links = {
         name: value
