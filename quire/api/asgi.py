@@ -32,6 +32,7 @@ from quire.base.native_module import require_native
 from quire.config.admin_keys import read_admin_keys, read_api_keys
 from quire.config.flags import flag_of, keywords_in_errors, server_and_engine_config
 from quire.config.groups import EngineConfig
+from quire.config.server_and_engine import check_together
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.engine.client.launch import EngineProcess
@@ -70,6 +71,7 @@ class ServedApp:
 
     def __init__(self, server: ServerConfig, engine: EngineConfig, log: Log) -> None:
         require_native()
+        check_together(server, engine)
         keys = (*server.api_key, *read_api_keys(server.api_key_file))
         self.server = replace(server, api_key=keys)
         self._configs = engine_configs(with_local_model(engine))

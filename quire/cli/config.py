@@ -14,6 +14,7 @@ from typing import Any
 from quire.cli.options import add_all_settings
 from quire.config.config_file import read_config_file, write_config
 from quire.config.flags import bytes_text, config_from_flags, engine_from_flags
+from quire.config.server_and_engine import check_together
 from quire.config.server_config import ServerConfig
 from quire.config.sources import DEFAULT, SECRET, SETTINGS, Sourced
 
@@ -63,7 +64,8 @@ def effective(arguments: argparse.Namespace) -> dict[str, Sourced]:
     """Return the value of every setting as the config groups hold it, with its source."""
     engine = engine_from_flags(arguments)
     parts: dict[str, Any] = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    parts["server"] = config_from_flags(ServerConfig, arguments)
+    parts["server"] = server = config_from_flags(ServerConfig, arguments)
+    check_together(server, engine)
     sources = arguments.sources
     return {
         name: Sourced(

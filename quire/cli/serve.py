@@ -34,6 +34,7 @@ from quire.config.flags import config_from_flags, engine_from_flags
 from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.launch_environment import read_launch_environment
+from quire.config.server_and_engine import check_together
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
 from quire.hub.cache import with_local_model
@@ -68,12 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
     server = _with_keys_of_file(config_from_flags(ServerConfig, arguments))
     start_logging("server", server.logging)
     engine = engine_from_flags(arguments)
+    check_together(server, engine)
     pull_if_asked(arguments)
     engine = with_local_model(engine)
-    if engine.executor.distributed_executor_backend == "external_launcher":
-        _check_launched(server)
-        if read_launch_environment(os.environ).rank > 0:
-            return _be_a_rank(engine)
+    backend = engine.executor.distributed_executor_backend
+    if backend == "external_launcher" and read_launch_environment(os.environ).rank > 0:
+        return _be_a_rank(engine)
     path = engine.scheduler.tenants
     tenants = None if path is None else _tenants_of(path, server)
     check_tls(server)
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine = _with_topic(engine, listening)
         configs = [engine]
         if engine.executor.data_parallel_size > 1:
-            configs = _configs_of_engines(engine, server)
+            configs = _configs_of_engines(engine)
         processes = [EngineProcess.launch(config, server.logging) for config in configs]
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
@@ -109,16 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _serve(server, engines, sockets, urls=urls, tenants=tenants)
     finally:
         file.remove()
-
-
-def _check_launched(server: ServerConfig) -> None:
-    """Raise SettingError for what a server of ranks that were started with it cannot do."""
-    if server.restart_engine:
-        raise SettingError(
-            "restart_engine is given and distributed_executor_backend is external_launcher: "
-            "its ranks end with the engine; leave it out, and let the launcher start all ranks "
-            "again"
-        )
 
 
 def _be_a_rank(engine: EngineConfig) -> int:
@@ -175,15 +166,9 @@ def _with_keys_of_file(server: ServerConfig) -> ServerConfig:
     return replace(server, api_key=(*server.api_key, *read_api_keys(server.api_key_file)))
 
 
-def _configs_of_engines(engine: EngineConfig, server: ServerConfig) -> list[EngineConfig]:
+def _configs_of_engines(engine: EngineConfig) -> list[EngineConfig]:
     from quire.engine.data_parallel.engine_configs import engine_configs  # only if asked for
 
-    if server.api_processes > 1:
-        raise SettingError(
-            f"api_processes is {server.api_processes} and data_parallel_size is "
-            f"{engine.executor.data_parallel_size}: several engines have one API process so far; "
-            "leave one of them out"
-        )
     return engine_configs(engine)
 
 

@@ -29,7 +29,10 @@ _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
-        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb"),
+        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb", "cpu_offload_gb"),
+        *("distributed_executor_backend", "distributed_key_file", "distributed_timeout_s"),
+        *("kv_tier_path", "kv_tier_bytes", "kv_tier_host_bytes", "kv_tier_fetch"),
+        "kv_events_config",
     }
 )
 
@@ -400,6 +403,12 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
             raise SettingError(
                 f"{config.executor.ranks_text} and {arguments.profile} was measured with "
                 f"{measured}: leave it out, or measure such a profile with --save-profile"
+            )
+        context, of_profile = config.executor.context_parallel_size, machine.about["context_ranks"]
+        if context != of_profile:  # on which the size of blocks depends
+            raise SettingError(
+                f"context_parallel_size is {context} and {arguments.profile} was measured with "
+                f"{of_profile}: give --context-parallel-size {of_profile}"
             )
         return machine
     links = {

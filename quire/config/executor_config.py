@@ -185,6 +185,12 @@ class ExecutorConfig:
                 f"{given}: it is memory of a GPU that is saved; take --executor torch and one "
                 "rank, or --disk-offload-gb for a model larger than a CPU's memory"
             )
+        if self.device == "cpu":
+            raise SettingError(
+                f"{given} and device is cpu, so that there is no other memory than the host's: "
+                "leave one of them out, or take --executor native and --disk-offload-gb for a "
+                "model larger than memory"
+            )
 
     def _check_offload(self, size: str) -> None:
         given = f"disk_offload_gb is {size}"

@@ -438,6 +438,13 @@ class EngineConfig:
                 "set that, and leave kv_tier_fetch out",
             ),
             (
+                self.kv_store.kv_store_encoding == "int8"
+                and cache.kv_cache_dtype not in ("auto", "bf16"),
+                f"kv_store_encoding is int8 and kv_cache_dtype is {cache.kv_cache_dtype}",
+                "only blocks of a bf16 cache are encoded",
+                "set kv_cache_dtype to bf16, or leave kv_store_encoding out",
+            ),
+            (
                 executor.executor == "torch",
                 "executor is torch",
                 "stores hold blocks of engines on CPUs for now",

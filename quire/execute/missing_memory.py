@@ -23,14 +23,16 @@ def missing_bytes(
     kv_bytes: int | None,
     max_sequences: int,
     reserve_bytes: int = RESERVE_BYTES,
+    buffer_bytes: int = 0,
 ) -> int:
     """Return the bytes by which weights do not fit beside buffers, reserve and KV cache; below 0
     where they fit.
 
     whole: what the program takes with all weights. kv_bytes: of the KV cache; None: the default
     share of what is left beside the buffers, and of the tables of max_sequences requests.
+    buffer_bytes: of KV blocks on their way, beside those of a step.
     """
-    left = max(available_bytes - reserve_bytes - whole.step_bytes, 0)
+    left = max(available_bytes - reserve_bytes - whole.step_bytes - buffer_bytes, 0)
     if kv_bytes is None:
         kv_bytes = int(left * (1 - DEFAULT_SHARE))
     else:

@@ -10,7 +10,7 @@ bit for bit, since only the time differs at which bytes come.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -118,10 +118,13 @@ class StreamingExecutorClass(NativeSizing):
 
     offload_bytes: of weights that stay on disk; None: as many as do not fit beside step buffers and
     a KV cache of kv_bytes (None: the default share of what is left without weights on disk).
+    buffers: of KV blocks on their way, in bytes, given those of a cached token; None: there are
+    none.
     """
 
     offload_bytes: int | None
     kv_bytes: int | None = None
+    buffers: Callable[[int], int] | None = None
     # The choice of each program is made once: memory is free or not at different times.
     _plans: dict[tuple[str, ...], StreamPlan] = field(default_factory=dict)
 
@@ -168,6 +171,7 @@ class StreamingExecutorClass(NativeSizing):
             available_bytes,
             kv_bytes=self.kv_bytes,
             max_sequences=limits.max_sequences,
+            buffer_bytes=0 if self.buffers is None else self.buffers(whole.token_bytes),
         )
 
 
@@ -178,16 +182,23 @@ def fitting_stream(
     *,
     kv_bytes: int | None,
     max_sequences: int,
+    buffer_bytes: int = 0,
 ) -> StreamPlan:
     """Choose as few weights as do not fit in memory beside buffers, reserve and KV cache; all that
     can be read from disk where even these are too few, which the memory plan then reports.
 
     whole: what the program takes with all weights in memory. kv_bytes: of the KV cache; None: the
     default share of what is left beside the buffers, and of the tables of max_sequences requests.
+    buffer_bytes: see missing_bytes.
     """
     plan, everything = plan_stream(program, 0), streamable_bytes(program)
     excess = missing_bytes(
-        program, whole, available_bytes, kv_bytes=kv_bytes, max_sequences=max_sequences
+        program,
+        whole,
+        available_bytes,
+        kv_bytes=kv_bytes,
+        max_sequences=max_sequences,
+        buffer_bytes=buffer_bytes,
     )
     while plan.saved_bytes < excess and plan.streamed_bytes < everything:
         # The window takes a part of what is saved.

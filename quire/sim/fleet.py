@@ -79,7 +79,7 @@ def simulate_fleet(
 
     Raises what `simulate` raises.
     """
-    block_bytes = config.cache.block_size * machine.token_bytes
+    block_bytes = config.kv_block_tokens * machine.token_bytes
     store = None
     if fleet.store is not None:
         store = VirtualStore(max(fleet.store.num_bytes // block_bytes, 1))
@@ -93,7 +93,7 @@ def simulate_fleet(
             StoreLink,
             store=store,
             spec=fleet.store,
-            block_size=config.cache.block_size,
+            block_size=config.kv_block_tokens,
             block_bytes=block_bytes,
         )
         tier_blocks = max(fleet.store.buffer_bytes // block_bytes, 1)
@@ -132,7 +132,7 @@ def replay_of(
     limits = scheduler_limits(
         config.scheduler,
         num_blocks=num_blocks,
-        max_model_len=min(defaults.max_model_len, num_blocks * config.cache.block_size),
+        max_model_len=min(defaults.max_model_len, num_blocks * config.kv_block_tokens),
         step_tokens=machine.step_tokens_of(config),
         num_layers=machine.num_layers,
     )
@@ -227,7 +227,7 @@ def compare_stores(
             "num_engines": num_engines,
             "num_requests": len(requests),
             "store": asdict(store),
-            "block_bytes": config.cache.block_size * machine.token_bytes,
+            "block_bytes": config.kv_block_tokens * machine.token_bytes,
             "num_blocks": machine.num_blocks(config),
             "max_num_seqs": config.scheduler.max_num_seqs,
         },

@@ -78,6 +78,7 @@ def measure_machine(config: EngineConfig, *, progress: Progress | None = None) -
         "step_tokens": engine.step_tokens,
         "num_layers": engine.num_layers,
         "ranks": config.executor.ranks_of_stage,
+        "context_ranks": config.executor.context_parallel_size,
         "token_bytes": token_bytes,
         **measured,
         "linear": asdict(linear),
@@ -115,6 +116,7 @@ def machine_of(profile: Mapping[str, Any], *, where: str = "the profile") -> Mac
             about={
                 **{name: profile[name] for name in ("dtype", "quantization", "recipe")},
                 "ranks": int(profile.get("ranks", 1)),
+                "context_ranks": int(profile.get("context_ranks", 1)),
             },
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -191,7 +191,7 @@ def simulate_roles(
         PrefillEngine(requests, defaults, machine, prefill_config or config, number)
         for number in range(spec.num_prefill)
     ]
-    block_size, links = config.cache.block_size, []
+    block_size, links = config.kv_block_tokens, []
     block_bytes = block_size * machine.token_bytes
     step_blocks = -(-machine.step_tokens_of(prefill_config or config) // block_size)
     decoding: list[TraceReplay] = []

@@ -34,7 +34,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.doctor.probes": ("quire.base quire.bench quire.engine", _ON_DEMAND),
     "quire.engine.assembly.assemble": ("quire.engine quire.transfer", _ON_DEMAND),
     "quire.engine.assembly.executor_choice": (
-        "quire.engine.assembly quire.execute",
+        "quire.engine.assembly quire.execute quire.speculative",
         "one executor is loaded",
     ),
     "quire.engine.assembly.features": ("quire.engine", _ON_DEMAND),

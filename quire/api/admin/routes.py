@@ -80,7 +80,8 @@ class AdminRoutes:
         engine = self._server_state.engine()
         if not isinstance(engine, Sleeper):
             raise InvalidParameter(
-                "this server cannot put its engine to sleep; start it with --restart-engine"
+                "this server cannot put its engine to sleep; start it with --restart-engine, and "
+                "without --data-parallel-size"
             )
         return engine
 

@@ -46,19 +46,10 @@ def memory_needs(
     needed = sizing.memory_for(program, limits)
     if device_is_own:  # a history is in host memory
         draft = replace(draft, history_bytes=0)
-    buffer_bytes = 0
-    if config.cache.has_tier:
-        from quire.engine.assembly.tier import moving_bytes  # only where a tier is used
-
-        block_bytes = needed.token_bytes * config.kv_block_tokens
-        buffer_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
-    if config.transfer.is_on:
-        buffer_bytes += config.transfer.kv_transfer_bytes
-    if config.kv_store.is_on:
-        buffer_bytes += config.kv_store.kv_store_buffer_bytes
+    on_their_way = buffer_bytes(config, needed.token_bytes, device_is_own=device_is_own)
     return MemoryNeeds(
         weights_bytes=needed.weights_bytes,
-        step_bytes=needed.step_bytes + buffer_bytes,
+        step_bytes=needed.step_bytes + on_their_way,
         token_bytes=needed.token_bytes,
         block_size=config.kv_block_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -67,3 +58,19 @@ def memory_needs(
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
         draft=draft,
     )
+
+
+def buffer_bytes(config: EngineConfig, token_bytes: int, *, device_is_own: bool) -> int:
+    """Return the memory of what computes that KV blocks on their way to and from a tier, other
+    engines or a store take. token_bytes: of a token in the KV cache."""
+    num_bytes = 0
+    if config.cache.has_tier:
+        from quire.engine.assembly.tier import moving_bytes  # only where a tier is used
+
+        block_bytes = token_bytes * config.kv_block_tokens
+        num_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
+    if config.transfer.is_on:
+        num_bytes += config.transfer.kv_transfer_bytes
+    if config.kv_store.is_on:
+        num_bytes += config.kv_store.kv_store_buffer_bytes
+    return num_bytes

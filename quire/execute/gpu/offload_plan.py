@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from quire.base.errors import CapacityError, SettingError
-from quire.config.machine import MachineMemory, machine_memory
+from quire.config.machine import MachineMemory, machine_memory, shared_memory
 from quire.config.memory import mib
 from quire.execute.executor import ExecutorMemory
 from quire.execute.missing_memory import missing_bytes
@@ -113,11 +113,16 @@ def _keeps_its_form(weight: Weight) -> bool:
 @dataclass(slots=True, kw_only=True)
 class OffloadSize:
     """How much device memory is to be saved: saved_bytes; None: as much as weights lack beside step
-    buffers and a KV cache of kv_bytes (None: the default share of what is left without
-    offload)."""
+    buffers and a KV cache of kv_bytes (None: the default share of what is left without offload).
+    buffers: of KV blocks on their way, in bytes of the device, given those of a cached token; None:
+    there are none. host_bytes: of the host's memory that something else of the engine takes.
+    num_engines: that share the host."""
 
     saved_bytes: int | None
     kv_bytes: int | None = None
+    buffers: Callable[[int], int] | None = None
+    host_bytes: int = 0
+    num_engines: int = 1
     # The choice of each program is made once: memory is free or not at different times.
     _plans: dict[tuple[str, ...], OffloadPlan] = field(default_factory=dict)
 
@@ -144,18 +149,20 @@ class OffloadSize:
                     available().available_bytes,
                     kv_bytes=self.kv_bytes,
                     max_sequences=max_sequences,
+                    buffer_bytes=0 if self.buffers is None else self.buffers(whole.token_bytes),
                 )
             plan = plan_offload(program, saved, is_gpu=is_gpu)
-            _check_host(plan)
+            self._check_host(plan)
             self._plans[key] = plan
         return self._plans[key]
 
-
-def _check_host(plan: OffloadPlan) -> None:
-    free = machine_memory()
-    if plan.copied_bytes > free.available_bytes:
-        raise CapacityError(
-            f"cpu_offload_gb: {mib(plan.copied_bytes)} of weights would stay in host memory, of "
-            f"which {mib(free.available_bytes)} are available ({free.limit}); lower it, or take "
-            "fewer bits (--quantization int4)"
-        )
+    def _check_host(self, plan: OffloadPlan) -> None:
+        free = shared_memory(machine_memory(), self.num_engines)
+        left_bytes = max(free.available_bytes - self.host_bytes, 0)
+        beside = f", beside a KV tier of {mib(self.host_bytes)}" if self.host_bytes else ""
+        if plan.copied_bytes > left_bytes:
+            raise CapacityError(
+                f"cpu_offload_gb: {mib(plan.copied_bytes)} of weights would stay in host memory, "
+                f"of which {mib(left_bytes)} are available ({free.limit}{beside}); lower it, or "
+                "take fewer bits (--quantization int4)"
+            )

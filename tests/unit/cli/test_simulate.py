@@ -72,6 +72,13 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
     assert first.returncode == 0, first.stderr
     second = quire_main("simulate", "--trace", trace, *settings, "--profile", str(file))
     assert second.stdout == first.stdout
+    profile = json.loads(file.read_text())
+    for ranks, context, given in ((2, 1, "2"), (2, 2, "1")):
+        file.write_text(json.dumps({**profile, "ranks": ranks, "context_ranks": context}))
+        words = (*settings[2:], "--profile", str(file), "--context-parallel-size", given)
+        refused = quire_main("simulate", "--trace", trace, *words)
+        assert refused.returncode == 2
+        assert f"give --context-parallel-size {context}" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,11 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
         (("--ttft-goal", "0"), "both must be > 0"),
         (("--profile", "none.json"), "select the machine in different ways"),
         (("--max-tokens", "x"), "is not a whole number"),
+        (("--kv-tier-path", "/tier"), "--kv-tier-path is a flag of quire serve"),
+        (("--cpu-offload-gb", "1"), "--cpu-offload-gb is a flag of quire serve"),
+        (("--distributed-executor-backend", "ray"), "is a flag of quire serve"),
+        (("--kv-store", "/store"), "--kv-store is a flag of quire serve"),
+        (("--kv-transfer-key-file", "key"), "--kv-transfer-key-file is a flag of quire serve"),
     ],
 )
 def test_impossible_arguments_are_rejected(

@@ -110,6 +110,17 @@ def test_one_engine_without_a_store_is_a_plain_simulation() -> None:
     ]
 
 
+def test_engines_of_ranks_that_divide_positions_have_their_blocks() -> None:
+    requests = [request(500.0 * number, 300, 4) for number in range(4)]
+    settings = {"context_parallel_size": 2, "kv_cache_memory": "1MiB"}  # two blocks of 512 tokens
+    [run], _ = run_fleet(requests, None, num_engines=1, **settings)
+    plain = simulate(requests, DEFAULTS, machine(), config(**settings))
+    assert len(run.finished) == len(requests)
+    assert [one.last_token_ms for one in run.finished] == [
+        one.last_token_ms for one in plain.finished
+    ]
+
+
 def test_engines_with_few_blocks_end_all_requests_and_repeat() -> None:
     requests = drawn_requests(80, per_s=60, seed=3, shared=True)
     small = replace(FAST, buffer_bytes=40_000, num_bytes=200_000)

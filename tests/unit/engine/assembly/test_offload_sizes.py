@@ -1,0 +1,95 @@
+"""What an offload of weights leaves room for: everything that its engine takes beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import CapacityError, SettingError
+from quire.config.flags import engine_config
+from quire.config.machine import MachineMemory
+from quire.engine.assembly.executor_choice import choose_executor_class, offload_size
+from quire.engine.assembly.sizing import buffer_bytes
+from quire.execute import streamed_weights
+from quire.execute.executor import ExecutorMemory, StepLimits
+from quire.execute.gpu import offload_plan
+from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import NativeSizing
+from quire.execute.streamed_weights import StreamingExecutorClass
+from quire.sim.machine import planned_program
+
+LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=2)
+RESERVE_BYTES = 256 << 20
+KV_BYTES, LACKING_BYTES = 1 << 20, 50_000
+ON_DISK = {"disk_offload_gb": "auto", "pack_cache": "/packed", "kv_cache_memory_bytes": KV_BYTES}
+TORCH = {"executor": "torch", "cpu_offload_gb": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside_bytes"),
+    [
+        ({}, 0),
+        ({"kv_store": "/s", "kv_store_buffer_bytes": 3 << 20}, 3 << 20),
+        ({"kv_transfer_key_file": "key", "kv_transfer_bytes": 5 << 20}, 5 << 20),
+        ({"kv_tier_path": "/t"}, None),
+        ({"speculate": "ngram", "speculate_history_tokens": 100_000}, None),
+    ],
+)
+def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
+    settings: dict[str, Any], beside_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", 0)  # the model is a small one
+    config = engine_config(ON_DISK | settings)
+    program = planned_program(config)
+    whole = NativeExecutor.memory_for(program, LIMITS)
+    made = choose_executor_class(config)
+    assert isinstance(made, StreamingExecutorClass)
+    assert made.buffers is not None
+    beside = made.buffers(whole.token_bytes)
+    assert beside == beside_bytes or (beside_bytes is None and beside > 0)
+    tables = 2 * min(program.max_positions, KV_BYTES // whole.token_bytes) * 12
+    fits = whole.weights_bytes + whole.step_bytes + RESERVE_BYTES + KV_BYTES + tables + beside
+
+    def with_memory(num_bytes: int) -> ExecutorMemory:
+        memory = MachineMemory(available_bytes=num_bytes, limit="a test")
+        monkeypatch.setattr(NativeSizing, "available_memory", staticmethod(lambda: memory))
+        return choose_executor_class(config).memory_for(program, LIMITS)
+
+    assert with_memory(fits) == whole
+    assert with_memory(fits - LACKING_BYTES).weights_bytes <= whole.weights_bytes - LACKING_BYTES
+
+
+def test_an_offload_to_the_host_counts_a_host_tier_and_other_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = offload_plan.OffloadPlan(layers=(("w",),) * 4, copied_bytes=1000, slot_bytes=250)
+    monkeypatch.setattr(offload_plan, "plan_offload", lambda *_, **__: plan)
+    program = planned_program(engine_config({}))
+    whole = ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
+
+    def planned(host_bytes: int, **settings: Any) -> offload_plan.OffloadPlan:
+        memory = MachineMemory(available_bytes=host_bytes, limit="a test")
+        monkeypatch.setattr(offload_plan, "machine_memory", lambda: memory)
+        size = offload_size(engine_config(TORCH | settings), is_gpu=True)
+        return size.plan(program, whole, lambda: memory, max_sequences=2, is_gpu=True)
+
+    assert planned(1000) is plan
+    assert planned(1500, kv_tier_host_bytes=500) is plan
+    with pytest.raises(CapacityError, match="beside a KV tier"):
+        planned(1499, kv_tier_host_bytes=500)
+    assert planned(3000, data_parallel_size=3) is plan
+    with pytest.raises(CapacityError, match="for each of 3 engines"):
+        planned(2999, data_parallel_size=3)
+
+
+def test_an_offload_from_a_gpu_leaves_it_room_for_a_tiers_buffers() -> None:
+    config = engine_config(TORCH | {"kv_tier_host_bytes": 1 << 30})
+    size = offload_size(config, is_gpu=True)
+    assert size.buffers is not None
+    assert size.buffers(1024) == buffer_bytes(config, 1024, device_is_own=True) > 0
+
+
+def test_without_a_gpu_nothing_can_be_saved() -> None:
+    with pytest.raises(SettingError, match="no GPU here"):
+        offload_size(engine_config(TORCH), is_gpu=False)
