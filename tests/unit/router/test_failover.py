@@ -463,3 +463,19 @@ def test_replicas_that_are_not_there_yet_join_by_themselves() -> None:
         assert (await stream(router))[2] == ANSWER
 
     run([replica], story)
+
+
+def test_a_server_that_answers_no_probe_is_given_up_before_its_stall_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.router.prober.ANSWER_S", 0.3)
+    first, second = FakeReplica(), FakeReplica()
+    first.silent_after = 3
+    first.before_token = lambda token: setattr(first, "health_gate", asyncio.Event())
+
+    async def story(router: Router) -> None:
+        assert (await stream(router))[2] == ANSWER
+        assert any("no answer to /health" in line for line in router.lines)
+
+    run([first, second], story, stall_s=600.0)
+    assert second.requests[0]["output_ids"] == [100, 101, 102]
