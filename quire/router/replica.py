@@ -158,8 +158,8 @@ class Replica:
         ordered = sorted(self._gaps)
         usual_s = ordered[int(0.99 * (len(ordered) - 1))]
         is_steady = len(ordered) >= _MIN_GAPS and not any(map(self.is_beginning, self.loads))
-        least_s = min(min_s, STEADY_STALL_S) if is_steady else min_s
-        return min(max(_STALL_MULTIPLE * usual_s, least_s), _MAX_STALL_FACTOR * min_s)
+        at_least_s = min(min_s, STEADY_STALL_S) if is_steady else min_s
+        return min(max(_STALL_MULTIPLE * usual_s, at_least_s), _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
         """Send nothing until it was checked again; end what is open there."""
