@@ -108,6 +108,8 @@ class Prober:
         stall_s = replica.stall_s(self._settings.stall_s)
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
         if quiet_s > stall_s:
+            replica.stalled_steps = replica.steps_total
+            replica.breaker.stalled(now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
 
     def _check_answers(self, replica: Replica) -> None:
@@ -177,7 +179,10 @@ class Prober:
                 "replica ready", replica=replica.name, models=",".join(replica.models)
             )
             replica.progressed(now_s)
-        if replica.state not in ("ready", ASLEEP):  # it was away, and not only suspected
+        # A server may answer for an engine that is stopped: without a step it is tried by one
+        # request at a time.
+        is_stopped = health.steps_total == replica.stalled_steps
+        if replica.state not in ("ready", ASLEEP) and not is_stopped:  # not only suspected
             replica.breaker.returned()
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
