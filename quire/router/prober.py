@@ -181,9 +181,15 @@ class Prober:
             replica.progressed(now_s)
         # A server may answer for an engine that is stopped: without a step it is tried by one
         # request at a time.
+        was_stopped = replica.stalled_steps != -1
         is_stopped = health.steps_total == replica.stalled_steps
-        if replica.state not in ("ready", ASLEEP) and not is_stopped:  # not only suspected
-            replica.breaker.returned()
+        was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
+        if not is_stopped and (was_away or was_stopped):
+            if was_stopped:
+                replica.breaker.succeeded()
+            else:
+                replica.breaker.returned()
+            replica.stalled_steps = -1
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
         self._fleet.became_available()

@@ -501,7 +501,6 @@ def test_a_stopped_engine_gets_one_request_at_a_time_after_its_stall(
         assert len(first.requests) == before, "its breaker is open"
         first.silent_after = None
         first.steps_total += 1
-        stopped.fence("stalled", "checked again")
         await _until(lambda: router.fleet.num_available == 2)
 
     run([first, second], story)
