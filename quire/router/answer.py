@@ -3,7 +3,7 @@
 A whole answer is passed on once it is complete, so it can be computed anew at any time. A stream
 that has output goes on at another replica of its fingerprint, from the tokens that were delivered.
 Always holds: the client gets each byte of an answer once and in order; a request is tried on no
-third replica after two failed with it (failures.py).
+third replica after two failed with it at one place (failures.py).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Answer:
     async def _try(self, attempt: Attempt) -> bool:
         """Run one attempt; return whether the client has its answer. Raises ReplicaFault."""
         hedger = self._features.hedger
-        if hedger is not None and hedger.hedges(self._request) and not self._client.started:
+        if hedger is not None and hedger.hedges(self._request) and self._is_fresh:
             return await self._race(hedger, attempt)
         await attempt.send(self._request.body())
         return await self._take(attempt)
@@ -160,7 +160,7 @@ class Answer:
 
     def _failed_in_race(self, attempt: Attempt, fault: ReplicaFault) -> None:
         """End an attempt that failed outside of its own context."""
-        attempt.fail()
+        attempt.fail(fault)
         self._note(attempt.replica, fault)
 
     def _spare(self, hedger: Hedger, first: Replica) -> Replica | None:
@@ -190,7 +190,7 @@ class Answer:
     def _begin_output(self, attempt: Attempt) -> None:
         """A stream has its first tokens."""
         load, lanes = attempt.load, self._features.lanes
-        load.is_new = False
+        attempt.replica.gave_output(load)
         if attempt.replica.breaker.gave_output():
             self._fleet.became_available()
         if not self._request.num_delivered:
@@ -360,16 +360,16 @@ class Answer:
             started=self._client.started,
         )
         self._failures.note(replica, fault, self._request.num_delivered)
+        now_s = self._loop.time()
+        self._resume_until_s = now_s + self._fleet.settings.resume_s
         if self._client.started:
-            now_s = self._loop.time()
             self._failed_s = self._failed_s or now_s
-            self._resume_until_s = now_s + self._fleet.settings.resume_s
 
     async def _replica(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
         if self._failures.are_final:
             return None
-        if self._client.started:
+        if self._client.started or self._failures.are_at_two:
             return await self._successor()
         if self._home is not None:
             is_able = self._home.is_available(self._loop.time())
@@ -415,6 +415,11 @@ class Answer:
                 await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     @property
+    def _is_fresh(self) -> bool:
+        """Whether it may go to a second replica at once: no replica has failed with it."""
+        return not self._client.started and not self._failures.reasons
+
+    @property
     def _max_long(self) -> int | None:
         lanes = self._features.lanes
         return lanes.limit if lanes is not None and self._is_long else None
@@ -423,9 +428,10 @@ class Answer:
         return Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
 
     async def _successor(self) -> Replica | None:
-        """Return a replica that can continue the stream; waits for one for some time."""
-        request, fleet = self._request, self._fleet
-        if request.why_not:
+        """Return a replica that can continue the stream, or compute anew what two others failed
+        with; waits for one for some time."""
+        request, fleet, started = self._request, self._fleet, self._client.started
+        if started and request.why_not:
             return None
         if self._is_refused:  # the successor was full
             self._is_refused = False
@@ -434,22 +440,30 @@ class Answer:
             if self._client.is_gone:
                 raise ClientGone("the client has closed its connection")
             now_s = self._loop.time()
+            if not started and now_s > self._resume_until_s:
+                return None
             # A replica that failed is the last choice: it was fenced and checked since.
             barred, failed_at = self._failures.barred(fleet.replicas.values()), self._failures.at
-            may_return = barred or (self._failed_s and now_s - self._failed_s > _RETURN_S)
+            may_return = self._failures.are_at_two or (
+                self._failed_s and now_s - self._failed_s > _RETURN_S
+            )
             for exclude in (barred | failed_at, barred) if may_return else (barred | failed_at,):
                 found = fleet.choose(
-                    self._key, request.model, fingerprint=self._fingerprint, exclude=exclude
+                    self._key,
+                    request.model,
+                    fingerprint=self._fingerprint,
+                    exclude=exclude,
+                    max_long=None if started else self._max_long,
                 )
                 if found is not None:
-                    self._metrics.resumed.inc()
+                    metrics = self._metrics
+                    (metrics.resumed if started else metrics.retries.labels("failed")).inc()
                     return found
             left_s = self._resume_until_s - now_s
             # Where replicas are started on demand, one that is not known yet may have it.
             is_coming = fleet.settings.wait_s > 0
-            if left_s <= 0 or not (
-                is_coming or fleet.has_fingerprint(request.model, self._fingerprint)
-            ):
+            is_known = not started or fleet.has_fingerprint(request.model, self._fingerprint)
+            if left_s <= 0 or not (is_coming or is_known):
                 return None
             with fleet.waiting():
                 await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
@@ -464,8 +478,7 @@ class Answer:
             raise Refusal(
                 502,
                 "replicas_failed",
-                f"{len(reasons)} replicas failed with this request, so it is tried on no "
-                f"other ({'; '.join(reasons)})",
+                f"{self._failures.summary}, so it is tried no more",
             )
         if self._refused is not None:
             status, headers, body = self._refused
@@ -491,7 +504,7 @@ class Answer:
         elif request.why_not:
             reason = "not_continuable"
             why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
-        elif self._failures.barred(self._fleet.replicas.values()):
+        elif self._failures.are_at_two:
             reason, why = "failures", "two replicas failed with it, and neither has returned"
         else:
             reason = "no_equal_replica"

@@ -66,10 +66,11 @@ class Attempt(AbstractContextManager["Attempt"]):
     ) -> None:
         if self._is_over:
             return
-        self._end()
         if isinstance(error, ReplicaFault):
-            self._fleet.suspect(self.replica)
-        elif error is None:
+            self.fail(error)
+            return
+        self._end()
+        if error is None:
             self.replica.breaker.succeeded()
         else:
             self.replica.breaker.gave_up()
@@ -80,11 +81,12 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._end()
             self.replica.breaker.gave_up()
 
-    def fail(self) -> None:
-        """End as failed, where no error passes through the context."""
+    def fail(self, fault: ReplicaFault) -> None:
+        """End as failed, also where no error passes through the context."""
         if not self._is_over:
+            self._fleet.suspect(self.replica)  # while this request still counts as open
+            fault.is_shared = self.replica.is_shared(self.load)
             self._end()
-            self._fleet.suspect(self.replica)
 
     @property
     def exchange(self) -> Exchange:

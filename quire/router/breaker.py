@@ -63,6 +63,13 @@ class CircuitBreaker:
             self._open_s = min(max(2 * self._open_s, _FIRST_S), _LONGEST_S)
             self._until_s = now_s + self._open_s
 
+    def stalled(self, now_s: float) -> None:
+        """Open at once, each time for longer: what is sent there may wait in vain."""
+        self._num_failures = _FAILURES
+        self._is_trying = False
+        self._open_s = min(max(2 * self._open_s, _FIRST_S), _LONGEST_S)
+        self._until_s = now_s + self._open_s
+
     def gave_up(self) -> None:
         """Note that a request ended without a verdict, such as by its client."""
         self._is_trying = False

@@ -1,11 +1,13 @@
 """Failures: which replicas failed with a request, and where it may still be tried.
 
-A request that makes replicas fail does so at the same token on each, since every replica computes
-the same, and ends the other requests of that replica too. So after two replicas failed with a
-request no third one is tried. A stream with output, which its client cannot send again, continues
-on one of the two once that was checked again; it ends after four failures without many tokens in
-between. A request without output ends after two. Refusals, and connections that were never made, do
-not count. Knows no HTTP.
+A request that makes replicas fail does so at the same token each time, since every replica computes
+the same. So failures count together while no further tokens were delivered: after two replicas
+failed at one place no third one is tried, and tokens beyond that place clear the request, because a
+replica has passed it. A replica that is killed takes many requests along; for one of them that is
+weak evidence (Replica.is_shared), and such a request goes on at one of the two once that was
+checked again. So does a stream that has output, which its client cannot send again. Both end after
+four failures at one place; a request without output ends after two that are evidence. Refusals, and
+connections that were never made, do not count. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from quire.router.faults import ReplicaFault
 from quire.router.replica import Replica
 
 MAX_REPLICAS = 2
-MAX_IN_A_ROW = 2
-MAX_OF_STREAM = 4
-MAX_OF_ALL = 8
-# Delivered since the last failure: what failed then was not caused by the token that came next.
-PROGRESS_TOKENS = 32
+MAX_BLAMED = 2
+MAX_IN_A_ROW = 4
+MAX_OF_ALL = 16
+# A replica that fails may have computed some tokens that were not delivered, so the next one gets a
+# little further before it fails at the same place.
+PROGRESS_TOKENS = 8
 
 
 class Failures:
@@ -30,6 +33,7 @@ class Failures:
         self.reasons: list[str] = []
         self.at: set[Replica] = set()
         self._suspected: set[Replica] = set()
+        self._num_blamed = 0
         self._num_delivered = 0
         self._num_all = 0
 
@@ -38,18 +42,27 @@ class Failures:
         if num_delivered - self._num_delivered >= PROGRESS_TOKENS:
             self.reasons.clear()
             self.at.clear()
+            self._suspected.clear()
+            self._num_blamed = 0
         self._num_delivered = num_delivered
         self.at.add(replica)
         if fault.is_suspect:
             self.reasons.append(f"{replica.name}: {fault}")
             self._suspected.add(replica)
+            self._num_blamed += not fault.is_shared
             self._num_all += 1
 
     @property
     def are_final(self) -> bool:
         """Whether the request is tried no more."""
-        limit = MAX_OF_STREAM if self._num_delivered else MAX_IN_A_ROW
-        return len(self.reasons) >= limit or self._num_all >= MAX_OF_ALL
+        if not self._num_delivered and self._num_blamed >= MAX_BLAMED:
+            return True
+        return len(self.reasons) >= MAX_IN_A_ROW or self._num_all >= MAX_OF_ALL
+
+    @property
+    def are_at_two(self) -> bool:
+        """Whether only the replicas that failed with the request may get it."""
+        return len(self._suspected) >= MAX_REPLICAS
 
     @property
     def summary(self) -> str:
@@ -58,6 +71,4 @@ class Failures:
 
     def barred(self, replicas: Collection[Replica]) -> set[Replica]:
         """Return those of `replicas` that must not get the request: third ones."""
-        if len(self._suspected) < MAX_REPLICAS:
-            return set()
-        return set(replicas) - self._suspected
+        return set(replicas) - self._suspected if self.are_at_two else set()

@@ -1,7 +1,7 @@
 """Errors of the router: a replica that failed with a request, and the router's own refusals.
 
 A ReplicaFault says whether the request may be its cause, since a request is never tried on a third
-replica after two failed with it.
+replica after two failed with it at one place (failures.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ class ReplicaFault(QuireError):
     """An exchange with a replica that did not end as it should.
 
     is_suspect: the replica failed while it worked on the request, so the request may be the cause.
+    is_shared: that is weak evidence, as Replica.is_shared says; set when the attempt ends.
     """
 
     def __init__(self, message: str, *, is_suspect: bool) -> None:
         super().__init__(message)
         self.is_suspect = is_suspect
+        self.is_shared = False
 
 
 class StaleConnection(ReplicaFault):

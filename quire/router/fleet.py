@@ -152,9 +152,11 @@ class Fleet:
 
     def suspect(self, replica: Replica) -> None:
         """Send nothing more to a replica until a probe, which comes at once, has checked it."""
-        replica.breaker.failed(self._loop.time())
-        if not replica.is_fenced:
-            replica.is_fenced = True
+        if replica.is_fenced:  # one failure has many requests
+            replica.breaker.gave_up()
+        else:
+            replica.breaker.failed(self._loop.time())
+            replica.failed()
             replica.reason = "a request failed; it is checked"
         self.probe_now.set()
 

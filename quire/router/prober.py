@@ -1,9 +1,10 @@
 """Prober: active health of the replicas, by progress.
 
-GET /health of a replica is 200 only while it makes progress. A replica that does not answer, or
-answers while its steps do not advance and its streams are silent, is fenced after its stall time:
-what is open there ends, and goes on elsewhere. A fenced replica is used again after its health and
-its fingerprints (GET /v1/models) were read. Reads nothing else of a replica.
+GET /health of a replica is 200 only while it makes progress. A replica that neither answers nor
+streams is fenced after 2 s, one that answers while its steps do not advance and its streams are
+silent after its stall time: what is open there ends, and goes on elsewhere. A prober that was late
+itself judges no silence. A fenced replica is used again after its health and its fingerprints
+(GET /v1/models) were read. Reads nothing else of a replica.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from quire.router.replica import ASLEEP, Replica
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
 _MODELS_EVERY_S = 30.0
+# A server answers probes beside its engine, so it need not be waited for as long as for a step.
+ANSWER_S = 2.0
 
 
 class _Health(msgspec.Struct):
@@ -42,6 +45,8 @@ class Prober:
         self._fleet = fleet
         self._settings = fleet.settings
         self._loop = asyncio.get_running_loop()
+        self._answer_s = min(self._settings.stall_s, ANSWER_S)
+        self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answered_s: dict[Replica, float] = {}
         self._read_models_s: dict[Replica, float] = {}
         self._probing: dict[Replica, asyncio.Task[None]] = {}
@@ -50,31 +55,40 @@ class Prober:
 
     async def run(self) -> None:
         """Probe until cancelled."""
-        fleet = self._fleet
+        fleet, is_late = self._fleet, False
         try:
             while True:
                 fleet.probe_now.clear()
                 fleet.follow()
                 for replica in list(fleet.replicas.values()):
-                    self._check_stall(replica)
+                    if not is_late:
+                        self._check_stall(replica)
+                        self._check_answers(replica)
                     if replica not in self._probing:
                         task = asyncio.ensure_future(self._probe(replica))
                         self._probing[replica] = task
                         task.add_done_callback(lambda _, one=replica: self._probing.pop(one, None))  # type: ignore[misc]
-                for replica in fleet.leaving():
+                for replica in () if is_late else fleet.leaving():
                     self._check_stall(replica)
-                for known in (self._answered_s, self._read_models_s):
+                for known in (self._answered_s, self._asked_s, self._read_models_s):
                     for replica in [one for one in known if one.state == "removed"]:
                         del known[replica]
-                waiting = asyncio.ensure_future(fleet.probe_now.wait())
-                await asyncio.wait({waiting}, timeout=self._settings.probe_s)
-                waiting.cancel()
+                is_late = await self._pause()
                 await asyncio.sleep(0.02)  # failures of one replica come together
         finally:
             probing = list(self._probing.values())
             for task in probing:
                 task.cancel()
             await asyncio.gather(*probing, return_exceptions=True)
+
+    async def _pause(self) -> bool:
+        """Wait until the next round; return whether it begins so late that what replicas have sent
+        meanwhile may not have been read yet."""
+        waiting = asyncio.ensure_future(self._fleet.probe_now.wait())
+        until_s = self._loop.time() + self._settings.probe_s
+        await asyncio.wait({waiting}, timeout=self._settings.probe_s)
+        waiting.cancel()
+        return self._loop.time() - until_s > self._answer_s / 2
 
     async def first_round(self) -> None:
         """Wait until each replica was probed once."""
@@ -94,9 +108,22 @@ class Prober:
         stall_s = replica.stall_s(self._settings.stall_s)
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
         if quiet_s > stall_s:
+            replica.stalled_steps = replica.steps_total
+            replica.breaker.stalled(now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
 
+    def _check_answers(self, replica: Replica) -> None:
+        """Fence a replica that neither answers a probe nor sends anything: it is stopped or gone,
+        however long its steps may take."""
+        asked_s = self._asked_s.get(replica)
+        if replica.is_fenced or asked_s is None:
+            return
+        quiet_s = self._loop.time() - max(asked_s, replica.progress_s)
+        if quiet_s > self._answer_s:
+            self._fence(replica, "stalled", f"no answer to /health for {quiet_s:.1f} s")
+
     async def _probe(self, replica: Replica) -> None:
+        self._asked_s.setdefault(replica, self._loop.time())
         try:
             try:
                 async with asyncio.timeout(max(self._settings.stall_s / 2, 0.2)):
@@ -105,6 +132,7 @@ class Prober:
                 self._unanswered(replica)
                 return
             self._answered_s[replica] = self._loop.time()
+            self._asked_s.pop(replica, None)
             if replica.state != "removed":  # it may be by now
                 await self._judge(replica, status, health)
         except ReplicaFault as fault:
@@ -151,8 +179,17 @@ class Prober:
                 "replica ready", replica=replica.name, models=",".join(replica.models)
             )
             replica.progressed(now_s)
-        if replica.state not in ("ready", ASLEEP):  # it was away, and not only suspected
-            replica.breaker.returned()
+        # A server may answer for an engine that is stopped: without a step it is tried by one
+        # request at a time.
+        was_stopped = replica.stalled_steps != -1
+        is_stopped = health.steps_total == replica.stalled_steps
+        was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
+        if not is_stopped and (was_away or was_stopped):
+            if was_stopped:
+                replica.breaker.succeeded()
+            else:
+                replica.breaker.returned()
+            replica.stalled_steps = -1
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
         self._fleet.became_available()

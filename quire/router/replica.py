@@ -21,6 +21,12 @@ _NUM_GAPS = 512
 _SHORTEST_GAP_S = 0.01
 _STALL_MULTIPLE = 8.0
 _MAX_STALL_FACTOR = 6.0
+# Without prompts to compute no step is much longer than the usual ones, once these are known: then
+# so long without progress is enough.
+STEADY_STALL_S = 2.0
+_MIN_GAPS = 20
+# When more requests than this were at their beginning, one failure is weak evidence against each.
+MAX_BEGINNING = 8
 # The state of a server without an engine: a request starts one.
 ASLEEP = "asleep"
 
@@ -63,8 +69,11 @@ class Replica:
         self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
+        self.stalled_steps = -1  # steps_total when it made no progress
         self.progress_s = 0.0
         self.used_s = 0.0
+        self.num_beginning = 0  # when it failed last
+        self._answered_began_s = 0.0  # when the newest request with output was sent
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self.on_fenced: Callable[[Replica], None] | None = None
 
@@ -101,6 +110,28 @@ class Replica:
             self.computed_tokens += load.tokens if load.is_new else 0
             self.computed_prompt(load)
 
+    def gave_output(self, load: Load) -> None:
+        """Note that a request has its first tokens."""
+        load.is_new = False
+        self._answered_began_s = max(self._answered_began_s, load.began_s)
+
+    def is_beginning(self, load: Load) -> bool:
+        """Return whether an open request may not be past its first step: neither it nor one that
+        was sent later has output. Whole answers show theirs at the end only."""
+        return load.is_new and load.began_s >= self._answered_began_s
+
+    def is_shared(self, load: Load) -> bool:
+        """Return whether the last failure is weak evidence against a request that was open then: it
+        was past its first step, or too many others were at their beginning as well."""
+        return self.num_beginning > MAX_BEGINNING or not self.is_beginning(load)
+
+    def failed(self) -> None:
+        """Note which requests may be the cause, and send nothing more. Further failures before it
+        was checked are the same one."""
+        if not self.is_fenced:
+            self.is_fenced = True
+            self.num_beginning = sum(map(self.is_beginning, self.loads))
+
     def computed_prompt(self, load: Load) -> None:
         """Count a request no more as a long prompt. Twice is once."""
         self.num_long -= load.is_long
@@ -121,16 +152,20 @@ class Replica:
         self.progress_s = now_s
 
     def stall_s(self, min_s: float) -> float:
-        """Return how long it may make no progress: a multiple of the usual, at least `min_s`."""
+        """Return how long it may make no progress: a multiple of the usual, at least `min_s`, or
+        less where no prompt is to be computed."""
         if not self._gaps:
             return min_s
         ordered = sorted(self._gaps)
         usual_s = ordered[int(0.99 * (len(ordered) - 1))]
-        return min(max(_STALL_MULTIPLE * usual_s, min_s), _MAX_STALL_FACTOR * min_s)
+        is_steady = len(ordered) >= _MIN_GAPS and not any(map(self.is_beginning, self.loads))
+        at_least_s = min(min_s, STEADY_STALL_S) if is_steady else min_s
+        return min(max(_STALL_MULTIPLE * usual_s, at_least_s), _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
         """Send nothing until it was checked again; end what is open there."""
-        self.state, self.reason, self.is_fenced = state, reason, True
+        self.failed()
+        self.state, self.reason = state, reason
         self.steps_total = -1
         self._gaps.clear()
         self.first_token_times = FirstTokenTimes()  # of the process that was

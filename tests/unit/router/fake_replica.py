@@ -30,6 +30,7 @@ class FakeReplica:
     of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
+    health_gate: /health answers once it is set.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -49,6 +50,7 @@ class FakeReplica:
         self.status = 200
         self.body = b'{"choices":[]}'
         self.health: dict[str, Any] = {"ok": True, "state": "ready", "reason": "", "pending": 0}
+        self.health_gate: asyncio.Event | None = None
         self.steps_total = 1
         self.requests: list[dict[str, Any]] = []
         self.heads: list[bytes] = []
@@ -62,7 +64,9 @@ class FakeReplica:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen at a free port, or again at the former one."""
+        """Listen at a free port, or again at the former one. Twice is once."""
+        if self._server is not None and self._server.is_serving():
+            return
         self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -105,6 +109,8 @@ class FakeReplica:
         raw = await reader.readexactly(length)
         method, path = head.split(b" ")[:2]
         if path.endswith(b"/health"):
+            if self.health_gate is not None:
+                await self.health_gate.wait()
             status = 200 if self.health["ok"] else 503
             _whole(writer, status, {**self.health, "steps_total": self.steps_total})
             return True

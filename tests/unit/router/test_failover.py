@@ -463,3 +463,44 @@ def test_replicas_that_are_not_there_yet_join_by_themselves() -> None:
         assert (await stream(router))[2] == ANSWER
 
     run([replica], story)
+
+
+def test_a_server_that_answers_no_probe_is_given_up_before_its_stall_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.router.prober.ANSWER_S", 0.3)
+    first, second = FakeReplica(), FakeReplica()
+    first.silent_after = 3
+    first.before_token = lambda token: setattr(first, "health_gate", asyncio.Event())
+
+    async def story(router: Router) -> None:
+        assert (await stream(router))[2] == ANSWER
+        assert any("no answer to /health" in line for line in router.lines)
+
+    run([first, second], story, stall_s=600.0)
+    assert second.requests[0]["output_ids"] == [100, 101, 102]
+
+
+def test_a_stopped_engine_gets_one_request_at_a_time_after_its_stall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its server goes on answering /health, and nothing is pending there after the cut."""
+    monkeypatch.setattr("quire.router.breaker._FIRST_S", 30.0)
+    first, second = FakeReplica(), FakeReplica()
+    first.silent_after = 3
+
+    async def story(router: Router) -> None:
+        first.health["pending"] = 1
+        assert (await stream(router))[2] == ANSWER
+        first.health["pending"] = 0
+        stopped = router.fleet.replicas[first.url]
+        await _until(lambda: stopped.is_up)
+        before = len(first.requests)
+        answers = await asyncio.gather(*(stream(router) for _ in range(6)))
+        assert all(body == ANSWER for _, _, body in answers)
+        assert len(first.requests) == before, "its breaker is open"
+        first.silent_after = None
+        first.steps_total += 1
+        await _until(lambda: router.fleet.num_available == 2)
+
+    run([first, second], story)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
 from typing import Any
 
 from quire.base.server_url import server_url
-from quire.router.failures import MAX_OF_ALL, MAX_OF_STREAM, PROGRESS_TOKENS, Failures
+from quire.router.failures import MAX_IN_A_ROW, MAX_OF_ALL, PROGRESS_TOKENS, Failures
 from quire.router.faults import ReplicaFault
-from quire.router.replica import Replica
+from quire.router.replica import MAX_BEGINNING, STEADY_STALL_S, Load, Replica
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 SUSPECT = ReplicaFault("it crashed", is_suspect=True)
@@ -31,49 +34,187 @@ def test_two_failures_without_output_are_final_and_refused_connections_do_not_co
 
 def test_a_stream_without_progress_ends_after_four_failures_of_two_replicas() -> None:
     failures, (first, second, third) = Failures(), replicas(3)
-    for number in range(MAX_OF_STREAM):
+    for number in range(MAX_IN_A_ROW):
         assert not failures.are_final
         failures.note((first, second)[number % 2], SUSPECT, 5 + number)
     assert failures.are_final
     assert failures.barred([first, second, third]) == {third}
 
 
-def test_with_progress_in_between_a_stream_goes_on_but_at_no_third_replica() -> None:
+def test_tokens_beyond_the_place_of_a_failure_clear_the_request() -> None:
     failures, (first, second, third) = Failures(), replicas(3)
     failures.note(first, SUSPECT, 10)
     assert failures.barred([first, second, third]) == set()
-    failures.note(second, SUSPECT, 10 + PROGRESS_TOKENS)
-    assert not failures.are_final
-    assert failures.at == {second}, "the first one was checked since"
+    failures.note(second, SUSPECT, 10 + PROGRESS_TOKENS - 1)
+    assert failures.at == {first, second}
     assert failures.barred([first, second, third]) == {third}
-    for number in range(2, MAX_OF_ALL):
+    failures.note(second, SUSPECT, 10 + 2 * PROGRESS_TOKENS)
+    assert failures.at == {second}, "the first one was checked since"
+    assert failures.barred([first, second, third]) == set(), "a replica has passed the place"
+    for number in range(3, MAX_OF_ALL - 1):
         assert not failures.are_final
         failures.note((first, second)[number % 2], SUSPECT, 10 + number * PROGRESS_TOKENS)
+    assert not failures.are_final
+    failures.note(third, SUSPECT, 10 + MAX_OF_ALL * PROGRESS_TOKENS)
     assert failures.are_final
 
 
-def test_a_long_stream_survives_two_failures_without_a_third_replica() -> None:
-    """As many tokens lie between the failures as show that no single one is the cause."""
+def test_shared_failures_keep_a_request_without_output_at_two_replicas() -> None:
+    failures, (first, second, third) = Failures(), replicas(3)
+    for number in range(MAX_IN_A_ROW):
+        assert not failures.are_final
+        fault = ReplicaFault("it was killed", is_suspect=True)
+        fault.is_shared = True
+        failures.note((first, second)[number % 2], fault, 0)
+        assert failures.barred([first, second, third]) == ({third} if number else set())
+    assert failures.are_final
+
+
+def load(began_s: float) -> Load:
+    return Load(
+        tokens=1,
+        cut=lambda reason: None,
+        began_s=began_s,
+        last_s=lambda: began_s,
+        is_paused=lambda: False,
+    )
+
+
+def test_a_failure_is_evidence_against_few_requests_at_their_beginning() -> None:
+    (replica,) = replicas(1)
+    whole, older, newer = load(1.0), load(2.0), load(3.0)
+    for one in (whole, older, newer):
+        replica.begin(one)
+    replica.gave_output(older)
+    replica.is_fenced = False
+    replica.failed()
+    assert replica.num_beginning == 1
+    assert [replica.is_shared(one) for one in (whole, older, newer)] == [True, True, False]
+    replica.is_fenced = False
+    for number in range(MAX_BEGINNING):
+        replica.begin(load(4.0 + number))
+    replica.failed()
+    assert replica.is_shared(newer), "many others began as well"
+    for one in list(replica.loads):
+        replica.end(one)
+    replica.failed()
+    assert replica.is_shared(newer), "requests that end one after the other share one failure"
+
+
+def test_a_replica_with_steady_steps_is_stalled_sooner() -> None:
+    (replica,) = replicas(1)
+    prompt, answer = load(0.0), load(1.0)
+    replica.begin(answer)
+    assert replica.stall_s(10.0) == 10.0, "nothing is known of its steps"
+    for step in range(30):
+        replica.progressed(1.0 + 0.05 * step)
+    assert replica.stall_s(10.0) == 10.0, "its prompt may take long"
+    replica.gave_output(answer)
+    assert replica.stall_s(10.0) == STEADY_STALL_S
+    prompt.began_s = 9.0
+    replica.begin(prompt)
+    assert replica.stall_s(10.0) == 10.0
+    assert replica.stall_s(1.0) == 1.0
+
+
+def test_a_long_stream_outlives_failures_of_all_replicas() -> None:
+    """Between two failures it has more tokens than lie behind any place where it failed."""
     others = [FakeReplica() for _ in range(3)]
-    length = 3 * PROGRESS_TOKENS
+    length = 4 * PROGRESS_TOKENS
     for one in others:
         one.length = length
-
-    def heal(one: FakeReplica) -> None:
-        one.fails_after = None
-
-    others[0].fails_after = others[1].fails_after = PROGRESS_TOKENS
-    for one in others[:2]:
-        one.before_token = lambda token, one=one: (  # type: ignore[misc]
-            heal(one) if len(one.requests) > 1 else None
-        )
+        one.fails_after = PROGRESS_TOKENS
 
     async def story(router: Router) -> None:
         status, _, body = await router.post("/generate", {**STREAM, "max_tokens": length})
         wanted = b"".join(b'data: {"token": %d}\n\n' % at for at in range(100, 100 + length))
         assert (status, body) == (200, wanted + b"data: [DONE]\n\n")
-        assert router.count("quire_router_resumed_streams_total") == 2
+        assert router.count("quire_router_resumed_streams_total") == 3
 
     run(others, story, resume_s=10.0)
-    used = [bool(one.requests) for one in others]
-    assert used.count(True) == 2, "no third replica got it"
+    assert all(one.requests for one in others), "the third one got it, too"
+
+
+POISON = 666
+
+
+def killed_by_poison(replica: FakeReplica) -> None:
+    """Let the poison request kill a replica with all that is open there; it is back soon."""
+
+    def answer(method: str, path: str, fields: dict[str, Any]) -> None:
+        if POISON in fields.get("tokens", ()):
+            replica.stop_listening(cuts=True)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, lambda: loop.create_task(replica.start()))
+
+    replica.answer = answer
+
+
+def test_a_poison_request_ends_after_two_replicas_and_no_other_one_with_it() -> None:
+    others = [FakeReplica() for _ in range(4)]
+    for one in others:
+        killed_by_poison(one)
+        one.length = 40 * PROGRESS_TOKENS
+
+    async def story(router: Router) -> None:
+        begun, num_begun = asyncio.Event(), 0
+
+        def is_begun(piece: bytes) -> None:
+            nonlocal num_begun
+            num_begun += b"120}" in piece
+            if num_begun == 24:
+                begun.set()
+
+        streams = [
+            asyncio.ensure_future(router.post("/generate", STREAM, on_piece=is_begun))
+            for _ in range(24)
+        ]
+        await begun.wait()
+        status, _, body = await router.post("/generate", {"tokens": [POISON]})
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_failed")
+        for one in streams:
+            status, _, body = await one
+            assert body.endswith(b"data: [DONE]\n\n")
+            assert body.count(b"data: ") == 40 * PROGRESS_TOKENS + 1
+
+    run(others, story, resume_s=15.0)
+    tried = [sum(POISON in one["tokens"] for one in other.requests) for other in others]
+    assert sorted(tried) == [0, 0, 1, 1]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def killed(replica: FakeReplica, router: Router) -> None:
+    replica.stop_listening(cuts=True)
+    await until(lambda: router.fleet.num_available == 1)
+    await replica.start()
+    await until(lambda: router.fleet.num_available == 2)
+
+
+def test_whole_answers_outlive_two_replicas_that_are_killed_with_many_others() -> None:
+    """None has shown output, so each stays at the two replicas; and none is lost."""
+    others = [FakeReplica() for _ in range(2)]
+    gate = asyncio.Event()
+
+    async def story(router: Router) -> None:
+        for one in others:
+            one.whole_gate = gate
+        first, second = others
+        count = 4 * (MAX_BEGINNING + 1)
+        answers = [
+            asyncio.ensure_future(router.post("/generate", {"tokens": [at]})) for at in range(count)
+        ]
+        await until(lambda: len(first.requests) + len(second.requests) == count)
+        await killed(first, router)
+        await until(lambda: len(second.requests) == count)
+        await killed(second, router)
+        await until(lambda: len(first.requests) == count + count // 2)
+        gate.set()
+        for answer in answers:
+            status, _, body = await answer
+            assert (status, body) == (200, b'{"choices":[]}')
+
+    run(others, story, resume_s=10.0, max_retry_share=100.0)
