@@ -58,8 +58,9 @@ browser: $(STAMP)-browser  ## the web page in a headless Chromium (needs chromiu
 manifests: $(STAMP)-manifests  ## manifests and the rendered chart against the strict schemas
 	@$(BIN)/python -m pytest tests/repository/test_kubernetes.py
 
-ray: $(STAMP)-ray  ## an application of Ray Serve on a cluster of two nodes on this machine
-	@$(BIN)/python -m pytest -W ignore -m ray tests/ray
+ray: $(STAMP)-ray  ## ranks and an application of Ray Serve on a cluster of two nodes on this machine
+	@$(BIN)/python -m pytest -W ignore -m ray tests/ray/test_ray_ranks.py
+	@$(BIN)/python -m pytest -W ignore -m ray tests/ray/test_serve_app.py
 
 clients:  ## clients from PyPI and, with Node.js, from npm against live servers (own environment)
 	@$(MAKE) --no-print-directory VENV=$(VENV)-clients clients-installed

@@ -8,6 +8,7 @@ text)`, which works from other processes as well.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -19,6 +20,13 @@ from typing import Any
 import pytest
 
 import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+
+with contextlib.suppress(ImportError):  # environments of clients do without hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # Tests assert no times, and pass on a busy machine.
+    settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("quire")
 
 SHOWN = "shown in the summary"
 MARKED_FOLDERS = (
