@@ -120,7 +120,23 @@ class Replica:
         self.wait()
 
 
-class Replicas:
+class _Closing:
+    """Closed where its block ends."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what was started."""
+        raise NotImplementedError
+
+
+class Replicas(_Closing):
     """`count` replicas, ready, and the file that names them."""
 
     def __init__(self, count: int, folder: Path, *, max_streams: int) -> None:
@@ -143,14 +159,6 @@ class Replicas:
             self.close()
             raise
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all."""
@@ -236,7 +244,7 @@ class Router:
         return self._log.read()[-600:]
 
 
-class Smg:
+class Smg(_Closing):
     """SMG before the same replicas, from an environment of its own (bench/peers/setup smg)."""
 
     def __init__(self, replicas: Replicas) -> None:
@@ -264,14 +272,6 @@ class Smg:
                 raise SystemExit(f"smg did not start: {self.log()}")
             time.sleep(0.2)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End it."""

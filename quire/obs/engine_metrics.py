@@ -277,14 +277,11 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
         ),
     ):
         yield CounterMetricFamily(f"quire_kv_transfer_{name}", text, value=value)
-    failures = CounterMetricFamily(
+    yield _by_reason(
         "quire_kv_transfer_failures",
         "Transfers that ended early; the blocks that lacked were computed here",
-        labels=("reason",),
+        stats.failures_total,
     )
-    for reason, count in stats.failures_total:
-        failures.add_metric((reason,), count)
-    yield failures
 
 
 def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
@@ -320,14 +317,11 @@ def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
         ),
     ):
         yield CounterMetricFamily(f"quire_kv_store_{name}", text, value=value)
-    failures = CounterMetricFamily(
+    yield _by_reason(
         "quire_kv_store_failures",
         "Failures of the store by reason; the blocks were computed",
-        labels=("reason",),
+        stats.failures_total,
     )
-    for reason, count in stats.failures_total:
-        failures.add_metric((reason,), count)
-    yield failures
     breaker = GaugeMetricFamily(
         "quire_kv_store_breaker",
         "1 for the state of the circuit breaker: closed, the store is used; open, it is not after "
@@ -337,6 +331,13 @@ def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
     for state in BreakerState:
         breaker.add_metric((state.value,), float(state.value == stats.breaker))
     yield breaker
+
+
+def _by_reason(name: str, text: str, counts: Iterable[tuple[str, int]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=("reason",))
+    for reason, count in counts:
+        family.add_metric((reason,), count)
+    return family
 
 
 def _hits_by_tier(stats: EngineStats) -> Metric:

@@ -85,6 +85,14 @@ class _Reader:
             raise MessageError(f"a message has {len(self._payload) - self._at} bytes too many")
 
 
+def _exactly(payload: bytes, count: int) -> bytes:
+    """Return a payload that is one field. Raises MessageError where it has another length."""
+    reader = _Reader(payload)
+    field = reader.take(count)
+    reader.end()
+    return field
+
+
 def _text(text: str) -> bytes:
     raw = text.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
     raw = raw.decode("utf-8", "ignore").encode()  # a character is not cut
@@ -134,10 +142,7 @@ class Proof:
     @classmethod
     def unpack(cls, payload: bytes) -> Proof:
         """See Message."""
-        reader = _Reader(payload)
-        proof = reader.take(PROOF_BYTES)
-        reader.end()
-        return cls(proof)
+        return cls(_exactly(payload, PROOF_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +393,7 @@ class Release:
     @classmethod
     def unpack(cls, payload: bytes) -> Release:
         """See Message."""
-        reader = _Reader(payload)
-        transfer_id = reader.take(TRANSFER_ID_BYTES)
-        reader.end()
-        return cls(transfer_id)
+        return cls(_exactly(payload, TRANSFER_ID_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def test_others_are_served_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyP
     """It is loaded only after tokens of other requests have been generated."""
     serves, may_read, plain = threading.Event(), threading.Event(), assemble.model_tokenizer
 
-    class Tells(ModelRunner):
+    class ReportingRunner(ModelRunner):
         def submit(self, plan: StepPlan) -> Handle:
             if serves.is_set() and plan.samples.any():
                 may_read.set()
@@ -55,7 +55,7 @@ def test_others_are_served_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyP
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(assemble, "model_tokenizer", slow)
-    monkeypatch.setattr(features, "ModelRunner", Tells)
+    monkeypatch.setattr(features, "ModelRunner", ReportingRunner)
     with LLM(max_num_seqs=4, num_threads=1) as llm:
         serves.set()
         answers = llm.generate([PROMPT, PROMPT], [BEAMS, SamplingParams(max_tokens=5, seed=1)])

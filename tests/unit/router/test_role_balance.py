@@ -73,7 +73,7 @@ class Story:
             fleet.close()
 
 
-def told(story: Any, **settings: Any) -> None:
+def run_story(story: Any, **settings: Any) -> None:
     async def go() -> None:
         made = Story(**settings)
         try:
@@ -102,7 +102,7 @@ def test_a_short_side_gets_a_server_after_a_while_and_then_rests() -> None:
         assert made.balance.num_changes == 2
         assert made.names(Side.DECODE) == {FIXED_DECODE.host}
 
-    told(story)
+    run_story(story)
 
 
 def test_a_burst_or_a_small_difference_moves_nothing() -> None:
@@ -114,7 +114,7 @@ def test_a_burst_or_a_small_difference_moves_nothing() -> None:
         made.work(60, RATES, {Side.PREFILL: 900, Side.DECODE: 5})  # 0.9 and 0.1: nothing waits
         assert made.balance.num_changes == 0
 
-    told(story)
+    run_story(story)
 
 
 def test_a_server_drains_before_it_changes_over() -> None:
@@ -134,7 +134,7 @@ def test_a_server_drains_before_it_changes_over() -> None:
         assert len(made.names(Side.PREFILL)) == 2
         assert not made.names(Side.DECODE) & made.names(Side.PREFILL)
 
-    told(story)
+    run_story(story)
 
 
 def test_it_comes_back_when_answers_lack_servers() -> None:
@@ -144,7 +144,7 @@ def test_it_comes_back_when_answers_lack_servers() -> None:
         assert made.balance.num_changes == 2
         assert made.names(Side.PREFILL) == {FIXED_PREFILL.host}
 
-    told(story)
+    run_story(story)
 
 
 @pytest.mark.parametrize("side", list(Side))
@@ -166,7 +166,7 @@ def test_each_side_keeps_an_available_server(side: Side) -> None:
             made.balance.look(made.now_s)
         assert made.balance.num_changes == 0
 
-    told(story, fixed_prefill=False)
+    run_story(story, fixed_prefill=False)
 
 
 def test_without_a_prefill_server_the_first_movable_one_is_it() -> None:
@@ -174,7 +174,7 @@ def test_without_a_prefill_server_the_first_movable_one_is_it() -> None:
         assert made.names(Side.PREFILL) == {MOVABLE[0].host}
         assert made.names(Side.DECODE) == {FIXED_DECODE.host, MOVABLE[1].host}
 
-    told(story, fixed_prefill=False)
+    run_story(story, fixed_prefill=False)
 
 
 def test_tokens_of_whole_answers_count_as_computed_at_their_end() -> None:
