@@ -1,5 +1,6 @@
 """The compiled module, for type checkers; native/bind has the definitions and docstrings."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -273,6 +274,9 @@ def siphash128(message: bytes, key: bytes) -> tuple[int, int]: ...
 def hash_chains(
     token_ids: list[_Int32s], seeds: list[NDArray[np.uint64]], block_size: int, key: bytes
 ) -> NDArray[np.uint64]: ...
+def published_hashes(
+    token_ids: array[int], block_size: int, seed: tuple[int, int], key: bytes
+) -> list[int]: ...
 
 class Ghosts:
     def __init__(self, limit: int) -> None: ...

@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 
 #include <memory>
 #include <stdexcept>
@@ -63,6 +64,20 @@ Digests hash_chains(const nb::list& token_ids, const nb::list& seeds, int64_t bl
     return Digests(reinterpret_cast<uint64_t*>(owned), {static_cast<size_t>(total), 2}, owner);
 }
 
+// The second words of the digests of one chain, as KV events publish them: a list of ints, for
+// callers without NumPy.
+nb::list published_hashes(const Int32s& token_ids, int64_t block_size,
+                          const std::pair<uint64_t, uint64_t>& seed, nb::bytes key) {
+    if (block_size < 1) throw std::invalid_argument("block_size must be at least 1");
+    const int64_t count = static_cast<int64_t>(token_ids.size()) / block_size;
+    std::vector<quire::Digest> digests(static_cast<size_t>(count));
+    quire::hash_chain(token_ids.data(), count, block_size, {seed.first, seed.second},
+                      key_bytes(key), digests.data());
+    nb::list hashes;
+    for (const quire::Digest& digest : digests) hashes.append(digest.high);
+    return hashes;
+}
+
 nb::tuple content_digest(const Bytes& bytes, quire::Pool* pool) {
     quire::Content content(bytes.data(), static_cast<int64_t>(bytes.size()));
     {
@@ -88,6 +103,9 @@ void bind_cache(nb::module_& module) {
     module.def("hash_chains", &hash_chains, nb::arg("token_ids"), nb::arg("seeds"),
                nb::arg("block_size"), nb::arg("key"),
                "Chained digests of token blocks; see quire.cache.chain.HashChains.");
+    module.def("published_hashes", &published_hashes, nb::arg("token_ids"), nb::arg("block_size"),
+               nb::arg("seed"), nb::arg("key"),
+               "Hashes of a prompt's full blocks; see quire.router.block_hashes.");
     module.def("content_digest", &content_digest, nb::arg("content"),
                nb::arg("pool").none() = nb::none(),
                "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");
