@@ -58,7 +58,7 @@ from quire.engine.process.messages import (
     error_of,
     fault_of,
 )
-from quire.engine.process.routing import STARTER, id_prefix, query_number_base
+from quire.engine.process.routing import id_prefix, query_number_base
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
@@ -113,7 +113,6 @@ class EngineClient:
         self._watchdog_ms = watchdog_s * 1000
         self._state: EngineState = "starting"
         self._closed = False
-        self._is_shared = number != STARTER
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
         self._streams: OpenStreams[_Unread] = OpenStreams(id_prefix(number))
@@ -436,17 +435,14 @@ class EngineClient:
     @property
     def _is_working(self) -> bool:
         """Return whether the engine has streams to compute: open ones that are not held."""
-        if self._is_shared and self.stats.running + self.stats.waiting:
-            return True  # perhaps another client's
+        if self.stats.running + self.stats.waiting:
+            return True  # perhaps another client's, or aborted when the engine hung already
         return any(not unread.is_held for unread in self._streams.owners())
 
     @property
     def _pending(self) -> int:
-        """Streams that are not finished, of all clients."""
-        own = len(self._streams)
-        if not self._is_shared:
-            return own
-        return max(own, self.stats.running + self.stats.waiting + self.stats.held)
+        """Streams that are not finished, of all clients, and aborted ones that still are there."""
+        return max(len(self._streams), self.stats.running + self.stats.waiting + self.stats.held)
 
     def _hold(self, stream_ids: tuple[str, ...], *, is_held: bool) -> None:
         if not is_held and not self._is_working:

@@ -427,6 +427,25 @@ def test_health_fails_when_work_is_pending_and_no_step_ends(model: Path) -> None
     run(model, story, watchdog_s=0.1)
 
 
+def test_health_fails_where_the_streams_of_a_hung_engine_were_aborted(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        deltas = rig.ask()
+        first = asyncio.ensure_future(anext(deltas))
+        await asyncio.sleep(0.01)
+        rig.link.tokens("r/0", 42, step=1)
+        rig.link.say(Outputs(outputs=None, stats=EngineStats(steps_total=1, running=1)))
+        await first
+        await deltas.aclose()  # as a router's that waited for long enough
+        await asyncio.sleep(0.2)
+        health = rig.client.health()
+        assert not health.ok
+        assert "1 requests are open and nothing was computed" in health.reason
+        rig.link.say(Outputs(outputs=None, stats=EngineStats(steps_total=1)))
+        assert rig.client.health().ok
+
+    run(model, story, watchdog_s=0.1)
+
+
 def test_operations_completed_within_a_long_step_are_progress(model: Path) -> None:
     async def story(rig: Rig) -> None:
         task = await _started(rig, rig.ask())
