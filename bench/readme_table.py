@@ -33,7 +33,7 @@ COLUMNS_OF_PROSE = 100
 # Results without times: a loaded machine cannot change them.
 TIMELESS = frozenset(
     {"quality", "footprint", "policies-accelerator", "policies-piece"}
-    | {"forecast-accelerator", "forecast-cpu"}
+    | {"forecast-accelerator", "forecast-cpu", "simulated-store"}
 )
 FOOTNOTE = (
     f"{LOAD_MARK} Measured while other work ran on the machine: times are upper bounds; ratios of "

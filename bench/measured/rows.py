@@ -10,6 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from bench.measured.fleet_rows import (
+    batch_rows,
+    disaggregation_rows,
+    disk_rows,
+    fleet_rows,
+    ranks_rows,
+    router_rows,
+    shared_store_rows,
+    simulated_store_rows,
+)
 from bench.measured.service_rows import (
     forecast_rows,
     piece_rows,
@@ -56,6 +66,11 @@ def _startup_rows(result: dict[str, Any]) -> list[str]:
         rows.append(
             f"| installed, with all dependencies and bytecode | {result['installed_mb']:.0f} MB | "
             f"{result['goal_installed_mb']} MB |"
+        )
+    if wake := result.get("wake"):
+        rows.append(
+            "| first token of a sleeping 0.6B model, mapped from its pack cache | "
+            f"{wake['first_token_s']:.2f} s | {wake['goal_first_token_s']:.1f} s |"
         )
     return rows
 
@@ -275,6 +290,17 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "prefix": _sharing_rows,
             "memory": _memory_rows,
             "footprint": _footprint_rows,
+        },
+        "Several replicas and devices": {
+            "router": router_rows,
+            "fleet": fleet_rows,
+            "shared-store": shared_store_rows,
+            "simulated-store": simulated_store_rows,
+            "disaggregation": disaggregation_rows,
+            "parallel": ranks_rows,
+            "context": ranks_rows,
+            "disk_offload": disk_rows,
+            "batches-qwen3-0.1b-bf16": batch_rows,
         },
         "Quality of quantized weights": {"quality": _quality_rows},
     }

@@ -1,0 +1,155 @@
+"""Table lines on several engines, replicas and devices, from bench/results/.
+
+Reads the results and knows no page. Always holds: a missed goal is shown like any other; a part
+that was not measured has no line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def router_rows(result: dict[str, Any]) -> list[str]:
+    """Return the router's own cost, its decisions, hedging, hits by policy, and the cascade."""
+    rows = []
+    if cost := result.get("cost"):
+        rows += [
+            f"| `quire route`, processor time per request; per streamed token "
+            f"| {cost['us_per_request']:.0f} us; {cost['us_per_token']:.0f} us | 600 us; 60 us |"
+        ]
+    if decision := result.get("decision"):
+        rows += [
+            f"| choice among {decision['replicas']} replicas with "
+            f"{decision['blocks_per_replica']:,} known blocks each, prompt of "
+            f"{decision['prompt_tokens']:,} tokens: p50, p99 | {decision['p50_us']:.0f} us, "
+            f"{decision['p99_us']:.0f} us | p99 1,000 us |"
+        ]
+    if hedging := result.get("hedging"):
+        off, on = hedging["off"], hedging["on"]
+        rows += [
+            f"| first token with one slow replica of {hedging['replicas']}, p99 without and with "
+            f"hedging; extra prompts | {off['p99_ms']:.0f} ms, {on['p99_ms']:.0f} ms; "
+            f"{100 * on['extra_prompt_share']:.1f} % | 3 % |"
+        ]
+    if prefixes := result.get("prefixes"):
+        for name, one in prefixes.items():
+            if isinstance(one, dict):
+                goal = "95 %" if name.startswith("warm-cache") else ""
+                rows += [
+                    f"| shared prefixes over {prefixes['replicas']} simulated replicas, {name}: "
+                    f"hits of an oracle's; mean time to first token "
+                    f"| {100 * one['of_oracle']:.1f} %; {one['ttft_mean_ms']:.0f} ms | {goal} |"
+                ]
+    if cascade := result.get("cascade"):
+        models, saved = cascade["models"], cascade["large_tokens_saved_at_equal_score"]
+        rows += [
+            f"| cascade from {models['small']} to {models['large']}: tokens of the large model "
+            f"saved at an equal score, {cascade['tasks']} tasks | {100 * saved:.1f} % | |"
+        ]
+    return rows
+
+
+def fleet_rows(result: dict[str, Any]) -> list[str]:
+    """Return wrong answers and silences while replicas die, beside another gateway."""
+    silences = result["silences_s"]["with_faults"]
+    num_faults = sum(kind["count"] for kind in result["faults"].values())
+    rows = [
+        f"| {result['streams']:,} streams over {result['replicas']} replicas that are killed, "
+        f"stopped and drained for {result['seconds'] / 60:.0f} minutes ({num_faults} faults): "
+        f"wrong, lost or repeated of {result['done']['answers']:,} answers; resumed streams "
+        f"| {result['num_wrong']}; {result['router']['resumed_streams']:,} | 0 |",
+        f"| longest silence of a stream in that: p99, maximum | {silences['p99']:.1f} s, "
+        f"{silences['max']:.1f} s | |",
+    ]
+    for name, other in result.get("beside", {}).items():
+        if "broken" in other:
+            rows += [
+                f"| the same requests and faults behind {name}: broken of "
+                f"{other['answers'] + other['broken']:,} answers | {other['broken']:,} | |"
+            ]
+    return rows
+
+
+def shared_store_rows(result: dict[str, Any]) -> list[str]:
+    """Return how much sooner a stored prefix gives its first token."""
+    return [
+        f"| {result['engines']} engines, a shared KV store in a directory: first token of a prefix "
+        f"of {result['prompt']:,} tokens on an engine that has none of it; computed "
+        f"| {result['median_fetched_s']:.2f} s; {result['median_computed_s']:.1f} s "
+        f"({result['times_sooner']:.1f}x) | 4x |"
+    ]
+
+
+def simulated_store_rows(result: dict[str, Any]) -> list[str]:
+    """Return hits and first tokens with and without a shared store, simulated."""
+    settings = result["settings"]
+    rows = []
+    for run in result["runs"]:
+        summary = run["summary"]
+        store = "with" if run["store"] else "without"
+        rows += [
+            f"| simulated ({settings['num_engines']} engines, {settings['machine']}, "
+            f"{settings['num_requests']:,} requests of a trace), routed by {run['routing']}, "
+            f"{store} a store: hits; mean time to first token "
+            f"| {100 * summary['hit_share']:.0f} %; {summary['ttft_mean_s']:.2f} s | |"
+        ]
+    return rows
+
+
+def disaggregation_rows(result: dict[str, Any]) -> list[str]:
+    """Return gaps beside long prompts in one engine and in two, and the rates of links."""
+    rows = []
+    if serving := result.get("serving"):
+        one, two = (serving[name]["tpot_ms"] for name in ("one engine", "two engines"))
+        rows += [
+            f"| gap between tokens of {result['decoding']} streams beside prompts of "
+            f"{result['prompt']:,} tokens, p99: one engine on two cores; prefill and decode "
+            f"engine on one core each | {one['p99']:.0f} ms; {two['p99']:.0f} ms | |"
+        ]
+    if links := result.get("links"):
+        rates = ", ".join(
+            f"{name} {links[f'{name}_gb_per_s']:.1f}"
+            for name in ("tcp", "shm", "nixl")
+            if f"{name}_gb_per_s" in links
+        )
+        rows += [
+            f"| blocks from one engine's memory to another's, GB/s; memcpy "
+            f"| {rates}; {links['memcpy_gb_per_s']:.1f} | |"
+        ]
+    return rows
+
+
+def ranks_rows(result: dict[str, Any]) -> list[str]:
+    """Return steps of ranks over those of one process with as many threads."""
+    kind = f"context {result['context']}" if result.get("context", 1) > 1 else "tensor parallel"
+    degree = max(result["degree"], result.get("context", 1))
+    goal = "0.9x" if result.get("context", 1) == 1 else ""
+    return [
+        f"| {degree} ranks of one thread ({kind}, {result['shape']}) over one process of {degree} "
+        f"threads, {step['rows']} x {step['tokens']} tokens after {step['depth']:,}: speed; share "
+        f"of exchanges | {step['ratio']:.2f}x; {100 * step['share_of_exchanges']:.0f} % "
+        f"| {goal} |"
+        for step in result["steps"]
+    ]
+
+
+def disk_rows(result: dict[str, Any]) -> list[str]:
+    """Return the rates of weights that are read from disk in each step."""
+    one, many = (result["on_disk"][f"{rows}_rows"] for rows in (1, 16))
+    share = result["limit_bytes"] / result["weights_bytes"]
+    return [
+        f"| weights of {result['shape']} under {share:.2f} of their size in memory: "
+        "bytes read, over the rate of direct reads | "
+        f"{100 * one['share_of_disk']:.0f} % | 85 % |",
+        f"| tokens per second there, 16 rows over one | {result['batch_ratio']:.1f}x "
+        f"({many['tokens_per_s']:.1f}) | 10x |",
+    ]
+
+
+def batch_rows(result: dict[str, Any]) -> list[str]:
+    """Return what a batch costs interactive requests."""
+    ratios = result["ratios"]
+    return [
+        "| interactive requests beside a batch over those alone, p99: time to first token; time "
+        f"per token | {ratios['ttft_s']:.2f}x; {ratios['tpot_s']:.2f}x | 1.05x |"
+    ]
