@@ -153,3 +153,14 @@ def batch_rows(result: dict[str, Any]) -> list[str]:
         "| interactive requests beside a batch over those alone, p99: time to first token; time "
         f"per token | {ratios['ttft_s']:.2f}x; {ratios['tpot_s']:.2f}x | 1.05x |"
     ]
+
+
+def ray_rows(result: dict[str, Any]) -> list[str]:
+    """Return what Ray Serve adds to a streamed token."""
+    cpu = result["cpu_us_per_token"]
+    return [
+        f"| Ray Serve, {result['streams']} streams of the built-in model: wall time added to a "
+        "token, over the engine's own port; processor time of HAProxy and router per token "
+        f"| {result['added_ms_per_token']:.2f} ms ({result['wall_ratio']:.2f}x); "
+        f"{cpu['haproxy']:.0f} us, {cpu['router']:.0f} us | 0.2 ms |"
+    ]

@@ -16,6 +16,7 @@ from bench.measured.fleet_rows import (
     disk_rows,
     fleet_rows,
     ranks_rows,
+    ray_rows,
     router_rows,
     shared_store_rows,
     simulated_store_rows,
@@ -294,6 +295,7 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
         "Several replicas and devices": {
             "router": router_rows,
             "fleet": fleet_rows,
+            "ray-serve": ray_rows,
             "shared-store": shared_store_rows,
             "simulated-store": simulated_store_rows,
             "disaggregation": disaggregation_rows,
