@@ -70,7 +70,7 @@ def _shared_expert(
 ) -> View:
     """The output of the expert that every token passes [T, H], times its gate where it has one.
 
-    With a gate it is a layer of one expert, whose routing weight is the sigmoid of the gate.
+    With a gate it is a layer of one expert; its routing weight is the sigmoid of the gate.
     """
     name, source = f"layers.{layer}.shared", f"model.layers.{layer}.{experts.tensors.block}."
     shared, size = f"{source}{experts.shared}.", experts.shared_size

@@ -287,7 +287,7 @@ def test_a_shared_expert_is_a_layer_of_one_behind_a_sigmoid(tmp_path: Path) -> N
 
 
 def _variant(folder: Path, config: dict[str, Any], **changes: Any) -> Program:
-    """Return the program of a model whose spec has other fields."""
+    """Return the program of a model with other fields in its spec."""
     spec = replace(opened(folder, config, num_hidden_layers=2), **changes)
     return build_program(spec, dtype=DType.BF16, max_positions=64)
 

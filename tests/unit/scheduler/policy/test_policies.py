@@ -15,7 +15,7 @@ import pytest
 
 from quire.base.errors import DeadlineMissed, SettingError
 from quire.base.records import Request
-from quire.config.groups import POLICIES, SchedulerConfig
+from quire.config.groups import SCHEDULING_POLICIES, SchedulerConfig
 from quire.scheduler.policy.fair_share import FairShare
 from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.policy.policy import Policy
@@ -80,7 +80,7 @@ def test_ten_seconds_of_waiting_offset_a_level_of_priority() -> None:
     assert served(harness_of("priority"), *asked) == ["late", "low", "later"]
 
 
-def test_without_ageing_priority_alone_counts() -> None:
+def test_without_aging_priority_alone_counts() -> None:
     policy = partial(make_policy, "priority", aging=0.0)
     harness = Harness(Setup(max_num_seqs=1, policy=policy))
     asked = (ask("low", priority=1), ask("much-later", arrival_ms=1e9))
@@ -241,7 +241,7 @@ def test_each_name_makes_a_working_policy(name: str) -> None:
 
 
 def test_the_flag_offers_all_policies() -> None:
-    assert POLICIES == POLICY_NAMES
+    assert SCHEDULING_POLICIES == POLICY_NAMES
     assert get_args(get_type_hints(SchedulerConfig)["scheduling_policy"]) == POLICY_NAMES
     flag = SchedulerConfig.__dataclass_fields__["scheduling_policy"]
     assert set(POLICY_NAMES) <= set(re.findall(r"\w+", flag.metadata["help"]))
