@@ -3,8 +3,8 @@
 Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines,
 Stop; where the engine has several clients (message_routing.py), the process that started it also
 sends Join and Leave. Engine to client: Hello first, Loading while it starts, then Ready or Failed;
-after Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step is
-long, and Failed at the end.
+after Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step
+is long, and Failed at the end.
 """
 
 from __future__ import annotations

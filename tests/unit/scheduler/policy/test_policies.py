@@ -20,6 +20,7 @@ from quire.scheduler.policy.fair_share import FairShare
 from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.policy.policy import Policy
 from quire.scheduler.slo.length_history import LengthHistory
+from tests.repository.source_files import ROOT
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 from tests.unit.scheduler.test_effort import calls_of_a_turn, steady
@@ -240,11 +241,15 @@ def test_each_name_makes_a_working_policy(name: str) -> None:
     assert sorted(served(harness_of(name), *asked)) == ["r0", "r1", "r2", "r3"]
 
 
-def test_the_flag_offers_all_policies() -> None:
+def test_flag_page_and_tests_have_all_policies() -> None:
     assert SCHEDULING_POLICIES == POLICY_NAMES
     assert get_args(get_type_hints(SchedulerConfig)["scheduling_policy"]) == POLICY_NAMES
     flag = SchedulerConfig.__dataclass_fields__["scheduling_policy"]
     assert set(POLICY_NAMES) <= set(re.findall(r"\w+", flag.metadata["help"]))
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    table = page.partition("\n| Policy | Order |\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.M)) == POLICY_NAMES
+    assert tuple(FAVOURED) == POLICY_NAMES
 
 
 def test_an_unknown_policy_is_rejected_with_the_known_ones() -> None:
