@@ -200,8 +200,8 @@ _GGUF_KINDS: tuple[tuple[str, str], ...] = (
     ),
     (
         r".*moe.*|deepseek.*|dots1|grok|dbrx|gpt-?oss",
-        "it is a mixture of experts that is not read from GGUF; take its checkpoint in safetensors, "
-        "if the family runs",
+        "it is a mixture of experts that is not read from GGUF; take its checkpoint in "
+        "safetensors, if the family runs",
     ),
     (r"flux|sd\d?|wan|whisper|.*tts.*|wavtokenizer.*", "it makes or reads pictures or sound"),
 )

@@ -39,8 +39,7 @@ class Order:
         return 0.0
 
     def rank(self, sequence: SequenceState) -> tuple[float, ...]:
-        """Return the current rank by which prompts, running or waiting, get tokens; it must order
-        waiting requests as the queue does."""
+        """Return the rank by which prompts get tokens; it orders waiting ones as the queue does."""
         return sequence.entry.key
 
 
