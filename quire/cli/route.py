@@ -176,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
-    make_routing_policy(settings, features.sets)  # raises here what is wrong of the two
+    make_routing_policy(settings, features.sets)  # raises before anything is started
     prefill, movable = _prefill_discovery(arguments, log), None
     if arguments.movable:
         from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted
