@@ -44,7 +44,8 @@ GROUPS = {
 }
 PERSONIFIED = ("who", "tell", "nobody")
 _IDENTIFIER = re.compile(r"\b_?(?:most|least|MOST|LEAST)_\w+")
-_STANDARD = frozenset({"most_common"})  # of collections.Counter
+# Of collections.Counter; the module of the routing policy `least-tokens`.
+_STANDARD = frozenset({"most_common", "least_tokens"})
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 # Names of code and quoted text are not this repository's prose.
 _QUOTED = re.compile(r"`[^`\n]*`|https?://\S+|\"[^\"\n]*\"")

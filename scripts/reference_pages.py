@@ -1,5 +1,5 @@
-"""Write the generated parts of docs/: flags, routes, request fields, errors, metrics, and the
-tables of docs/compatibility.md and docs/coming-from-*.md.
+"""Write the generated parts of docs/: flags (of `quire route` too), routes, request fields, errors,
+metrics, and the tables of docs/compatibility.md and docs/coming-from-*.md.
 
 The flags come from argparse, fields, routes and errors from the OpenAPI document, metrics from the
 registry; foreign_names.toml lists names of other servers. Each part stands between two marker
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,12 +36,14 @@ from quire.base.engine_stats import EngineStats
 from quire.base.kv_store import KVStoreStats, StoreFailure
 from quire.base.kv_transfer import Failure, TransferStats
 from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
+from quire.cli.route import add_arguments as add_route_arguments
 from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
 from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
 from quire.config.sources import SETTINGS
 from quire.obs import vllm_metrics as vllm_metrics_names
 from quire.obs.metrics import Metrics
+from quire.router.route_file import RouteFile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BODIES = {
@@ -107,6 +110,20 @@ def _flag(action: argparse.Action) -> str:
         shown = [*choices[:_MAX_CHOICES], *(["..."] if len(choices) > _MAX_CHOICES else [])]
         return names + " " + " ".join(f"`{choice}`" for choice in shown)
     return names if action.nargs == 0 else f"{names} {action.metavar or ''}".strip()
+
+
+def route_flags() -> str:
+    """Return a table of the flags of `quire route`."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_route_arguments(parser)
+    keys = {field.encode_name for field in msgspec.structs.fields(RouteFile)}
+    rows = []
+    for action in parser._actions:
+        if action.option_strings:
+            key = action.option_strings[-1].removeprefix("--")
+            meaning = _cell((action.help or "") % vars(action))
+            rows.append((_flag(action), f"`{key}`" if key in keys else "", meaning))
+    return table(("Flag", "Key in the file", "Meaning"), rows)
 
 
 def _key(action: argparse.Action) -> tuple[str, str]:
@@ -292,9 +309,10 @@ def coming_flags(names: Mapping[str, Any]) -> str:
     served = _served_flags()
     rows = []
     for synonyms, note in names.get("same", {}).items():
-        unknown = set(synonyms.split()) - served
+        unknown = set(synonyms.split()) - served.keys()
         if unknown:
             raise KeyError(f"{unknown} are no flags of quire serve")
+        note = note.replace("CHOICES", _choices(synonyms.split()[0]))
         rows.append((_codes(synonyms), f"the same; {note}" if note else "the same"))
     for synonyms in names["flags"]:
         here = dict.fromkeys(INSTEAD[flag] for flag in synonyms.split() if flag not in served)
@@ -326,11 +344,16 @@ def coming_paths(names: Mapping[str, Any]) -> str:
     return table(("There", "Here"), [*paths, *commands])
 
 
-def _served_flags() -> set[str]:
+def _served_flags() -> Mapping[str, argparse.Action]:
     """Return the flags of `quire serve`."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
-    return set(parser._option_string_actions)
+    return parser._option_string_actions
+
+
+def _choices(flag: str) -> str:
+    """Return the values that a flag of `quire serve` takes, where they are few."""
+    return ", ".join(f"`{value}`" for value in _served_flags()[flag].choices or ())
 
 
 def _codes(names: str) -> str:
@@ -351,6 +374,7 @@ def _coming() -> dict[str, tuple[tuple[str, Callable[[], str]], ...]]:
 PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "flags.md": (("flags", flags),),
     "routes.md": (("routes", routes),),
+    "router.md": (("route flags", route_flags),),
     "errors.md": (("errors", errors), ("exit codes", exit_codes)),
     "request-fields.md": (("fields", fields), ("other fields", other_fields)),
     "metrics.md": (("metrics", metrics), ("vllm names", vllm_metrics)),

@@ -20,6 +20,7 @@ import os
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -30,6 +31,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 _PACKAGE = str(ROOT / "quire") + "/"
+# What a model passes before a request can: a list by hand, as start-up is not traced.
+_OF_A_MODEL = (
+    *("quire/models/registry.py", "quire/models/decoder_config.py", "quire/models/spec.py"),
+    *("quire/models/llama.py", "quire/models/layers.py", "quire/program/builder.py"),
+    *("quire/program/quantize.py", "quire/program/shard.py", "quire/weights/checkpoint.py"),
+    *("quire/weights/binding.py", "quire/execute/packing.py", "quire/execute/native.py"),
+)
 # So long the server may still log and count a request after its response.
 _END_OF_REQUEST_S = 0.2
 
@@ -178,8 +186,22 @@ def reading_page(files: Sequence[EnteredFile]) -> str:
         "What these files call in C++ is [native](packages/native.md). `tests/exact` then compares",
         "the answers of all of it with those of each request computed alone.",
         "",
+        "## The path of one model",
+        "",
+        "What happens before, when a model is loaded, in the order of the calls:",
+        "",
+        *(_item(path) for path in _OF_A_MODEL),
+        "",
+        "`quire program MODEL` prints what the builder wrote.",
+        "",
     ]
     return "\n".join(lines)
+
+
+def _item(path: str) -> str:
+    """Return a line of a list, which is not wrapped: the file and its first sentence."""
+    words = textwrap.wrap(f"`{path}`: {_summary(path)}", 96)
+    return "* " + "\n  ".join(words)
 
 
 def _summary(path: str) -> str:

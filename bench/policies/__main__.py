@@ -29,6 +29,7 @@ from bench.policies.part import Part
 from bench.policies.piece import agreement, measure_piece, piece_text
 from bench.policies.scenes import MAX_TOKENS, RESULTS, SCENES, TRACE, Scene
 from quire.bench.machine import machine_card
+from quire.config.groups import SCHEDULING_POLICIES
 from quire.obs.pictures import check_plots
 from quire.obs.report import Progress
 from quire.obs.timing import Goals
@@ -38,8 +39,6 @@ from quire.sim.load import RequestDefaults, trace_requests
 from quire.sim.plots import plot_policies
 from quire.sim.run import simulate
 from quire.sim.summary import comparison_text
-
-POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 
 
 def main() -> None:
@@ -52,7 +51,7 @@ def main() -> None:
     kinds = parser.add_subparsers(dest="kind", required=True)
     tables = kinds.add_parser("table", help="all policies in the simulator")
     tables.add_argument("--scene", choices=SCENES, default="accelerator")
-    tables.add_argument("--policies", default=",".join(POLICIES))
+    tables.add_argument("--policies", default=",".join(SCHEDULING_POLICIES))
     tables.add_argument("--speeds", help="as in 1,2,4 (default: the scene's)")
     tables.add_argument("--max-requests", type=int, help="the first so many (default: all)")
     tables.add_argument("--light", type=int, default=20, help="one in so many; 0: no flood")

@@ -22,7 +22,7 @@ from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_u
 from quire.router.features import Features, features_of, settings_in
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
 from quire.router.route_file import KVEventsTable, RouteFile, read_route_file
-from quire.router.settings import POLICIES, RouterSettings
+from quire.router.settings import ROUTING_POLICIES, RouterSettings
 from quire.routing.block_sets import BlockSets
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policy",
-        choices=POLICIES,
+        choices=ROUTING_POLICIES,
         help=f"how a replica is chosen (default {_DEFAULTS.policy})",
     )
     parser.add_argument(
@@ -169,17 +169,14 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Route until a signal. Raises SettingError."""
+    from quire.router.policies import make_routing_policy
     from quire.router.server import run as serve  # imports uvicorn
 
     log = Log("router")
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
-    if features.sets is not None and settings.policy != "warm-cache":
-        raise SettingError(
-            f"[kv-events] is for the policy warm-cache and the policy is {settings.policy}; leave "
-            "one of the two out"
-        )
+    make_routing_policy(settings, features.sets)  # raises before anything is started
     prefill, movable = _prefill_discovery(arguments, log), None
     if arguments.movable:
         from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted

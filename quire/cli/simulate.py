@@ -64,7 +64,7 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="replay speeds, as in 0.1,0.2,0.4 (default 1)",
     )
     section.add_argument(
-        "--policy",
+        *("--policy", "--scheduling-policy"),
         type=_names,
         default=("fcfs",),
         metavar="LIST",
@@ -215,7 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and pass on the simulation's errors."""
     from quire.base.errors import SettingError
     from quire.config.flags import engine_config
-    from quire.config.groups import POLICIES
+    from quire.config.groups import SCHEDULING_POLICIES
     from quire.hub.cache import with_local_model
     from quire.obs.pictures import check_picture
     from quire.obs.report import show
@@ -232,9 +232,10 @@ def run(arguments: argparse.Namespace) -> int:
     settings = {"model": arguments.model, **engine_settings(arguments)}
     config = with_local_model(engine_config(settings))
     for policy in arguments.policy:
-        if policy not in POLICIES:  # before measuring
+        if policy not in SCHEDULING_POLICIES:  # before measuring
             raise SettingError(
-                f"--policy has {policy!r}; allowed: {', '.join(POLICIES)}, as in --policy fcfs,sjf"
+                f"--policy has {policy!r}; allowed: {', '.join(SCHEDULING_POLICIES)}, as in "
+                "--policy fcfs,sjf"
             )
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):

@@ -43,7 +43,6 @@ EQUIVALENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--system-prompt": ("--system",),
         "--sys": ("--system",),
         "--key": ("--api-key",),
-        "--scheduling-policy": ("--policy",),
         "--duration": ("--seconds",),
     }
 )

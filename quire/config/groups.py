@@ -8,7 +8,7 @@ on the model or the machine is checked where those are known.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
@@ -21,8 +21,6 @@ from quire.config.transfer import TransferConfig
 # The lists below repeat names of packages that this package must not import.
 # quire/program/kv_cache.py
 KV_CACHE_DTYPES = ("auto", "f32", "bf16", "int8", "fp8")
-# quire/scheduler/policy/policies.py
-POLICIES = ("fcfs", "priority", "sjf", "fair", "edf")
 # quire/program/declarations.py: tokens of a piece of the KV cache
 PIECE_TOKENS = 256
 # The default size of the disk tier.
@@ -295,7 +293,7 @@ class SchedulerConfig:
         ):
             at_least(name, getattr(self, name), 0)
         at_most("timeline_steps", self.timeline_steps, 1 << 23, "up to 256 bytes each: 2 GiB")
-        one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         at_least("policy_aging", self.policy_aging, 0)
         at_least("max_num_seqs", self.max_num_seqs, 1)
         if self.plans_in_flight is not None:
@@ -315,6 +313,12 @@ class SchedulerConfig:
                 f"{self.max_num_seqs}: every running request takes a token per step; raise the "
                 "former or lower the latter"
             )
+
+
+# As in quire/scheduler/policy/policies.py, in that order.
+SCHEDULING_POLICIES: tuple[str, ...] = get_args(
+    get_type_hints(SchedulerConfig)["scheduling_policy"]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

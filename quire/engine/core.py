@@ -29,6 +29,7 @@ from quire.base.records import (
 )
 from quire.base.report import Field, Report
 from quire.engine.grammars import Grammars
+from quire.engine.process.message_routing import id_prefix
 from quire.engine.process.messages import (
     Abort,
     CacheReported,
@@ -47,7 +48,6 @@ from quire.engine.process.messages import (
     ToEngine,
     fault_of,
 )
-from quire.engine.process.routing import id_prefix
 from quire.engine.timelines import TimelineAnswers
 from quire.runner.handle import Handle
 from quire.runner.prefault import Prefault

@@ -1,6 +1,7 @@
 """Encodes operations for the native executor: their fields by name.
 
-The classes of quire/program/ops.py are the only description on the Python side. The compiled
+The classes that quire/program/ops.py lists (those of experts are in expert_ops.py, of exchanges in
+comm_ops.py and stage_ops.py) are the only description on the Python side. The compiled
 module exports the fields it reads (native/include/quire/operations.h); a difference between the
 two tables is an error when this module is imported.
 """

@@ -32,7 +32,7 @@ from quire.execute.executor import (
 from quire.execute.quantized_weights import quantize_weight, read_f32
 from quire.execute.reference_attention import PagedRows, attention
 from quire.execute.reference_context import context_attention
-from quire.execute.reference_experts import distributed_experts, experts, route
+from quire.execute.reference_experts import expert_parallel, experts, route
 from quire.execute.rope_table import RopeTable, rope_bytes
 from quire.program.batch import ForwardBatch
 from quire.program.comm_ops import AllGather, AllReduce, share_of
@@ -422,7 +422,7 @@ class ReferenceExecutor:
 
     def _run_experts(self, op: Experts) -> None:
         if op.holders:
-            self._run_distributed_experts(op)
+            self._run_expert_parallel(op)
             return
         y = experts(
             op,
@@ -435,8 +435,8 @@ class ReferenceExecutor:
         )
         self._write(op.y, y)
 
-    def _run_distributed_experts(self, op: Experts) -> None:
-        y = distributed_experts(
+    def _run_expert_parallel(self, op: Experts) -> None:
+        y = expert_parallel(
             op,
             self._read(op.x),
             self._read(op.routing),

@@ -57,7 +57,7 @@ def experts(
     return y
 
 
-def distributed_experts(
+def expert_parallel(
     op: Experts,
     x: Float32s,
     routing: Float32s,

@@ -1,8 +1,9 @@
 """What the config.json of decoders has in common, as a ModelSpec; families add what is their own.
 
 A family reads its own keys first, then calls `read_decoder` with what they mean. Every key is
-read, required to have the one value that is supported, or named in passed_over.py as unable to
-change an answer; any other key is a problem. Knows JSON only through ConfigReader.
+read, required to have the one value that is supported, or named as unable to change an answer (in
+passed_over.py, and those of mixtures of experts in expert_config.py); any other key is a problem.
+Knows JSON only through ConfigReader.
 """
 
 from __future__ import annotations

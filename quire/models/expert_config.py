@@ -1,21 +1,22 @@
 """What the config.json of families with experts has in common, as an ExpertsSpec.
 
-A family calls `read_experts` with its own names before it calls `read_decoder`. Knows JSON only
-through ConfigReader.
+A family calls `read_experts` with its own names before it calls `read_decoder`, and gives the
+fields that it alone has with dataclasses.replace. Knows JSON only through ConfigReader.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
 from quire.models.spec import ExpertsSpec
-from quire.program.forms import RoutingForm
 
-MAX_EXPERTS = 2**16
+# Counts beyond these are mistakes; what the kernels hold is less (_native.MAX_EXPERTS).
+MAX_COUNT = 2**16
 MAX_SIZE = 2**22
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# The number of experts, under the name of the family's files or of transformers 5.
+COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Losses and noise of training, and whether the router's logits are returned as well.
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 
@@ -23,37 +24,38 @@ TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise
 def read_experts(
     config: ConfigReader,
     *,
-    size: str,
     layers: frozenset[int],
     normalized: bool,
-    **own: Any,
+    size_key: str,
+    top_k_key: str = "num_experts_per_tok",
+    count_keys: Sequence[str] = COUNT_KEYS,
 ) -> ExpertsSpec:
-    """Return the spec. size: the name of an expert's inner width.
+    """Return the spec, with the defaults of ExpertsSpec for what is not read here.
 
-    own: fields of ExpertsSpec that the family has read.
+    size_key, top_k_key: the keys of an expert's inner width and of the number chosen per token.
+    count_keys: those of the number of experts, which must agree where several are given.
     """
     config.pass_over(TRAINING)
-    num_experts = _read_count(config)
-    top_k = config.whole("num_experts_per_tok", 1, MAX_EXPERTS)
+    num_experts = _read_count(config, count_keys)
+    top_k = config.whole(top_k_key, 1, MAX_COUNT)
     if top_k > num_experts:
         config.note(
-            f"num_experts_per_tok is {top_k}; there are {num_experts} experts",
-            of=("num_experts_per_tok", *COUNTS),
+            f"{top_k_key} is {top_k}; there are {num_experts} experts",
+            of=(top_k_key, *count_keys),
         )
     return ExpertsSpec(
         layers=layers,
         num_experts=num_experts,
         top_k=min(top_k, num_experts),
-        size=config.whole(size, 1, MAX_SIZE),
-        form=RoutingForm.NORMALIZED if normalized else RoutingForm.SCORES,
-        **own,
+        size=config.whole(size_key, 1, MAX_SIZE),
+        normalized=normalized,
     )
 
 
-def _read_count(config: ConfigReader) -> int:
-    """The number of experts, under the name of the family's files or of transformers 5."""
-    names = [name for name in COUNTS if config.has(name)] or [COUNTS[0]]
-    counts = {name: config.whole(name, 1, MAX_EXPERTS) for name in names}
+def _read_count(config: ConfigReader, keys: Sequence[str]) -> int:
+    """The number of experts."""
+    names = [name for name in keys if config.has(name)] or [keys[0]]
+    counts = {name: config.whole(name, 1, MAX_COUNT) for name in names}
     if len(set(counts.values())) > 1:
         config.note(f"{' and '.join(names)} are {counts}; they must agree")
     return counts[names[0]]

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quire.base.errors import ConfigError
 from quire.models import layers
 from quire.models.spec import ExpertsSpec, ModelSpec
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import WeightPart
-from quire.program.forms import RouterScore
+from quire.program.forms import RouterScore, RoutingForm
 from quire.program.tensors import DType, View
 
 
 def feed_forward(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
-    """What the feed-forward half of a layer adds [T, H]."""
+    """What the feed-forward half of a layer adds [T, H]. Raises ConfigError for experts with
+    biases."""
     experts = spec.experts
     if experts is None or layer not in experts.layers:
         return layers.gated_mlp(p, spec, h, layer)
+    if spec.mlp.bias:
+        raise ConfigError(
+            f"{spec.architecture}: biases of experts' products (mlp_bias) are not supported; only "
+            "false is"
+        )
     added = _experts(p, spec, experts, h, layer)
-    if not experts.shared_size:
-        return added
-    return p.add(added, _shared_expert(p, spec, experts, h, layer))
+    if experts.shared_size:
+        p.add(added, _shared_expert(p, spec, experts, h, layer))
+    return layers.to_residual(p, spec, added)
 
 
 def _experts(p: ProgramBuilder, spec: ModelSpec, experts: ExpertsSpec, h: View, layer: int) -> View:
@@ -33,20 +40,21 @@ def _experts(p: ProgramBuilder, spec: ModelSpec, experts: ExpertsSpec, h: View, 
     source = f"model.layers.{layer}.{tensors.block}."
     bias = None
     if experts.has_selection_bias:
-        part = WeightPart("bias", f"{source}gate.e_score_correction_bias", count)
+        part = WeightPart("bias", f"{source}{tensors.selection_bias}", count)
         bias = p.vector(f"{name}router.bias", [part])
     routing = p.route(
-        _logits(p, h, f"{name}router", f"{source}gate.weight", count),
+        _logits(p, h, f"{name}router", f"{source}{tensors.router}.weight", count),
         top_k=experts.top_k,
         score=experts.score,
-        form=experts.form,
+        form=RoutingForm.NORMALIZED if experts.normalized else RoutingForm.SCORES,
         bias=bias,
         groups=experts.groups,
         top_groups=experts.top_groups,
         scale=experts.scale,
     )
-    gate_up = list(_parts(experts, f"{source}experts.", (tensors.gate, tensors.up), experts.size))
-    down = list(_parts(experts, f"{source}experts.", (tensors.down,), spec.hidden_size))
+    inner = tensors.gate_proj, tensors.up_proj
+    gate_up = list(_parts(experts, f"{source}experts.", inner, experts.size))
+    down = list(_parts(experts, f"{source}experts.", (tensors.down_proj,), spec.hidden_size))
     return p.experts(
         h,
         routing,
@@ -62,18 +70,17 @@ def _shared_expert(
 ) -> View:
     """The output of the expert that every token passes [T, H], times its gate where it has one.
 
-    It is a layer of one expert: its routing weight is the sigmoid of the gate, or of nothing (1).
+    With a gate it is a layer of one expert; its routing weight is the sigmoid of the gate.
     """
     name, source = f"layers.{layer}.shared", f"model.layers.{layer}.{experts.tensors.block}."
     shared, size = f"{source}{experts.shared}.", experts.shared_size
+    if not experts.has_shared_gate:
+        f32 = DType.F32
+        return layers.gated_products(
+            p, spec, h, f"{name}.", shared, size, dtype=f32, out_name="shared"
+        )
     rows = [WeightPart(part, f"{shared}{part}_proj.weight", size) for part in ("gate", "up")]
     down = WeightPart("down", f"{shared}down_proj.weight", spec.hidden_size)
-    if not experts.has_shared_gate:
-        gate_up = p.matrix(f"{name}.gate_up", rows, spec.hidden_size)
-        gate, up = p.parts(p.linear(h, gate_up, out_name="gate_up"), gate_up)
-        inner = p.activation(gate, up, form=spec.mlp.activation)
-        down_weight = p.matrix(f"{name}.down", [down], size, shard="columns")
-        return p.linear(inner, down_weight, dtype=DType.F32, out_name="shared")
     gate_source = f"{source}{experts.shared}_gate.weight"
     logits = _logits(p, h, f"{name}.gate", gate_source, 1)
     return p.experts(

@@ -3,8 +3,8 @@
 The family's own reader makes the spec: this file only translates keys, so that a model is the same
 from either. Every key of the architecture is translated, required to have the one value that is
 supported, or listed as unable to change an answer; any other is a problem. What the converter did
-to values counts here (Gemma's norms hold their 1 already); what it did to names and rows is the
-weights room's. Two things a checkpoint says GGUF does not: the window of a Mistral or StarCoder 2.
+to values counts here (Gemma's norms hold their 1 already); what it did to names and rows is in
+quire/weights. Two things a checkpoint says GGUF does not: the window of a Mistral or StarCoder 2.
 Source: convert_hf_to_gguf.py, gguf-py and src/models (ggml-org/llama.cpp).
 """
 
@@ -191,7 +191,7 @@ def _read_tokens(config: ConfigReader, model: GgufModel, values: Json) -> None:
     tokens = ConfigReader(entries, where=f"{TOKENIZER}*")
     values["eos_token_id"] = list(read_ends(tokens, values["vocab_size"])) or None
     values["bos_token_id"] = list(tokens.ids("bos_token_id", values["vocab_size"])) or None
-    tokens.pass_over_all()  # the text room reads the rest
+    tokens.pass_over_all()  # quire/text reads the rest
     config.absorb(tokens)
 
 
@@ -218,7 +218,7 @@ def _read_divisors(config: ConfigReader, model: GgufModel, values: Json) -> Any:
     return read_divisors(config, model, FREQUENCY_DIVISORS, values["head_dim"] // 2)
 
 
-def _read_experts(config: ConfigReader, values: Json) -> None:
+def _read_expert_counts(config: ConfigReader, values: Json) -> None:
     for key, name in EXPERT_COUNTS.items():
         values[name] = config.whole(key, 1, 2**16)
 
@@ -227,20 +227,20 @@ def _read_llama(config: ConfigReader, model: GgufModel, values: Json) -> None:
     """A Llama, or with experts a Mixtral."""
     _read_rotation(config, model, values)
     if config.take("expert_count"):
-        _read_experts(config, values)
+        _read_expert_counts(config, values)
         values["architectures"] = ["MixtralForCausalLM"]
 
 
 def _read_qwen3_moe(config: ConfigReader, model: GgufModel, values: Json) -> None:
     _read_rotation(config, model, values)
-    _read_experts(config, values)
+    _read_expert_counts(config, values)
     values["moe_intermediate_size"] = config.whole("expert_feed_forward_length", 1, 2**22)
     values["norm_topk_prob"] = True  # of all that were published
 
 
 def _read_olmoe(config: ConfigReader, model: GgufModel, values: Json) -> None:
     _read_rotation(config, model, values)
-    _read_experts(config, values)
+    _read_expert_counts(config, values)
 
 
 def _read_granite(config: ConfigReader, model: GgufModel, values: Json) -> None:

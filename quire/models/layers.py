@@ -220,10 +220,31 @@ def gated_mlp(
     p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, dtype: DType | None = None
 ) -> View:
     """What the gated feed-forward half adds [T, H], in the program's dtype or `dtype`."""
-    source, has_bias = f"model.layers.{layer}.mlp.", spec.mlp.bias
-    rows = {"gate": spec.mlp.size, "up": spec.mlp.size}
-    gate, up = _fused(p, h, f"layers.{layer}.gate_up", source, rows, has_bias=has_bias)
-    return mlp_out(p, spec, p.activation(gate, up, form=spec.mlp.activation), layer, dtype=dtype)
+    name, source = f"layers.{layer}.", f"model.layers.{layer}.mlp."
+    y = gated_products(p, spec, h, name, source, spec.mlp.size, dtype=dtype)
+    return to_residual(p, spec, y)
+
+
+def gated_products(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    h: View,
+    name: str,
+    source: str,
+    size: int,
+    *,
+    dtype: DType | None = None,
+    out_name: str = "down",
+) -> View:
+    """down @ (activation(gate @ h) * (up @ h)) [T, H], of inner width `size`.
+
+    name, source: prefixes of its weights' names and of its tensors' ("model.layers.N.mlp.").
+    """
+    rows = {"gate": size, "up": size}
+    gate, up = _fused(p, h, f"{name}gate_up", source, rows, has_bias=spec.mlp.bias)
+    inner = p.activation(gate, up, form=spec.mlp.activation)
+    weight, bias = _outer(p, spec, inner, f"{name}down", f"{source}down_proj", spec.mlp.bias)
+    return p.linear(inner, weight, bias=bias, dtype=dtype, out_name=out_name)
 
 
 def mlp_out(
@@ -269,15 +290,35 @@ def product(
     transposed: bool = False,
     dtype: DType | None = None,
 ) -> View:
-    """A product into the residual stream; its input is what is cut when the model is sharded."""
+    """A product that half a layer adds to the residual stream [T, H]."""
+    weight, bias = _outer(p, spec, x, name, source, has_bias, transposed=transposed)
+    y = p.linear(x, weight, bias=bias, dtype=dtype, out_name=name.rsplit(".", 1)[-1])
+    return to_residual(p, spec, y)
+
+
+def to_residual(p: ProgramBuilder, spec: ModelSpec, y: View) -> View:
+    """y [T, H] times residual_scale, in place: all that half a layer adds passes here once."""
+    return y if spec.residual_scale == 1.0 else p.scale(y, spec.residual_scale)
+
+
+def _outer(
+    p: ProgramBuilder,
+    spec: ModelSpec,
+    x: View,
+    name: str,
+    source: str,
+    has_bias: bool,
+    *,
+    transposed: bool = False,
+) -> tuple[str, str | None]:
+    """Declare the weight and the bias of a product from x [T, I] to the stream's width."""
     last = name.rsplit(".", 1)[-1]
     part = WeightPart(last, f"{source}.weight", spec.hidden_size, transposed=transposed)
     weight = p.matrix(name, [part], x.width, shard="columns")
-    bias = None
-    if has_bias:
-        bias = p.vector(f"{name}.bias", [WeightPart(last, f"{source}.bias", spec.hidden_size)])
-    y = p.linear(x, weight, bias=bias, dtype=dtype, out_name=last)
-    return y if spec.residual_scale == 1.0 else p.scale(y, spec.residual_scale)
+    if not has_bias:
+        return weight, None
+    bias = [WeightPart(last, f"{source}.bias", spec.hidden_size)]
+    return weight, p.vector(f"{name}.bias", bias)
 
 
 def logits(p: ProgramBuilder, spec: ModelSpec, h: View, head: str) -> View:

@@ -6,6 +6,8 @@ builder.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS, read_decoder
 from quire.models.expert_config import read_experts
@@ -13,7 +15,7 @@ from quire.models.rope_reader import read_rope
 from quire.models.spec import ExpertTensors, ModelSpec, RotarySpec
 
 THETA = 1e6  # where a configuration has none
-TENSORS = ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+TENSORS = ExpertTensors(block="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2")
 
 
 def read_mixtral(config: ConfigReader, architecture: str) -> ModelSpec:
@@ -26,10 +28,9 @@ def read_mixtral(config: ConfigReader, architecture: str) -> ModelSpec:
         config.note("num_key_value_heads is missing; it has no sensible default in a Mixtral")
     experts = read_experts(
         config,
-        size="intermediate_size",
+        size_key="intermediate_size",
         layers=frozenset(range(num_layers)),
         normalized=True,
-        tensors=TENSORS,
     )
     max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     return read_decoder(
@@ -37,6 +38,6 @@ def read_mixtral(config: ConfigReader, architecture: str) -> ModelSpec:
         architecture,
         model_type="mixtral",
         attention={"windows": windows},
-        experts=experts,
+        experts=replace(experts, tensors=TENSORS),
         rotary=RotarySpec(full=read_rope(config, max_positions, theta=THETA)),
     )

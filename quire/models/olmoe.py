@@ -24,7 +24,7 @@ def read_olmoe(config: ConfigReader, architecture: str) -> ModelSpec:
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     experts = read_experts(
         config,
-        size="intermediate_size",
+        size_key="intermediate_size",
         layers=frozenset(range(num_layers)),
         normalized=config.flag("norm_topk_prob", default=False),
     )

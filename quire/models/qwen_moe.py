@@ -7,6 +7,7 @@ out, are dense. Their ModelSpec says all of that, so `build_llama` is their buil
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.models.config_reader import ConfigReader
@@ -21,7 +22,7 @@ def read_qwen2_moe(config: ConfigReader, architecture: str) -> ModelSpec:
     return _read(
         config,
         architecture,
-        _read_experts(config, shared_size=shared_size, has_shared_gate=True),
+        replace(_read_sparse(config), shared_size=shared_size, has_shared_gate=True),
         model_type="qwen2_moe",
         attention={"qkv_bias": config.flag("qkv_bias", default=True)},
     )
@@ -33,22 +34,22 @@ def read_qwen3_moe(config: ConfigReader, architecture: str) -> ModelSpec:
     return _read(
         config,
         architecture,
-        _read_experts(config),
+        _read_sparse(config),
         model_type="qwen3_moe",
         attention={"qkv_bias": has_bias, "output_bias": has_bias, "head_norms": True},
     )
 
 
-def _read_experts(config: ConfigReader, **own: Any) -> ExpertsSpec:
+def _read_sparse(config: ConfigReader) -> ExpertsSpec:
+    """The experts of the layers that are not dense."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     dense = read_layer_list(config, "mlp_only_layers")
     step = config.whole("decoder_sparse_step", 1, 10_000, default=1)
     return read_experts(
         config,
-        size="moe_intermediate_size",
+        size_key="moe_intermediate_size",
         layers=frozenset(range(step - 1, num_layers, step)) - dense,
         normalized=config.flag("norm_topk_prob", default=False),
-        **own,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.base.show import show
@@ -33,8 +33,7 @@ _SEES_ALL = (
     "was trained to continue text"
 )
 _HAS_EXPERTS = (
-    "it is a mixture of experts ({found}) of a family that does not run yet; Mixtral, Qwen 2 and 3 "
-    "with experts, dots.llm1 and OLMoE do"
+    "it is a mixture of experts ({found}) of a family that does not run yet; {mixtures} do"
 )
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
 _PAINTS = "it makes pictures ({found}); only models that continue text run"
@@ -72,14 +71,17 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )  # fmt: skip
 
 
-def refusal(values: Mapping[str, Any], running: Iterable[str]) -> str:
-    """Why the model of this config.json does not run, and which architectures (`running`) do."""
+def refusal(values: Mapping[str, Any], running: Iterable[str], mixtures: Sequence[str]) -> str:
+    """Why the model of this config.json does not run, and which architectures (`running`) do.
+
+    mixtures: those of them with experts.
+    """
     names, running = values.get("architectures"), sorted(running, key=str.lower)
     if names is None:
         said = f"no architectures, and model_type is {show(values.get('model_type'))}"
     else:
         said = f"architectures is {show(names)}, which is not supported"
-    reason = _reason(values, running)
+    reason = _reason(values, mixtures)
     listed = textwrap.fill(
         ", ".join(running), LIST_COLUMNS, initial_indent="  ", subsequent_indent="  "
     )
@@ -148,7 +150,7 @@ def _class_paths(auto_map: Mapping[str, Any]) -> Iterable[Any]:
             yield path
 
 
-def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
+def _reason(values: Mapping[str, Any], mixtures: Sequence[str]) -> str:
     names = values.get("architectures")
     listed = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if len(listed) > 1:
@@ -159,7 +161,8 @@ def _reason(values: Mapping[str, Any], running: Iterable[str]) -> str:
         if found is None and re.search(pattern, name):
             found = name
         if found is not None:
-            return described.format(found=show(found).strip('"'))
+            found = show(found).strip('"')
+            return described.format(found=found, mixtures=", ".join(mixtures))
     if values.get("is_encoder_decoder") is True:
         return _TAKES_TURNS.format(found="is_encoder_decoder")
     if values.get("_class_name") or values.get("_diffusers_version"):
@@ -191,7 +194,15 @@ _GGUF_KINDS: tuple[tuple[str, str], ...] = (
         "it has state-space or recurrent layers, which are not supported",
     ),
     (r".*vl.*|.*omni.*|mllama|llama4", "it also reads pictures or sound; only text models run"),
-    (r".*moe.*|deepseek.*|grok|dbrx|gpt-?oss", "it is a mixture of experts that does not run yet"),
+    (
+        r"deepseek2.*",
+        "its attention is over latent keys and values (MLA), which is not supported",
+    ),
+    (
+        r".*moe.*|deepseek.*|dots1|grok|dbrx|gpt-?oss",
+        "it is a mixture of experts that is not read from GGUF; take its checkpoint in "
+        "safetensors, if the family runs",
+    ),
     (r"flux|sd\d?|wan|whisper|.*tts.*|wavtokenizer.*", "it makes or reads pictures or sound"),
 )
 

@@ -48,11 +48,12 @@ from quire.program.tensors import DType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture: `read` makes its spec, `build` its program."""
+    """An architecture: `read` makes its spec, `build` its program. has_experts: for messages."""
 
     model_type: str
     read: Callable[[ConfigReader, str], ModelSpec]
     build: Callable[..., Program]
+    has_experts: bool = False
 
 
 FAMILIES = MappingProxyType(
@@ -64,15 +65,21 @@ FAMILIES = MappingProxyType(
         ),
         "Qwen2ForCausalLM": Family(model_type="qwen2", read=read_qwen2, build=build_llama),
         "Qwen3ForCausalLM": Family(model_type="qwen3", read=read_qwen3, build=build_llama),
-        "MixtralForCausalLM": Family(model_type="mixtral", read=read_mixtral, build=build_llama),
+        "MixtralForCausalLM": Family(
+            model_type="mixtral", read=read_mixtral, build=build_llama, has_experts=True
+        ),
         "Qwen2MoeForCausalLM": Family(
-            model_type="qwen2_moe", read=read_qwen2_moe, build=build_llama
+            model_type="qwen2_moe", read=read_qwen2_moe, build=build_llama, has_experts=True
         ),
         "Qwen3MoeForCausalLM": Family(
-            model_type="qwen3_moe", read=read_qwen3_moe, build=build_llama
+            model_type="qwen3_moe", read=read_qwen3_moe, build=build_llama, has_experts=True
         ),
-        "Dots1ForCausalLM": Family(model_type="dots1", read=read_dots1, build=build_llama),
-        "OlmoeForCausalLM": Family(model_type="olmoe", read=read_olmoe, build=build_olmoe),
+        "Dots1ForCausalLM": Family(
+            model_type="dots1", read=read_dots1, build=build_llama, has_experts=True
+        ),
+        "OlmoeForCausalLM": Family(
+            model_type="olmoe", read=read_olmoe, build=build_olmoe, has_experts=True
+        ),
         "SmolLM3ForCausalLM": Family(model_type="smollm3", read=read_smollm3, build=build_llama),
         "Phi3ForCausalLM": Family(model_type="phi3", read=read_phi3, build=build_phi3),
         "GemmaForCausalLM": Family(model_type="gemma", read=read_gemma, build=build_llama),
@@ -152,7 +159,8 @@ def _architecture(values: Mapping[str, Any], where: Path) -> tuple[str, bool]:
     sibling = with_head(names[0], FAMILIES) if isinstance(names, list) and len(names) == 1 else None
     names = names if sibling is None else [sibling]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in list(FAMILIES):
-        raise ConfigError(f"{where}: {refusal(values, FAMILIES)}")
+        mixtures = [name for name, family in FAMILIES.items() if family.has_experts]
+        raise ConfigError(f"{where}: {refusal(values, FAMILIES, mixtures)}")
     if problem := other_kind(values):
         raise ConfigError(f"{where}: this model is more than its architecture says: {problem}")
     return str(names[0]), sibling is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire.program.forms import ActivationForm, NormForm, RouterScore, RoutingForm
+from quire.program.forms import ActivationForm, NormForm, RouterScore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +95,19 @@ class MlpSpec:
 class ExpertTensors:
     """Names of the tensors of a layer's experts, after "model.layers.N.".
 
-    block: what the router and the experts are in. gate, up, down: the products of an expert.
-    stacked: each of them is one tensor [experts, rows, columns], not one per expert.
+    block: what the router and the experts are in. router: in it, without ".weight" (most files
+    call the router "gate"); selection_bias: the whole name of its bias, which only counts for the
+    choice. gate_proj, up_proj, down_proj: the products of expert E, `block`.experts.E.NAME.weight.
+    stacked: each of them is one tensor `block`.experts.NAME.weight [experts, rows, columns]
+    instead. Tensors with gate and up in one, or [experts, columns, rows], have no names here yet.
     """
 
     block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    router: str = "gate"
+    selection_bias: str = "gate.e_score_correction_bias"
+    gate_proj: str = "gate_proj"
+    up_proj: str = "up_proj"
+    down_proj: str = "down_proj"
     stacked: bool = False
 
 
@@ -110,11 +115,12 @@ class ExpertTensors:
 class ExpertsSpec:
     """A mixture of experts in place of the feed-forward half, where `layers` says so.
 
-    size: inner width of an expert; top_k of num_experts are chosen per token. score, form: see
-    Route in quire/program/expert_ops.py. has_selection_bias, groups, top_groups, scale: as
-    DeepSeek-V3 chooses. shared_size: inner width of the expert that every token passes, 0 for none;
-    has_shared_gate: its output is multiplied by the sigmoid of a gate. shared: the name of its
-    tensors.
+    size: inner width of an expert (moe_intermediate_size); top_k of num_experts are chosen per
+    token. score: see Route in quire/program/expert_ops.py. normalized: the weights of the chosen
+    experts are divided by their sum (norm_topk_prob). has_selection_bias, groups, top_groups
+    (n_group, topk_group), scale: as DeepSeek-V3 chooses. shared_size: inner width of the shared
+    expert, which every token passes, 0 for none; has_shared_gate: its output is multiplied by the
+    sigmoid of a gate. shared: the name of its tensors.
     """
 
     layers: frozenset[int]
@@ -122,7 +128,7 @@ class ExpertsSpec:
     top_k: int
     size: int
     score: RouterScore = RouterScore.SOFTMAX
-    form: RoutingForm = RoutingForm.SCORES
+    normalized: bool = False
     scale: float = 1.0
     has_selection_bias: bool = False
     groups: int = 0

@@ -36,8 +36,9 @@ class WeightPart:
     They are rows first_row .. first_row + rows - 1 of a tensor of `of_rows` rows, or all of it
     where of_rows is 0. transposed: the tensor is stored [columns, rows], as GPT-2 stores its
     products. stacked: the tensor holds so many experts, [stacked, of_rows / stacked, columns], and
-    rows are counted through all of them; 0 for a matrix. A vector's rows are its elements. Where
-    of_columns is not 0, the weight has columns first_column and on of the tensor's `of_columns`.
+    rows are counted through all of them; 0 for a matrix; never together with transposed. A vector's
+    rows are its elements. Where of_columns is not 0, the weight has columns first_column and on of
+    the tensor's `of_columns`.
     """
 
     name: str  # as in "q"
@@ -58,7 +59,9 @@ class Weight:
     Shape is [rows, columns] (columns 0 for a vector); rows is the sum of the parts'. experts: the
     number of experts of a matrix with an expert axis, [experts, expert_rows, columns]; its
     parts are in the order of the experts; 0 for a weight without.
-    `shard` names the axis that parallelism cuts: "rows", "columns", "experts" or "" for none.
+    `shard` is "" where each rank has the whole weight, else "rows", "columns" or "experts": plans
+    count the bytes of a rank by whether it is empty (quire/sim/plan.py). What a rank has of a
+    weight is decided by the operations that read it (quire/program/shard.py), not by this word.
     `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
     the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`.
     """

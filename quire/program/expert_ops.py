@@ -93,9 +93,9 @@ class Experts(Operation):
 
     gate_up [E, 2 I, H] and down [E, H, I] are weights with an expert axis. Of several ranks
     (degree > 1) each has the rows of its columns: of gate and of up `share_of`(I, unit, ...), which
-    the ranks exchange before down, and as many of down as y is wide. Or whole experts are
-    distributed (holders: bit r of an expert's number is set where rank r has it): a rank has the
-    weights of its own, and y is `share_of`(H, unit, ...), summed from the outputs of all ranks.
+    the ranks exchange before down, and as many of down as y is wide. Under expert parallelism
+    (holders: bit r of an expert's number is set where rank r has it) a rank has the weights of its
+    own experts, and y is `share_of`(H, unit, ...), summed from the outputs of all ranks.
     """
 
     kind = "experts"
@@ -116,6 +116,11 @@ class Experts(Operation):
     holders: tuple[int, ...] = ()
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether rows choose among experts; a shared expert behind a gate is a layer of one."""
+        return self.routing.width > 1
+
+    @property
     def own_experts(self) -> tuple[int, ...]:
         """The experts that this rank has the weights of, in order."""
         if not self.holders:
@@ -128,7 +133,7 @@ class Experts(Operation):
         return 1 if self.degree > 1 else 0
 
     def first_rank(self, expert: int) -> int:
-        """Return the lowest rank that has a distributed expert."""
+        """Return the lowest rank that has an expert, under expert parallelism."""
         return (self.holders[expert] & -self.holders[expert]).bit_length() - 1
 
     @property

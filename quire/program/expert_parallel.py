@@ -61,7 +61,7 @@ def mixtures(program: Program) -> Iterator[Experts]:
     """Yield the operations with several experts, in order."""
     for ops in program.segments.values():
         for op in ops:
-            if isinstance(op, Experts) and op.routing.width > 1:
+            if isinstance(op, Experts) and op.is_mixture:
                 yield op
 
 

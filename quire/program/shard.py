@@ -18,9 +18,9 @@ stays whole, and so do embeddings; a head that is also the embedding becomes a w
 (weight_shares.py). What elementwise operations compute from some columns is exchanged after them,
 once per result.
 
-Experts are split alike, each by itself: their inner columns are exchanged inside the operation. Or
-whole experts are distributed (expert_parallel.py). A router is whole on each rank, so that all
-choose the same.
+Experts are split alike, each by itself: their inner columns are exchanged inside the operation; or
+ranks have whole experts, under expert parallelism (expert_parallel.py). A router is whole on each
+rank, so that all choose the same.
 
 Always holds: buffers keep their numbers, and each rank exchanges at the same places the same
 columns. What cannot be split is refused by name (degrees.py).
@@ -227,7 +227,7 @@ class _Sharding:
         for view in op.inputs:
             self._whole(view)
         if holders := self._placement.of(op):
-            return self._whole_experts(op, holders)
+            return self._expert_parallel(op, holders)
         down = self._source.weights[op.down]
         inner, width, experts = down.columns, op.y.width, range(down.experts)
         inner_unit, unit = self._unit(inner), self._unit(width)
@@ -255,7 +255,7 @@ class _Sharding:
             unit=inner_unit,
         )
 
-    def _whole_experts(self, op: Experts, holders: tuple[int, ...]) -> Experts:
+    def _expert_parallel(self, op: Experts, holders: tuple[int, ...]) -> Experts:
         """The rank's experts, and its columns of the sum over all of them."""
         unit = self._unit(op.y.width)
         self._note_split(op.y, unit)

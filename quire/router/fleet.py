@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from quire.base.log import Log
 from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
-from quire.router.policies import make_policy
+from quire.router.policies import make_routing_policy
 from quire.router.replica import ASLEEP, Replica
 from quire.router.settings import RouterSettings
 from quire.routing.block_sets import BlockSets
-from quire.routing.policy import Policy, RouteKey
+from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
 
@@ -37,7 +37,7 @@ class Fleet:
     ) -> None:
         self.settings = settings
         self.log = log
-        self.policy: Policy = make_policy(settings, sets)
+        self.policy: RoutingPolicy = make_routing_policy(settings, sets)
         self.on_changed: Callable[[], None] = lambda: None
         self.on_fenced: Callable[[Replica], None] = lambda replica: None
         self.replicas: dict[str, Replica] = {}

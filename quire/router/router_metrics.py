@@ -13,7 +13,6 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from quire.router.fleet import Fleet
-from quire.routing.warm_cache import WarmCache
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -95,13 +94,5 @@ class _FleetCollector(Collector):
             open_.add_metric(names, len(replica.loads))
             backlog.add_metric(names, replica.backlog_tokens)
         yield from (up, open_, backlog)
-        policy = self._fleet.policy
-        if isinstance(policy, WarmCache):
-            yield GaugeMetricFamily(
-                "quire_router_prompt_blocks", "Blocks of routed prompts", policy.blocks_total
-            )
-            yield GaugeMetricFamily(
-                "quire_router_warm_blocks",
-                "Blocks of routed prompts that their replica had, by the router's history",
-                policy.matched_blocks_total,
-            )
+        for count in self._fleet.policy.counts():
+            yield GaugeMetricFamily(f"quire_router_{count.name}", count.text, count.value)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import SettingError
 
-POLICIES = ("warm-cache", "session-affinity", "least-tokens", "power-of-two", "round-robin")
+ROUTING_POLICIES = ("warm-cache", "session-affinity", "least-tokens", "power-of-two", "round-robin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class RouterSettings:
     wait_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
+        if self.policy not in ROUTING_POLICIES:
             raise SettingError(
-                f"--policy is {self.policy!r}; one of {', '.join(POLICIES)} is allowed"
+                f"--policy is {self.policy!r}; one of {', '.join(ROUTING_POLICIES)} is allowed"
             )
         times = ("probe_s", "stall_s", "silence_s", "connect_s", "resume_s", "role_hold_s")
         for name in times:

@@ -1,4 +1,4 @@
-"""Policy: choose a replica for a request. The protocol, and what a policy may read.
+"""RoutingPolicy: choose a replica for a request. The protocol, and what a policy may read.
 
 A replica is a server behind `quire route`, or an engine of --data-parallel-size: its maker counts
 what it has open. A policy sees only replicas that may take the request. Choices may depend on
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 
 class Replica(Protocol):
@@ -48,10 +48,21 @@ class RouteKey:
     block_size: int = 0
 
 
-class Policy(Protocol):
-    """A way to choose. replicas is never empty."""
+class PolicyCount(NamedTuple):
+    """A number that a policy has counted; name: of the metric, after quire_router_."""
 
-    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica: ...
+    name: str
+    text: str
+    value: int
+
+
+class RoutingPolicy(Protocol):
+    """A way to choose. uses_events: whether it reads the blocks that replicas report."""
+
+    uses_events: bool
+
+    def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
+        """Return one of the replicas, of which there is at least one."""
 
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Note that the request was sent there."""
@@ -59,15 +70,24 @@ class Policy(Protocol):
     def forget(self, replica: Replica) -> None:
         """Note that the replica has lost its cache, or is gone."""
 
+    def counts(self) -> Sequence[PolicyCount]:
+        """Return what it shows among the router's metrics."""
+
 
 class PlainPolicy:
-    """A policy that remembers nothing of requests."""
+    """Base of policies that remember nothing of requests: they have `choose` only."""
+
+    uses_events = False
 
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Keep nothing."""
 
     def forget(self, replica: Replica) -> None:
         """Keep nothing."""
+
+    def counts(self) -> Sequence[PolicyCount]:
+        """Count nothing."""
+        return ()
 
 
 def lightest(replicas: Sequence[AnyReplica]) -> AnyReplica:

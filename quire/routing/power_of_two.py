@@ -1,4 +1,4 @@
-"""Power of two: of two replicas drawn at random, the one with fewer open tokens.
+"""Power of two, `power-of-two`: of two replicas drawn at random, the one with fewer open tokens.
 
 Nearly as even as least tokens, and several routers that do not know of each other do not all choose
 the same replica.

@@ -1,4 +1,4 @@
-"""Round robin: each replica in turn.
+"""Round robin, `round-robin`: each replica in turn.
 
 Knows neither load nor prompts. Always holds: of replicas that stay available, each is chosen once
 before any is chosen twice.

@@ -1,4 +1,4 @@
-"""Session affinity: requests with one session key go to one replica.
+"""Session affinity, `session-affinity`: requests with one session key go to one replica.
 
 By rendezvous hashing: when a replica leaves, only its sessions move. Requests without a key go
 where the fewest tokens are. Several routers choose alike, since the hash is the same everywhere.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from quire.routing.fewest_tokens import FewestTokens
+from quire.routing.least_tokens import LeastTokens
 from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey
 
 
@@ -17,7 +17,7 @@ class SessionAffinity(PlainPolicy):
     """The session is `prompt_cache_key`, or the header `x-session-id`."""
 
     def __init__(self) -> None:
-        self._others = FewestTokens()
+        self._others = LeastTokens()
 
     def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the replica of the session."""

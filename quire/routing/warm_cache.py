@@ -1,4 +1,4 @@
-"""Warm cache: stay with the replica that has the beginning of the prompt, while it keeps up.
+"""Warm cache, `warm-cache`: stay with the replica that has the beginning of the prompt.
 
 Of the available replicas the one with the longest known prefix is chosen, unless it has more than
 `backlog_tokens` more open tokens than the least loaded one; then the least loaded is. What a
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.routing.block_sets import BlockSets
-from quire.routing.fewest_tokens import FewestTokens
-from quire.routing.policy import AnyReplica, Replica, RouteKey
+from quire.routing.least_tokens import LeastTokens
+from quire.routing.policy import AnyReplica, PolicyCount, Replica, RouteKey
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory
 
 # Of the history's blocks, as the router estimates the lengths of prompts.
@@ -22,13 +22,15 @@ class WarmCache:
     """sets: what replicas report; None where they report nothing. matched_blocks_total,
     blocks_total: of the chosen replicas, and of all prompts, by the history."""
 
+    uses_events = True
+
     def __init__(
         self, history: PrefixHistory, backlog_tokens: int, sets: BlockSets | None = None
     ) -> None:
         self._history = history
         self.sets = sets
         self._backlog_tokens = backlog_tokens
-        self._others = FewestTokens()
+        self._others = LeastTokens()
         self.matched_blocks_total = 0
         self.blocks_total = 0
 
@@ -70,6 +72,17 @@ class WarmCache:
             self.matched_blocks_total += matched.get(replica.number, 0)
             self.blocks_total += len(key.blocks)
             self._history.note(key.blocks, replica.number)
+
+    def counts(self) -> Sequence[PolicyCount]:
+        """Return the blocks of prompts, and those that their replicas had, by the history."""
+        return (
+            PolicyCount("prompt_blocks", "Blocks of routed prompts", self.blocks_total),
+            PolicyCount(
+                "warm_blocks",
+                "Blocks of routed prompts that their replica had, by the router's history",
+                self.matched_blocks_total,
+            ),
+        )
 
     def forget(self, replica: Replica) -> None:
         """Its cache is empty."""

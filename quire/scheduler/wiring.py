@@ -130,7 +130,7 @@ def wire(
     if shares.has_ceilings:
         extensions.append(TenantCeilings(preemptor))
     by_priority = None
-    if policy.preempts_by_rank:
+    if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
     extensions += [layered, beams, background := BackgroundRows(requests, batch, speed, advance)]

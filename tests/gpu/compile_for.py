@@ -34,12 +34,12 @@ from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
 from quire.execute.gpu.kernels.device_params import DeviceSamplingParams
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
+from quire.execute.gpu.kernels.experts import experts
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
-from quire.execute.gpu.kernels.moe import experts
 from quire.execute.gpu.kernels.norm import norm
 
 F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn

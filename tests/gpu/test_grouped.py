@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from quire.execute.gpu import twins
+from quire.execute.gpu.kernels.experts import experts
 from quire.execute.gpu.kernels.grouped import Groups, grouped
-from quire.execute.gpu.kernels.moe import experts
 from tests.gpu.tensors import Float32s, array, empty, normal, rounded, same_bits, tensor, wide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

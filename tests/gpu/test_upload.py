@@ -15,11 +15,15 @@ torch = pytest.importorskip("torch")
 from quire.execute.gpu.load import load  # noqa: E402
 from quire.execute.gpu.stream import CpuStream, Stream  # noqa: E402
 from quire.execute.gpu.upload import MIN_THREAD_BYTES, Upload  # noqa: E402
+from quire.execute.quantized_weights import read_f32  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.weights.binding import bind  # noqa: E402
 from quire.weights.checkpoint import open_checkpoint  # noqa: E402
+from tests.gguf_convert import write_gguf_of  # noqa: E402
 from tests.gpu.lazy_stream import LazyStream  # noqa: E402
 from tests.gpu.torch_models import CPU, program_of  # noqa: E402
+from tests.models.case import Case  # noqa: E402
+from tests.models.cases_experts import QWEN3_MOE  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +74,15 @@ def test_weights_and_digest_are_equal_through_an_asynchronous_device(
     if precision == "int8":
         for name, held in first.few.items():
             assert torch.equal(held.values, second.few[name].values)
+
+
+def test_stacked_experts_are_loaded_by_the_rows_of_each(tmp_path: Path) -> None:
+    """In a GGUF file the experts of a layer are one tensor [experts, rows, columns]."""
+    folder = Case("experts", seed=5, stored="bf16", base=QWEN3_MOE).write(tmp_path / "checkpoint")
+    path = write_gguf_of(folder, tmp_path / "m.gguf", kind="BF16")
+    program = program_of(path, DType.BF16, "none")
+    binding = bind(program, open_checkpoint(path))
+    loaded = load(program, binding, CPU, None)
+    for weight in (one for one in program.weights.values() if one.experts):
+        found = loaded.plain[weight.name].float().numpy()
+        assert np.array_equal(found, read_f32(weight, binding))

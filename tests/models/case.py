@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.models.config_reader import ConfigReader
+from quire.models.registry import FAMILIES
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 VOCAB_SIZE, MAX_POSITIONS = 131, 512
@@ -48,8 +50,13 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts."""
-        return "num_experts_per_tok" in self.config
+        """Whether it is a mixture of experts, as its family's reader says."""
+        if self.base is None:
+            return False
+        values = {key: value for key, value in self.config.items() if value is not None}
+        architecture = values["architectures"][0]
+        spec = FAMILIES[architecture].read(ConfigReader(values, where=self.name), architecture)
+        return spec.experts is not None
 
     @property
     def max_positions(self) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.models.registry import open_model
 from tests.models.case import Case
 from tests.models.cases import CASES
 
@@ -44,8 +45,8 @@ MIN_SAME_SHARE = 0.9
 
 def _expert_options(folder: Path) -> dict[str, str]:
     """The library's default multiplies rows grouped by expert, which takes even widths only."""
-    config = json.loads((folder / "config.json").read_text())
-    return {"experts_implementation": "eager"} if "num_experts_per_tok" in config else {}
+    is_mixture = open_model(folder).experts is not None
+    return {"experts_implementation": "eager"} if is_mixture else {}
 
 
 def transformers_logits(

@@ -11,7 +11,7 @@ import pytest
 
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec, RopeSettings
-from quire.program.forms import ActivationForm, RouterScore, RoutingForm
+from quire.program.forms import ActivationForm, RouterScore
 from tests.models import cases_experts, cases_gemma, cases_phi3
 from tests.models.generate import executor_of, logits_of
 from tests.models.record import relative_error
@@ -101,8 +101,7 @@ def _experts(spec: ModelSpec, **changes: Any) -> ModelSpec:
 
 def other_weights_of_experts(spec: ModelSpec) -> ModelSpec:
     assert spec.experts is not None
-    is_plain = spec.experts.form is RoutingForm.SCORES
-    return _experts(spec, form=RoutingForm.NORMALIZED if is_plain else RoutingForm.SCORES)
+    return _experts(spec, normalized=not spec.experts.normalized)
 
 
 def fewer_experts(spec: ModelSpec) -> ModelSpec:

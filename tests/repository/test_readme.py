@@ -7,6 +7,8 @@ from pathlib import Path
 
 from quire.cli.completion import subcommand_words
 from quire.cli.main import SUBCOMMANDS
+from quire.config.groups import SCHEDULING_POLICIES
+from quire.models.registry import FAMILIES
 from tests.repository.source_files import ROOT, name_of
 
 MAX_README_LINES = 120
@@ -35,6 +37,14 @@ def test_the_readme_is_short() -> None:
     lines = _readme().splitlines()
     assert len(lines) <= MAX_README_LINES
     assert not [line for line in lines if len(line) > MAX_README_COLUMNS]
+
+
+def test_the_comparison_counts_what_there_is() -> None:
+    rows = dict(re.findall(r"^\| ([\w ]+) \| (\d+)\b", _readme(), re.M))
+    assert rows == {
+        "Text architectures": str(len(FAMILIES)),
+        "Scheduling policies": str(len(SCHEDULING_POLICIES)),
+    }
 
 
 def test_every_relative_link_has_a_target() -> None:

@@ -23,6 +23,7 @@ from quire.engine.assembly.sized_model import SizedModel
 from quire.engine.core import EngineCore, Inbox
 from quire.engine.model_card import ModelCard
 from quire.execute.executor import Executor, ExecutorOptions, PipelinedExecutor
+from quire.program.expert_parallel import mixtures
 from quire.program.program import Program
 from quire.runner.model_runner import ModelRunner, OutputConstraints
 from quire.scheduler.limits import SchedulerLimits
@@ -168,7 +169,7 @@ def watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox
 
 def expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
     """Return the loads of the model's experts, if it has experts."""
-    if not any(weight.experts > 1 for weight in program.weights.values()):
+    if not any(mixtures(program)):
         return None
     from quire.engine.assembly.expert_loads import expert_loads_of
 

@@ -34,6 +34,7 @@ from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.model_card import EngineState, Health, ModelCard
 from quire.engine.output.best_of import Ranking
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.process.message_routing import id_prefix, query_number_base
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -58,7 +59,6 @@ from quire.engine.process.messages import (
     error_of,
     fault_of,
 )
-from quire.engine.process.routing import id_prefix, query_number_base
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 

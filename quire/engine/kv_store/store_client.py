@@ -30,8 +30,8 @@ from quire.engine.core import Inbox
 from quire.engine.kv_store.disk_level import DiskLevel
 from quire.engine.kv_store.jobs import ENGINE_ID_BYTES, FetchJob, Lookup, Workers
 from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox, can_use_outside_blocks
+from quire.engine.process.message_routing import id_prefix
 from quire.engine.process.messages import FromEngine, Leave, Outputs, Refused, ToEngine
-from quire.engine.process.routing import id_prefix
 from quire.kv_store.level import Fetched, Level, SharedLevel
 from quire.runner.tier_mover import TierMover
 from quire.scheduler.running_batch import RunningBatch

@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from quire.base.wire import Wire
+from quire.engine.process.message_routing import STARTER, parts
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -40,7 +41,6 @@ from quire.engine.process.messages import (
     TimelinesReported,
     ToEngine,
 )
-from quire.engine.process.routing import STARTER, parts
 
 _LINGER_MS = 1000
 _RECONNECT_MS = 5

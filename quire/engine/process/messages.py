@@ -1,10 +1,10 @@
 """What client and engine say to each other, whatever carries it.
 
 Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines,
-Stop; where the engine has several clients (routing.py), the process that started it also sends Join
-and Leave. Engine to client: Hello first, Loading while it starts, then Ready or Failed; after
-Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step is
-long, and Failed at the end.
+Stop; where the engine has several clients (message_routing.py), the process that started it also
+sends Join and Leave. Engine to client: Hello first, Loading while it starts, then Ready or Failed;
+after Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step
+is long, and Failed at the end.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from quire.base.block_copies import CopiesEnded
 from quire.base.kv_transfer import Failure, TransferStats
 from quire.engine.core import Inbox
 from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox
+from quire.engine.process.message_routing import id_prefix
 from quire.engine.process.messages import (
     Abort,
     FromEngine,
@@ -25,7 +26,6 @@ from quire.engine.process.messages import (
     Submit,
     ToEngine,
 )
-from quire.engine.process.routing import id_prefix
 from quire.engine.transfer.fetching import Fetching
 from quire.engine.transfer.handing import OWN_PREFIX, Handing
 from quire.runner.tier_mover import BlockMover

@@ -19,8 +19,8 @@ from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.report import Report
 from quire.base.sampling_params import SamplingParams
 from quire.cache.exchange_map import ExchangeMap
+from quire.engine.process.message_routing import STARTER
 from quire.engine.process.messages import Abort, Submit
-from quire.engine.process.routing import STARTER
 from quire.scheduler.prefill.hand_over import HandOvers
 from quire.transfer.links.leases import LeaseBook
 from quire.transfer.links.messages import MessageError

@@ -9,6 +9,7 @@ Always holds: every byte of every tensor is digested once, and a tensor's pages 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -201,6 +202,7 @@ def _fp8(
 ) -> Fp8Weight:
     """The checkpoint's own codes and scales; or made from its elements, whatever the program
     computes in."""
+    assert not weight.experts, f"{weight.name}: blocks of scales would span experts"
     if (stored := stored_fp8(weight, binding)) is not None:
         codes = torch.empty((weight.rows, weight.columns), dtype=torch.uint8, device=device)
         first = 0
@@ -246,5 +248,6 @@ def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | No
     if not wanted or part.transposed or weight.offset or binding.content(part).dtype != "bf16":
         return None
     stored = binding.tensor(part)
-    raw = stored.raw.reshape(stored.shape[0], -1)
+    # The rows of stacked experts are counted through all of them.
+    raw = stored.raw.reshape(math.prod(stored.shape[:-1]), -1)
     return raw[part.first_row :][: part.rows].reshape(-1)

@@ -1,4 +1,4 @@
-"""EarliestDeadline: requests in the order in which their objectives are due.
+"""EarliestDeadline, `edf`: requests in the order in which their objectives are due.
 
 Always holds: a request without an objective is due some time after its arrival, so it is served.
 """

@@ -1,4 +1,4 @@
-"""FairShare: each tenant gets its weight's share of the tokens.
+"""FairShare, `fair`: each tenant gets its weight's share of the tokens.
 
 The virtual token counter of "Fairness in Serving Large Language Models". A tenant's counter is the
 number of tokens it was served over its weight; generated ones count twice. The waiting request of
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.interfaces import OutputLengths
-from quire.scheduler.policy.first_come import FirstCome
+from quire.scheduler.policy.policy import Policy
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
 
@@ -39,10 +39,10 @@ RECENT_TOKENS = 65_536.0
 _MAX_TENANTS = 16_384
 
 
-class FairShare(FirstCome):
+class FairShare(Policy):
     """weights: of tenants by name; 1 for all others."""
 
-    preempts_by_rank = counts_running = True
+    has_priority_preemption = counts_running = True
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
@@ -59,27 +59,27 @@ class FairShare(FirstCome):
         # Known tokens of each slot that are charged.
         self._charged: NDArray[np.int32] = np.zeros(len(batch.sequences), np.int32)
 
-    def lane(self, sequence: SequenceState) -> str:
-        """Return the tenant; within a lane requests are served by arrival."""
+    def flow(self, sequence: SequenceState) -> str:
+        """Return the tenant; within a flow requests are served by arrival."""
         return sequence.request.tenant
 
-    def lane_opens(self, lane: str, others: Collection[str]) -> None:
+    def flow_opens(self, flow: str, others: Collection[str]) -> None:
         """Lift the counter to the smallest one of the tenants that wait."""
         if others:
             level = min(self._settled(other) for other in others)
         else:
             level = self._last
-        own = max(self._settled(lane), level)
-        self._served.pop(lane, None)  # behind all others: it was here last
-        self._served[lane] = own
+        own = max(self._settled(flow), level)
+        self._served.pop(flow, None)  # behind all others: it was here last
+        self._served[flow] = own
         if len(self._served) > _MAX_TENANTS:
             self._forget_one(others)
 
-    def lane_keys(self, lanes: Sequence[str]) -> Sequence[tuple[float, ...]]:
+    def flow_keys(self, flows: Sequence[str]) -> Sequence[tuple[float, ...]]:
         """Return flooded tenants first, then by counters, with running requests settled."""
         self._settle()
         most = self._max_recent_tokens()
-        return [(not self._is_flooded(lane, most), self._served[lane]) for lane in lanes]
+        return [(not self._is_flooded(flow, most), self._served[flow]) for flow in flows]
 
     def rank(self, sequence: SequenceState) -> tuple[float, ...]:
         """Return whether its tenant is flooded, its counter, then its arrival."""

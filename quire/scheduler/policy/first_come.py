@@ -1,4 +1,4 @@
-"""FirstCome: first come, first served.
+"""FirstCome, `fcfs`: first come, first served.
 
 By arrival; the last to arrive is preempted first and, having arrived before later ones, returns
 before them. Every part is the default of `Policy`.

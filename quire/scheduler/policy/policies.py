@@ -1,4 +1,4 @@
-"""The scheduling policies by name: fcfs, priority, sjf, fair, edf.
+"""The scheduling policies by name: one table, from which all lists of the names follow.
 
 Policies that favour some requests age all of them: waiting makes up for what others are favoured
 by, so that every request is served.
@@ -16,12 +16,17 @@ from quire.scheduler.policy.policy import Policy
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.policy.shortest_first import ShortestFirst
 
-_BY_NAME: Mapping[str, Callable[[float], Policy]] = {
-    "priority": PriorityFirst,
-    "sjf": ShortestFirst,
-    "edf": EarliestDeadline,
+# Makes a policy of --policy-aging and the weights of tenants.
+_Make = Callable[[float, Mapping[str, float]], Policy]
+# config/groups.py has the same names in the same order, as it imports no scheduler.
+_MAKERS: Mapping[str, _Make] = {
+    "fcfs": lambda aging, weights: FirstCome(),
+    "priority": lambda aging, weights: PriorityFirst(aging),
+    "sjf": lambda aging, weights: ShortestFirst(aging),
+    "fair": lambda aging, weights: FairShare(weights),
+    "edf": lambda aging, weights: EarliestDeadline(aging),
 }
-POLICY_NAMES = ("fcfs", "priority", "sjf", "fair", "edf")
+POLICY_NAMES = tuple(_MAKERS)
 
 
 def make_policy(
@@ -32,10 +37,6 @@ def make_policy(
     aging: how much waiting counts; 1 is each policy's default, 0 is not at all. weights: of tenants
     for fair share, 1 for those not named. Raises SettingError for another name.
     """
-    if name == "fcfs":
-        return FirstCome()
-    if name == "fair":
-        return FairShare(weights or {})
-    if name not in _BY_NAME:
+    if name not in _MAKERS:
         raise SettingError(f"scheduling_policy is {name!r}; allowed: {', '.join(POLICY_NAMES)}")
-    return _BY_NAME[name](aging)
+    return _MAKERS[name](aging, weights or {})

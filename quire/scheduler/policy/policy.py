@@ -1,10 +1,24 @@
 """Policy: in which order requests are served, and which lose their slot when blocks run out.
 
-A policy is an `Order` and `Lanes` (waiting_queue.py), a `VictimOrder` and an `Urgency`, each with
-defaults, so that a policy states only what it changes. It sees sequences, slots and what steps
-cost; no blocks, no budgets, no clock. It need not ensure progress: running requests get blocks in
-the order of their keys, and victims are only asked for among those behind the one that lacks
-blocks, so the first always advances.
+A policy is the four classes below; each method has a default, so that a policy states only what it
+changes. An attribute in parentheses must be set for the method to be called, and
+`has_priority_preemption` for those of PreemptionRule; by default nothing is preempted so.
+
+| Class | Method | Called by | Default |
+|---|---|---|---|
+| `Order` (waiting_queue.py) | `queue_key` | WaitingQueue.add | the ordinal of arrival |
+| | `delay_ms` (`has_delays`) | TTFTPredictor | 0 |
+| | `rank` | PromptShares, Scheduler, Admitter | the key |
+| `Flows` (waiting_queue.py) | `flow`, `flow_opens`, `flow_keys` | WaitingQueue | one flow |
+| | `admitted` (`counts_running`) | SlotAllocator, BeamGroups | nothing |
+| | `released` (`counts_running`) | RequestTable.release | nothing |
+| `VictimOrder` | `victims` | Victims | those served last |
+| `PreemptionRule` | `next_urgent`, `may_preempt`, `yields_to`, `preempts` | PriorityPreemption | |
+
+`uses_lengths` (of `Order`): whether requests get `entry.likely_tokens`. A policy sees sequences,
+slots and what steps cost; no blocks, no budgets, no clock. It need not ensure progress: running
+requests get blocks in the order of their keys (not of their ranks), and victims are only asked for
+among those behind the one that lacks blocks, so the first always advances.
 """
 
 from __future__ import annotations
@@ -23,7 +37,12 @@ NEARLY_FINISHED_TOKENS = 16
 
 
 class VictimOrder:
-    """Which running requests are preempted first. Default: those served last."""
+    """Which running requests are preempted first. Default: those served last.
+
+    Victims (preemption/victims.py) sorts what it gets by other rules first: nearly finished,
+    `priority`, preempted before, and the cost of coming back. This order decides among equals, and
+    for tenants above their ceiling.
+    """
 
     _batch: RunningBatch
 
@@ -38,14 +57,15 @@ class VictimOrder:
         return backwards[np.argsort(nearly_finished, kind="stable")]
 
 
-class Urgency:
+class PreemptionRule:
     """Whether running requests pause or are preempted for one that ranks before them.
 
-    Default: never. preempts_by_rank: False if the methods need not be asked. urgent: running
-    requests with prompts that others may pause for.
+    Default: never. has_priority_preemption: False if the methods need not be asked. urgent: running
+    requests with prompts that others may pause for; next_urgent is asked in each step while there
+    are some, else only in steps that may admit.
     """
 
-    preempts_by_rank = False
+    has_priority_preemption = False
     urgent: list[SequenceState]
 
     def next_urgent(self, first_waiting: SequenceState | None) -> SequenceState | None:
@@ -54,7 +74,7 @@ class Urgency:
 
     def may_preempt(self, sequence: SequenceState) -> bool:
         """Return whether any running request may pause or be preempted for `sequence` now."""
-        return self.preempts_by_rank
+        return self.has_priority_preemption
 
     def yields_to(self, running: SequenceState, sequence: SequenceState) -> bool:
         """Return whether `running` pauses so that the prompt of `sequence` is computed sooner."""
@@ -65,7 +85,7 @@ class Urgency:
         return False
 
 
-class Policy(QueuePolicy, VictimOrder, Urgency):
+class Policy(QueuePolicy, VictimOrder, PreemptionRule):
     """Base of all policies."""
 
     def begin(self, batch: RunningBatch, speed: SpeedEstimate, lengths: OutputLengths) -> None:

@@ -1,4 +1,4 @@
-"""PriorityFirst: the smallest `priority` first, as in vLLM, with aging.
+"""PriorityFirst, `priority`: the smallest `priority` first, as in vLLM, with aging.
 
 Always holds: every request is served, because waiting makes up for priority.
 """
@@ -23,7 +23,7 @@ class PriorityFirst(Policy):
     preempts a running one that it precedes by a whole level, waiting counted.
     """
 
-    preempts_by_rank = has_delays = True
+    has_priority_preemption = has_delays = True
 
     def __init__(self, aging: float = 1.0) -> None:
         self._level_ms = LEVEL_MS / aging if aging else math.inf

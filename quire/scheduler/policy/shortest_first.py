@@ -1,4 +1,4 @@
-"""ShortestFirst: the least predicted work first, with aging.
+"""ShortestFirst, `sjf`: shortest job first, by predicted work, with aging.
 
 Always holds: a request is overtaken only by those that arrive within a bounded time.
 """

@@ -83,7 +83,7 @@ NOTHING_PREEMPTIBLE = PreemptibleShare()
 
 
 class PriorityPreemption(StepExtension):
-    """Of one scheduler with a policy that sets preempts_by_rank (priority, fair).
+    """Of one scheduler with a policy that sets has_priority_preemption (priority, fair).
 
     is_pending: whether a request in flight is to be preempted in the next step.
     """
@@ -144,7 +144,7 @@ class PriorityPreemption(StepExtension):
     def preemptible_share(self, sequence: SequenceState) -> PreemptibleShare:
         """Return what the waiting `sequence` would get if it were next now."""
         policy, batch = self._policy, self._batch
-        if not policy.preempts_by_rank or not policy.may_preempt(sequence):
+        if not policy.has_priority_preemption or not policy.may_preempt(sequence):
             return NOTHING_PREEMPTIBLE
         slots = batch.active.tolist()
         running = (batch.sequence(slot) for slot in slots)

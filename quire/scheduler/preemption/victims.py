@@ -3,7 +3,8 @@
 Coming back is moving blocks or recomputing tokens, whichever is predicted to be cheaper. Spared, in
 this order: requests that are nearly finished, those with higher priority (the lower number), those
 preempted before. Among the others the cheapest for the room they leave come first; where costs are
-about the same the policy's order stands. Changes nothing and preempts nothing.
+about the same the policy's order stands: it only decides among equals. Changes nothing and preempts
+nothing.
 """
 
 from __future__ import annotations

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire.models.registry import build_program
+from quire.base.errors import ConfigError
+from quire.models.config_reader import ConfigReader
+from quire.models.expert_config import read_experts
+from quire.models.registry import build_program, open_model
 from quire.models.spec import ExpertsSpec, ExpertTensors
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import RouterScore, RoutingForm
 from quire.program.program import Program
 from quire.program.tensors import DType
+from quire.weights.checkpoint import open_checkpoint
+from tests.models.case import Case
+from tests.models.cases_experts import DOTS1, OLMOE, QWEN2_MOE
+from tests.models.generate import EXECUTORS, executor_of, logits_of
+from tests.tiny_models import write_weights
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -193,15 +205,17 @@ def _program(folder: Path, config: dict[str, Any], **changes: Any) -> Program:
                 num_experts=8,
                 top_k=2,
                 size=14336,
-                form=NORMALIZED,
-                tensors=ExpertTensors(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+                normalized=True,
+                tensors=ExpertTensors(
+                    block="block_sparse_moe", gate_proj="w1", up_proj="w3", down_proj="w2"
+                ),
             ),
             46_702_792_704,
         ),
         (
             QWEN3_30B,
             ExpertsSpec(
-                layers=frozenset(range(48)), num_experts=128, top_k=8, size=768, form=NORMALIZED
+                layers=frozenset(range(48)), num_experts=128, top_k=8, size=768, normalized=True
             ),
             30_532_122_624,
         ),
@@ -272,6 +286,64 @@ def test_a_shared_expert_is_a_layer_of_one_behind_a_sigmoid(tmp_path: Path) -> N
     assert [program.weights[op.down].columns for op in experts] == [1408, 5632]
 
 
+def _variant(folder: Path, config: dict[str, Any], **changes: Any) -> Program:
+    """Return the program of a model with other fields in its spec."""
+    spec = replace(opened(folder, config, num_hidden_layers=2), **changes)
+    return build_program(spec, dtype=DType.BF16, max_positions=64)
+
+
+@pytest.mark.parametrize("base", [OLMOE, QWEN2_MOE, DOTS1], ids=lambda base: base["model_type"])
+def test_the_factor_on_sums_applies_once_to_what_experts_add(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    """A factor of 0.5 is the same, bit for bit, as halves of the weights that end each half."""
+    folder = Case("whole", base=base).write(tmp_path / "whole")
+    halved, source = shutil.copytree(folder, tmp_path / "halved"), open_checkpoint(folder)
+    ends = re.compile(r"(o_proj|down_proj)\.weight$")
+    tensors = {
+        name: source.read_f32(name) * np.float32(0.5 if ends.search(name) else 1)
+        for name in source.names
+    }
+    write_weights(halved, tensors, dtype="f32")
+    spec, ids = open_model(folder), list(range(20))
+    for kind in EXECUTORS:
+        right, found, unscaled = (
+            logits_of(executor_of(one, where, kind=kind), ids, max_positions=512)
+            for one, where in (
+                (spec, halved),
+                (replace(spec, residual_scale=0.5), folder),
+                (spec, folder),
+            )
+        )
+        assert np.array_equal(found, right)
+        assert not np.array_equal(unscaled, right)
+
+
+def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"biases of experts' products \(mlp_bias\)"):
+        _variant(tmp_path, OLMOE_1B_7B, mlp=replace(opened(tmp_path, OLMOE_1B_7B).mlp, bias=True))
+
+
+def test_a_family_may_call_its_router_and_its_counts_otherwise(tmp_path: Path) -> None:
+    """As Granite and DeepSeek's first mixture of experts do."""
+    names = {"num_experts_per_tok": "moe_k", "num_experts": "moe_num_experts"}
+    values = {names.get(key, key): value for key, value in OLMOE_1B_7B.items()}
+    found = read_experts(
+        ConfigReader(values, where="config.json"),
+        layers=frozenset(range(16)),
+        normalized=False,
+        size_key="intermediate_size",
+        top_k_key="moe_k",
+        count_keys=("moe_num_experts",),
+    )
+    assert found == opened(tmp_path, OLMOE_1B_7B).experts
+    tensors = ExpertTensors(block="moe", router="router.layer", selection_bias="router.bias")
+    experts = replace(found, tensors=tensors, has_selection_bias=True)
+    sources = _variant(tmp_path, OLMOE_1B_7B, experts=experts).source_shapes()
+    assert sources["model.layers.0.moe.router.layer.weight"] == (64, 2048)
+    assert sources["model.layers.0.moe.router.bias"] == (64,)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "said"),
     [
@@ -289,6 +361,7 @@ def test_a_shared_expert_is_a_layer_of_one_behind_a_sigmoid(tmp_path: Path) -> N
         (DOTS_LLM1, {"n_group": 7}, "groups of equal size that hold enough experts are needed"),
         (DOTS_LLM1, {"n_group": 64}, "6 of 128 experts in 1 of 64 groups"),
         (DOTS_LLM1, {"scoring_func": "softmax"}, "scores are sigmoids"),
+        (DOTS_LLM1, {"topk_method": "sigmoid"}, "only noaux_tc is, by a bias and by groups"),
         (DOTS_LLM1, {"moe_layer_freq": 2}, "all layers after the first ones have experts"),
         (DOTS_LLM1, {"n_shared_experts": None}, "n_shared_experts is missing"),
     ],

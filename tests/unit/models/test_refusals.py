@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.models.refusals import with_head
+from quire.models.refusals import gguf_kind, with_head
 from quire.models.registry import FAMILIES
+from tests.models.cases import CASES
 from tests.tiny_models import tiny_config
 from tests.unit.models.config_folder import opened, refused
 
@@ -63,6 +64,28 @@ def test_an_unknown_architecture_is_named_with_a_list_of_short_lines(tmp_path: P
         FAMILIES, key=str.lower
     )
     assert max(map(len, listed)) <= 88
+
+
+def test_an_unsupported_mixture_names_those_that_run(tmp_path: Path) -> None:
+    message = refused(tmp_path, tiny_config(architectures=["DbrxForCausalLM"]))
+    mixtures = [case.config["architectures"][0] for case in CASES if case.base and case.has_experts]
+    named = {name for name, family in FAMILIES.items() if family.has_experts}
+    assert named == set(mixtures)
+    listed = ", ".join(name for name in FAMILIES if name in named)
+    assert f"of a family that does not run yet; {listed} do; these run" in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("qwen2moe", "not read from GGUF; take its checkpoint in safetensors"),
+        ("dots1", "not read from GGUF; take its checkpoint in safetensors"),
+        ("deepseek2", "latent keys and values (MLA)"),
+        ("gpt2", ""),
+    ],
+)
+def test_what_is_not_read_from_gguf_is_named(architecture: str, said: str) -> None:
+    assert said in gguf_kind(architecture)
 
 
 def test_code_of_an_unknown_architecture_is_rejected_with_reason_and_alternatives(

@@ -77,8 +77,8 @@ def test_the_rewrite_is_a_model_with_fewer_layers(tmp_path: Path, family: str, n
     spec = spec_of(tmp_path, dict(BY_FAMILY[family].config))
     short = first_layers(built(spec), num)
     assert num_layers(short) == num
-    if (family, num) == ("Dots1ForCausalLM", 1):
-        return  # a model of only its dense first layer has another builder
+    if spec.experts is not None and num <= min(spec.experts.layers):
+        return  # a model of only its dense first layers has another builder
     assert meaning(short) == meaning(built(spec, num))
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from quire.base.log import Log
 from quire.base.server_url import server_url
-from quire.router.policies import make_policy
+from quire.router.policies import make_routing_policy
 from quire.router.quotas import LocalBuckets, Quota, Reservation
 from quire.router.redis_buckets import RedisBuckets
 from quire.router.redis_link import RedisLink
 from quire.router.replica import Replica
 from quire.router.routed_request import RoutedRequest
-from quire.router.settings import POLICIES, RouterSettings
+from quire.router.settings import ROUTING_POLICIES, RouterSettings
 from tests.unit.router.fake_redis import FakeRedis
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
@@ -148,10 +148,10 @@ def test_while_redis_is_down_for_a_minute_each_router_allows_its_part() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
 def test_ten_thousand_sessions_are_spread_and_remembered_within_bounds(name: str) -> None:
     settings = RouterSettings(policy=name, history_blocks=2000)
-    policy, drawn = make_policy(settings), Random(9)
+    policy, drawn = make_routing_policy(settings), Random(9)
     replicas = [Replica(server_url(f"http://10.0.0.{at}:8000"), at) for at in range(8)]
     used: Counter[int] = Counter()
     for at in range(10_000):

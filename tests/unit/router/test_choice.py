@@ -1,13 +1,11 @@
-"""Discovery, policies, the prefix history, the breaker: which replica gets a request."""
+"""Discovery, what requests ask for, the breaker, settings: which replica may get a request."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 
@@ -17,13 +15,11 @@ from quire.base.server_url import server_url
 from quire.router.breaker import CircuitBreaker, RetryBudget
 from quire.router.discovery import WatchedFile
 from quire.router.event_blocks import EventBlocks
-from quire.router.policies import make_policy
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
-from quire.router.settings import POLICIES, RouterSettings
+from quire.router.settings import RouterSettings
 from quire.routing.policy import RouteKey
-from quire.routing.power_of_two import PowerOfTwo
-from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
+from quire.routing.prefix_history import block_names
 
 
 def _replicas(count: int) -> list[Replica]:
@@ -79,103 +75,6 @@ def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path)
 def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="replicas-file"):
         WatchedFile(tmp_path / "none", Log("router", io.StringIO()))
-
-
-# ---- policies
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_each_policy_chooses_an_offered_replica_and_spreads_equal_load(name: str) -> None:
-    policy, replicas, drawn = make_policy(RouterSettings(policy=name)), _replicas(5), Random(3)
-    used: Counter[int] = Counter()
-    for at in range(400):
-        offered = drawn.sample(replicas, drawn.randint(1, 5))
-        key = _key(f"{at} " * 300, session=f"s{at}")
-        chosen = policy.choose(offered, key)
-        assert chosen in offered
-        policy.sent(chosen, key)
-        _load(chosen, 10)
-        used[chosen.number] += 1
-    assert min(used.values()) > 40, used
-
-
-def test_round_robin_takes_turns() -> None:
-    policy, replicas = make_policy(RouterSettings(policy="round-robin")), _replicas(3)
-    chosen = [policy.choose(replicas, RouteKey()).number for _ in range(6)]
-    assert chosen == [0, 1, 2, 0, 1, 2]
-
-
-def test_fewest_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
-    replicas = _replicas(3)
-    _load(replicas[0], 1000)
-    policy = make_policy(RouterSettings(policy="least-tokens"))
-    assert {policy.choose(replicas, RouteKey()).number for _ in range(6)} == {1, 2}
-    two = PowerOfTwo(seed=1)
-    assert {two.choose(replicas, RouteKey()).number for _ in range(60)} == {1, 2}
-
-
-def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
-    policy, replicas = make_policy(RouterSettings(policy="session-affinity")), _replicas(4)
-    keys = [RouteKey(session=f"user {at}") for at in range(200)]
-    before = [policy.choose(replicas, key).number for key in keys]
-    assert before == [policy.choose(replicas, key).number for key in keys]
-    after = [policy.choose(replicas[:3], key).number for key in keys]
-    for old, new in zip(before, after, strict=True):
-        assert old == new or old == 3
-
-
-def test_a_warm_replica_is_kept_until_its_backlog_is_too_long() -> None:
-    policy = make_policy(RouterSettings(backlog_tokens=500))
-    replicas = _replicas(3)
-    key = _key("a long system prompt " * 100)
-    first = policy.choose(replicas, key)
-    policy.sent(first, key)
-    longer = _key("a long system prompt " * 100 + "and a question " * 40)
-    load = _load(first, 500)
-    assert policy.choose(replicas, longer) is first
-    other = _load(first, 1)
-    assert policy.choose(replicas, longer) is not first
-    first.end(other)
-    assert policy.choose(replicas, longer) is first
-    policy.forget(first)
-    assert policy.choose(replicas, longer) is not first
-    first.end(load)
-
-
-def test_prefix_history_equals_a_plain_model_of_it() -> None:
-    """Against sets of prefixes, for drawn prompts that share beginnings."""
-    history, drawn = PrefixHistory(max_blocks=10**6), Random(5)
-    known: dict[int, set[bytes]] = {at: set() for at in range(4)}
-    texts = [bytes([65 + at]) * BLOCK_BYTES for at in range(3)]
-    for _ in range(300):
-        prompt = b"".join(drawn.choice(texts) for _ in range(drawn.randint(0, 6))) + b"tail"
-        names = block_names("box", prompt)
-        prefixes = [prompt[: BLOCK_BYTES * (at + 1)] for at in range(len(names))]
-        found = history.matched_blocks(names, 0b1111)
-        for number, have in known.items():
-            count = next((at for at, one in enumerate(prefixes) if one not in have), len(prefixes))
-            assert found[number] == count
-        number = drawn.randrange(4)
-        if drawn.random() < 0.05:
-            history.forget(number)
-            known[number].clear()
-        else:
-            history.note(names, number)
-            known[number].update(prefixes)
-
-
-def test_the_history_of_a_replica_is_bounded() -> None:
-    history = PrefixHistory(max_blocks=8)
-    for at in range(50):
-        history.note(block_names("box", f"{at:04d}".encode() * BLOCK_BYTES), 0)
-    assert len(history._masks) == 8
-    history.forget(0)
-    assert not history._masks
-
-
-def test_scopes_share_no_prefixes() -> None:
-    prompt = b"x" * BLOCK_BYTES * 3
-    assert block_names("box", prompt) != block_names("box\0salt", prompt)
 
 
 # ---- what requests ask for

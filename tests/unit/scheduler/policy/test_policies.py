@@ -15,11 +15,12 @@ import pytest
 
 from quire.base.errors import DeadlineMissed, SettingError
 from quire.base.records import Request
-from quire.config.groups import POLICIES, SchedulerConfig
+from quire.config.groups import SCHEDULING_POLICIES, SchedulerConfig
 from quire.scheduler.policy.fair_share import FairShare
 from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.policy.policy import Policy
 from quire.scheduler.slo.length_history import LengthHistory
+from tests.repository.source_files import ROOT
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 from tests.unit.scheduler.test_effort import calls_of_a_turn, steady
@@ -80,7 +81,7 @@ def test_ten_seconds_of_waiting_offset_a_level_of_priority() -> None:
     assert served(harness_of("priority"), *asked) == ["late", "low", "later"]
 
 
-def test_without_ageing_priority_alone_counts() -> None:
+def test_without_aging_priority_alone_counts() -> None:
     policy = partial(make_policy, "priority", aging=0.0)
     harness = Harness(Setup(max_num_seqs=1, policy=policy))
     asked = (ask("low", priority=1), ask("much-later", arrival_ms=1e9))
@@ -240,11 +241,15 @@ def test_each_name_makes_a_working_policy(name: str) -> None:
     assert sorted(served(harness_of(name), *asked)) == ["r0", "r1", "r2", "r3"]
 
 
-def test_the_flag_offers_all_policies() -> None:
-    assert POLICIES == POLICY_NAMES
+def test_flag_page_and_tests_have_all_policies() -> None:
+    assert SCHEDULING_POLICIES == POLICY_NAMES
     assert get_args(get_type_hints(SchedulerConfig)["scheduling_policy"]) == POLICY_NAMES
     flag = SchedulerConfig.__dataclass_fields__["scheduling_policy"]
     assert set(POLICY_NAMES) <= set(re.findall(r"\w+", flag.metadata["help"]))
+    page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")
+    table = page.partition("\n| Policy | Order |\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.M)) == POLICY_NAMES
+    assert tuple(FAVOURED) == POLICY_NAMES
 
 
 def test_an_unknown_policy_is_rejected_with_the_known_ones() -> None:

@@ -136,7 +136,7 @@ def test_a_light_tenant_takes_blocks_of_a_flood_that_holds_all() -> None:
     harness.check_end()
 
 
-def test_a_priority_level_takes_a_slot_and_half_a_level_of_ageing_does_not() -> None:
+def test_a_priority_level_takes_a_slot_and_half_a_level_of_aging_does_not() -> None:
     harness = harness_of("priority")
     flooded(harness, priority=1, arrival_ms=0.0)
     harness.add(make_request("equal", [5], max_tokens=3, priority=1, arrival_ms=0.0))

@@ -17,7 +17,7 @@ from quire.base.records import FinishReason, PartLayers
 from quire.scheduler import step_budget
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.scheduler.plan_builder import PlanBuilder, Step
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.prefill import layered
 from quire.scheduler.prefill.prompt_shares import LONG_SHARE
 from quire.scheduler.sequence import NO_SLOT
@@ -321,7 +321,7 @@ def run_case(seed: int) -> set[str]:
         part_layers=random.choice([3, 6, 12]),
         layered_part_tokens=random.choice([3, 9, 50]),
         run_late=random.random() < 0.5,
-        policy=partial(make_policy, random.choice(["fcfs", "priority", "sjf", "fair"])),
+        policy=partial(make_policy, random.choice(POLICY_NAMES)),
         tier_places=random.choice([0, 0, 12]),
         window=random.choice([0, 0, 0, 7]),
         tpot_target_ms=target_ms,

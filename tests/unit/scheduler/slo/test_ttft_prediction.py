@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from quire.base.errors import DeadlineMissed
+from quire.scheduler.policy.policy import Policy
+from quire.scheduler.sequence import SequenceState
 from quire.scheduler.slo.overtaking import Overtaking
 from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.harness import Harness, Setup
 from tests.unit.scheduler.slo.test_admission_control import harness_of
 
 
@@ -81,7 +84,7 @@ def test_a_request_that_preempts_others_is_not_rejected_for_them() -> None:
         harness.add(make_request("alike", [1] * 50, priority=5, **asks))  # type: ignore[arg-type]
 
 
-def test_lanes_of_a_kind_take_turns_and_flooded_ones_come_first() -> None:
+def test_flows_of_a_kind_take_turns_and_flooded_ones_come_first() -> None:
     harness = harness_of("fair", max_num_seqs=2)
     for number in range(8):
         harness.add(make_request(f"f{number}", [1] * 30, max_tokens=100, tenant="flood"))
@@ -94,6 +97,21 @@ def test_lanes_of_a_kind_take_turns_and_flooded_ones_come_first() -> None:
     waiting = [name for name in sequences if name[0] == "f" and sequences[name].slot < 0]
     places = [queue.num_before(sequences[name]) for name in waiting]
     assert places == [3 + place for place in range(len(waiting))]
+
+
+def test_flows_without_keys_are_of_one_kind() -> None:
+    class Tenants(Policy):
+        def flow(self, sequence: SequenceState) -> str:
+            return sequence.request.tenant
+
+    harness = Harness(Setup(policy=Tenants, max_num_seqs=1, num_blocks=64))
+    for number in range(7):
+        harness.add(make_request(f"r{number}", [1] * 4, max_tokens=5, tenant="ab"[number % 2]))
+    harness.step()
+    queue, sequences = harness.scheduler._queue, harness.scheduler._requests.sequences
+    assert [queue.num_before(sequences[f"r{at}"]) for at in range(1, 7)] == [0, 0, 2, 2, 4, 4]
+    harness.drain()
+    harness.check_end()
 
 
 def test_a_round_of_a_pipeline_is_a_plan_for_each_stage() -> None:

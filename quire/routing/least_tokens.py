@@ -12,7 +12,7 @@ from quire.routing.policy import AnyReplica, PlainPolicy, RouteKey
 from quire.routing.round_robin import RoundRobin
 
 
-class FewestTokens(PlainPolicy):
+class LeastTokens(PlainPolicy):
     """Tokens of prompts without output yet, and of expected output."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from quire.base.engine_stats import EngineStats
 from quire.base.records import FinishReason, RequestOutput, StepOutputs
 from quire.engine.client.open_streams import OpenStreams
 from quire.engine.client.pending_queries import PendingQueries
+from quire.engine.process.message_routing import id_prefix, parts, query_number_base
 from quire.engine.process.messages import (
     Beat,
     CacheReported,
@@ -21,7 +22,6 @@ from quire.engine.process.messages import (
     Outputs,
     Refused,
 )
-from quire.engine.process.routing import id_prefix, parts, query_number_base
 
 CLIENTS = (0, 1, 2, 7)
 REPORT = CacheReport(

@@ -1,0 +1,156 @@
+"""The routing policies, the prefix history, and the table of names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from random import Random
+
+import pytest
+
+from quire.base.errors import SettingError
+from quire.base.server_url import server_url
+from quire.router.policies import MAKERS, make_routing_policy
+from quire.router.replica import Load, Replica
+from quire.router.settings import ROUTING_POLICIES, RouterSettings
+from quire.routing.block_sets import BlockSets
+from quire.routing.policy import RouteKey
+from quire.routing.power_of_two import PowerOfTwo
+from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
+from tests.repository.source_files import ROOT
+
+
+def _replicas(count: int) -> list[Replica]:
+    return [Replica(server_url(f"http://127.0.0.1:{9000 + at}"), at) for at in range(count)]
+
+
+def _load(replica: Replica, tokens: int) -> Load:
+    load = Load(
+        tokens=tokens,
+        cut=lambda reason: None,
+        began_s=0.0,
+        last_s=lambda: 0.0,
+        is_paused=lambda: False,
+    )
+    replica.begin(load)
+    return load
+
+
+def _key(prompt: str, session: str = "") -> RouteKey:
+    return RouteKey(blocks=block_names("box", prompt.encode()), session=session, tokens=10)
+
+
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
+def test_each_policy_chooses_an_offered_replica_and_spreads_equal_load(name: str) -> None:
+    policy, replicas, drawn = (
+        make_routing_policy(RouterSettings(policy=name)),
+        _replicas(5),
+        Random(3),
+    )
+    used: Counter[int] = Counter()
+    for at in range(400):
+        offered = drawn.sample(replicas, drawn.randint(1, 5))
+        key = _key(f"{at} " * 300, session=f"s{at}")
+        chosen = policy.choose(offered, key)
+        assert chosen in offered
+        policy.sent(chosen, key)
+        _load(chosen, 10)
+        used[chosen.number] += 1
+    assert min(used.values()) > 40, used
+
+
+def test_round_robin_takes_turns() -> None:
+    policy, replicas = make_routing_policy(RouterSettings(policy="round-robin")), _replicas(3)
+    chosen = [policy.choose(replicas, RouteKey()).number for _ in range(6)]
+    assert chosen == [0, 1, 2, 0, 1, 2]
+
+
+def test_least_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
+    replicas = _replicas(3)
+    _load(replicas[0], 1000)
+    policy = make_routing_policy(RouterSettings(policy="least-tokens"))
+    assert {policy.choose(replicas, RouteKey()).number for _ in range(6)} == {1, 2}
+    two = PowerOfTwo(seed=1)
+    assert {two.choose(replicas, RouteKey()).number for _ in range(60)} == {1, 2}
+
+
+def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
+    policy, replicas = make_routing_policy(RouterSettings(policy="session-affinity")), _replicas(4)
+    keys = [RouteKey(session=f"user {at}") for at in range(200)]
+    before = [policy.choose(replicas, key).number for key in keys]
+    assert before == [policy.choose(replicas, key).number for key in keys]
+    after = [policy.choose(replicas[:3], key).number for key in keys]
+    for old, new in zip(before, after, strict=True):
+        assert old == new or old == 3
+
+
+def test_a_warm_replica_is_kept_until_its_backlog_is_too_long() -> None:
+    policy = make_routing_policy(RouterSettings(backlog_tokens=500))
+    replicas = _replicas(3)
+    key = _key("a long system prompt " * 100)
+    first = policy.choose(replicas, key)
+    policy.sent(first, key)
+    longer = _key("a long system prompt " * 100 + "and a question " * 40)
+    load = _load(first, 500)
+    assert policy.choose(replicas, longer) is first
+    other = _load(first, 1)
+    assert policy.choose(replicas, longer) is not first
+    first.end(other)
+    assert policy.choose(replicas, longer) is first
+    policy.forget(first)
+    assert policy.choose(replicas, longer) is not first
+    first.end(load)
+
+
+def test_prefix_history_equals_a_plain_model_of_it() -> None:
+    """Against sets of prefixes, for drawn prompts that share beginnings."""
+    history, drawn = PrefixHistory(max_blocks=10**6), Random(5)
+    known: dict[int, set[bytes]] = {at: set() for at in range(4)}
+    texts = [bytes([65 + at]) * BLOCK_BYTES for at in range(3)]
+    for _ in range(300):
+        prompt = b"".join(drawn.choice(texts) for _ in range(drawn.randint(0, 6))) + b"tail"
+        names = block_names("box", prompt)
+        prefixes = [prompt[: BLOCK_BYTES * (at + 1)] for at in range(len(names))]
+        found = history.matched_blocks(names, 0b1111)
+        for number, have in known.items():
+            count = next((at for at, one in enumerate(prefixes) if one not in have), len(prefixes))
+            assert found[number] == count
+        number = drawn.randrange(4)
+        if drawn.random() < 0.05:
+            history.forget(number)
+            known[number].clear()
+        else:
+            history.note(names, number)
+            known[number].update(prefixes)
+
+
+def test_the_history_of_a_replica_is_bounded() -> None:
+    history = PrefixHistory(max_blocks=8)
+    for at in range(50):
+        history.note(block_names("box", f"{at:04d}".encode() * BLOCK_BYTES), 0)
+    assert len(history._masks) == 8
+    history.forget(0)
+    assert not history._masks
+
+
+def test_scopes_share_no_prefixes() -> None:
+    prompt = b"x" * BLOCK_BYTES * 3
+    assert block_names("box", prompt) != block_names("box\0salt", prompt)
+
+
+def test_each_name_has_a_policy_and_a_row_on_the_routers_page() -> None:
+    assert tuple(MAKERS) == ROUTING_POLICIES
+    page = (ROOT / "docs" / "router.md").read_text(encoding="utf-8")
+    table = page.partition("\n| Policy | Choice |\n")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `([\w-]+)`", table, re.M)) == ROUTING_POLICIES
+
+
+@pytest.mark.parametrize("name", ROUTING_POLICIES)
+def test_reports_of_replicas_are_taken_by_policies_that_read_them(name: str) -> None:
+    settings, sets = RouterSettings(policy=name), BlockSets(1000)
+    if make_routing_policy(settings).uses_events:
+        policy = make_routing_policy(settings, sets)
+        assert [count.name for count in policy.counts()] == ["prompt_blocks", "warm_blocks"]
+        return
+    with pytest.raises(SettingError, match=f"warm-cache and the policy is {name}"):
+        make_routing_policy(settings, sets)
