@@ -468,10 +468,7 @@ class EngineConfig:
         """Raise SettingError for what several ranks do not support yet."""
         given = self.executor.ranks_text
         if self.cache.has_tier:
-            raise SettingError(
-                f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes), which "
-                "holds the blocks of one process only: leave one of them out"
-            )
+            self._check_tier_of_ranks(given)
         self._check_drafts(given, "which several ranks do not support yet")
         if self.executor.context_parallel_size > 1 and PIECE_TOKENS % self.cache.block_size:
             raise SettingError(
@@ -484,6 +481,16 @@ class EngineConfig:
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "
                 "least one for each, or leave num_threads out"
+            )
+
+    def _check_tier_of_ranks(self, given: str) -> None:
+        """Raise SettingError where blocks of several ranks cannot go to a tier."""
+        backend = self.executor.distributed_executor_backend
+        given = f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes)"
+        if backend != "mp":
+            raise SettingError(
+                f"{given} with distributed_executor_backend {backend}: rank 0 keeps the tier, and "
+                "has the blocks of ranks that it has started itself; take mp, or leave the tier out"
             )
 
     def _check_drafts(self, given: str, reason: str) -> None:

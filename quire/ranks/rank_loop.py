@@ -59,7 +59,14 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextC
         return executor, lambda: group.broadcast(None)
     links = links_of(start, group)
     stage = StageExecutor(
-        program, checkpoint, options, group, links, isa=start.isa, poison=start.poison
+        program,
+        checkpoint,
+        options,
+        group,
+        links,
+        isa=start.isa,
+        poison=start.poison,
+        pool_file=start.pool_file,
     )
     if links.commands is None:  # a rank of the last stage
         return stage, lambda: group.broadcast(None)

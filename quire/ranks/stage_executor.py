@@ -130,11 +130,17 @@ class PipelineExecutor(MirroredExecutor):
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
         self._due.clear()
-        self._send_ahead(self.allocation(num_blocks, block_size))
         super().allocate_cache(num_blocks, block_size)
+
+    def _send_allocation(self, num_blocks: int, block_size: int) -> None:
+        self._send_ahead(self.allocation(num_blocks, block_size))
+        super()._send_allocation(num_blocks, block_size)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor; layers are those of the whole model."""
+        if self.has_whole_blocks:
+            super().touch_blocks(layer, first, last)
+            return
         stage = 0
         while layer >= self.layers[stage]:
             layer -= self.layers[stage]

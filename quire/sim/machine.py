@@ -155,7 +155,7 @@ def described_machine(
         cost = PipelineCost(stages)
         about |= {"ranks": len(shares), "stages": len(stages), **asdict(links)}
     elif len(shares) > 1:
-        received = {"link_gb_per_s": link_gb_per_s, "exchange_us": exchange_us}
+        received: dict[str, Any] = {"link_gb_per_s": link_gb_per_s, "exchange_us": exchange_us}
         cost = RanksCost(shares, **rates, **received)
         about |= {"ranks": len(shares), **received}
     else:

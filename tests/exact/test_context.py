@@ -119,7 +119,7 @@ def compare(
 def test_ranks_with_pieces_answer_as_one_process(
     wholes: list[Model], record_property: object
 ) -> None:
-    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True)
+    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True, shares_blocks=True)
     lines, reached = compare(wholes, ranks, NUM_CASES)
     record_property(SHOWN, f"{NUM_CASES} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
@@ -127,12 +127,14 @@ def test_ranks_with_pieces_answer_as_one_process(
 
 
 def test_ranks_with_pieces_and_heads_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = RankedExecutorClass(degree=4, context=2, binds=False, poison=True)
+    ranks = RankedExecutorClass(degree=4, context=2, binds=False, poison=True, shares_blocks=True)
     lines, _ = compare(wholes[1:2], ranks, 2)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
 
 
 def test_stages_of_ranks_with_pieces_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = PipelineExecutorClass(degree=2, context=2, stages=2, binds=False, poison=True)
+    ranks = PipelineExecutorClass(
+        degree=2, context=2, stages=2, binds=False, poison=True, shares_blocks=True
+    )
     lines, _ = compare(wholes[:1], ranks, 2, runner_type=PipelinedRunner)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])

@@ -1,8 +1,9 @@
 """One Answer over ranks: requests of drawn cases, computed by several processes, get bit for bit
 the tokens and log-probabilities of one process.
 
-The processes of a model live over all its cases. Cases are those of test_one_answer.py, without KV
-tiers and draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of them.
+The processes of a model live over all its cases. Cases are those of test_one_answer.py, with disk
+tiers and without draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of
+them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.shared_pools import PoolShare
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
@@ -32,7 +34,10 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
 COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
-GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
+GOALS = (
+    *("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected"),
+    *("saved", "fetched"),
+)
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
 
@@ -68,13 +73,14 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 def ranks(whole: Model, degree: int) -> DividedModel:
     """Return a model over ranks, with buffers full of NaN before each run."""
-    return DividedModel(whole, RankedExecutorClass(degree=degree, binds=False, poison=True))
+    made = RankedExecutorClass(degree=degree, binds=False, poison=True, shares_blocks=True)
+    return DividedModel(whole, made)
 
 
 def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
-    settings = replace(case.settings, tier_blocks=0, tier_in_host=False)
+    settings = replace(case.settings, tier_in_host=False)
     if settings.proposer in COMPUTED:
         settings = replace(settings, proposer="ngram")
     return replace(case, settings=settings)
@@ -115,7 +121,9 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 def distributed(whole: Model, degree: int, plan: ExpertPlan) -> DividedModel:
     """Return a mixture with its experts distributed over ranks."""
-    made = RankedExecutorClass(degree=degree, experts=plan, binds=False, poison=True)
+    made = RankedExecutorClass(
+        degree=degree, experts=plan, binds=False, poison=True, shares_blocks=True
+    )
     return DividedModel(whole, made)
 
 
@@ -147,7 +155,9 @@ def test_distributed_experts_answer_as_one_process(
 def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: list[Model]) -> None:
     alone, lines = AloneRuns(), []
     for whole in (wholes[4], wholes[6]):  # int8, and a mixture
-        fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
+        fast = RankedExecutorClass(
+            degree=2, mode=TpMode.FAST, binds=False, poison=True, shares_blocks=True
+        )
         model = DividedModel(whole, fast)
         model.name += " fast"
         try:
@@ -210,9 +220,36 @@ class OtherExperts(RankedExecutorClass):
         return [zero, replace(one, weights=weights)]
 
 
+class OneShareForAll(RankedExecutorClass):
+    """Blocks leave and enter the pool of rank 1 with the heads of rank 0."""
+
+    def pool_shares(self, program: Program) -> list[PoolShare]:
+        zero, one = super().pool_shares(program)
+        return [replace(zero, heads=one.heads), one]
+
+
+def test_a_fault_in_the_blocks_of_a_tier_is_detected(wholes: list[Model]) -> None:
+    alone = AloneRuns()
+    model = DividedModel(wholes[0], OneShareForAll(degree=2, binds=False, shares_blocks=True))
+    try:
+        for number in range(0, 60 * len(wholes), len(wholes)):
+            case = case_for_ranks(number, len(wholes))
+            if not case.settings.tier_blocks:
+                continue
+            for request in case.requests:
+                alone.of(model.whole, request)
+            if differences(model.whole, run_case(model, case, alone=alone), alone):
+                return
+    finally:
+        model.close()
+    pytest.fail("no case showed the fault")
+
+
 def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
     alone = AloneRuns()
-    model = DividedModel(mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False))
+    model = DividedModel(
+        mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False, shares_blocks=True)
+    )
     try:
         case = case_for_ranks(0, 1)
         for request in case.requests:
@@ -225,7 +262,7 @@ def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
 @pytest.mark.parametrize("fault", [InAnotherOrder, Stale])
 def test_a_fault_in_an_exchange_is_detected(wholes: list[Model], fault: type[_Faulty]) -> None:
     alone = AloneRuns()
-    model = DividedModel(wholes[0], fault(degree=2, binds=False))
+    model = DividedModel(wholes[0], fault(degree=2, binds=False, shares_blocks=True))
     try:
         for number in range(0, 6 * len(wholes), len(wholes)):
             case = case_for_ranks(number, len(wholes))

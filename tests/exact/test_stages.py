@@ -34,7 +34,10 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
 COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
-GOALS = ("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected")
+GOALS = (
+    *("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected"),
+    *("saved", "fetched"),
+)
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -91,7 +94,6 @@ def case_for_stages(number: int, num_models: int, stages: int) -> Case:
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
     settings = replace(
         case.settings,
-        tier_blocks=0,
         tier_in_host=False,
         plans_in_flight=stages,
         micro_batches=stages,
@@ -119,7 +121,9 @@ def test_stages_answer_as_one_process(
     record_property: object,
 ) -> None:
     CountingRunner.overlapped = 0
-    executor_class = PipelineExecutorClass(stages=stages, degree=degree, binds=False, poison=True)
+    executor_class = PipelineExecutorClass(
+        stages=stages, degree=degree, binds=False, poison=True, shares_blocks=True
+    )
     split = [DividedModel(whole, executor_class) for whole in wholes[models]]
     cases = (case_for_stages(number, len(split), stages) for number in range(num_cases))
     lines, reached = compare_with_one_process(split, cases, GOALS, runner_type=CountingRunner)
@@ -158,7 +162,7 @@ def test_a_fault_is_detected(wholes: list[Model], fault: str) -> None:
     alone = AloneRuns()
     made = WithoutTheSum if fault == "sum" else PipelineExecutorClass
     runner = PipelinedRunner if fault == "sum" else OutOfOrder
-    model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False))
+    model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False, shares_blocks=True))
     try:
         for number in range(0, 40 * len(wholes), len(wholes)):
             case = case_for_stages(number, len(wholes), 2)

@@ -32,8 +32,8 @@ def ranked_class(
 ) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores.
 
-    block_size: of the KV cache. shares_blocks: blocks leave and enter the pool whole, to be
-    exchanged with other engines.
+    block_size: of the KV cache. shares_blocks: blocks leave and enter the pool whole, to and from
+    a tier or other engines.
     """
     site = rank_site(settings)
     cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
@@ -62,9 +62,10 @@ def class_of(
         "experts": expert_plan(settings),
         "mode": TpMode(settings.tp_mode),
         "site": site,
+        "shares_blocks": shares_blocks,
     }
     if settings.pipeline_parallel_size == 1:
-        return RankedExecutorClass(**shared, shares_blocks=shares_blocks)
+        return RankedExecutorClass(**shared)
     return PipelineExecutorClass(stages=settings.pipeline_parallel_size, **shared)
 
 

@@ -46,7 +46,10 @@ def test_two_ranks_answer_as_one_process() -> None:
     [
         ({"executor": "reference"}, "executor is reference: only the native executor"),
         ({"executor": "torch"}, "executor is torch: only the native executor"),
-        ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
+        (
+            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
+            "has the blocks of ranks that it has started itself",
+        ),
         ({"draft_model": "draft"}, "draft heads or the model.s first layers are asked"),
         ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
         ({"self_draft_layers": 1}, "draft heads or the model.s first layers are asked"),

@@ -55,7 +55,10 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
     [
         ({"executor": "reference"}, "pipeline_parallel_size is 2 and executor is reference"),
         ({"executor": "torch"}, "executor is torch: only the native executor"),
-        ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
+        (
+            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
+            "has the blocks of ranks that it has started itself",
+        ),
         ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         (
