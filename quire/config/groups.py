@@ -469,7 +469,7 @@ class EngineConfig:
         given = self.executor.ranks_text
         if self.cache.has_tier:
             self._check_tier_of_ranks(given)
-        self._check_drafts(given, "which several ranks do not support yet")
+        self._check_drafts_of_ranks(given)
         if self.executor.context_parallel_size > 1 and PIECE_TOKENS % self.cache.block_size:
             raise SettingError(
                 f"{given} and block_size is {self.cache.block_size}; ranks have whole pieces of "
@@ -491,6 +491,22 @@ class EngineConfig:
             raise SettingError(
                 f"{given} with distributed_executor_backend {backend}: rank 0 keeps the tier, and "
                 "has the blocks of ranks that it has started itself; take mp, or leave the tier out"
+            )
+
+    def _check_drafts_of_ranks(self, given: str) -> None:
+        """Raise SettingError for drafts that several ranks do not support yet. A draft model is in
+        the process of rank 0."""
+        settings = self.speculation
+        if settings.speculate not in ("off", "ngram", "draft") or settings.drafts_itself:
+            raise SettingError(
+                f"{given}, and draft heads or the model's first layers are asked for, which "
+                "several ranks do not support yet: take --speculate draft, ngram or off"
+            )
+        is_divided = self.executor.context_parallel_size > 1
+        if is_divided and (settings.speculate == "draft" or settings.draft_model is not None):
+            raise SettingError(
+                f"{given}, and a draft model is asked for, which has no blocks of so many "
+                "positions: take tensor_parallel_size, or --speculate ngram or off"
             )
 
     def _check_drafts(self, given: str, reason: str) -> None:

@@ -30,6 +30,10 @@ class DividedModel(Model):
         """Return the one executor: each process has one thread."""
         return super().executor(1)
 
+    def draft_executor(self) -> Executor:
+        """Return the model in this process: a draft model is not divided."""
+        return self.whole.draft_executor()
+
     def make_executor(self, num_threads: int) -> Executor:
         """Start the processes."""
         options = ExecutorOptions(limits=LIMITS, num_threads=num_threads)

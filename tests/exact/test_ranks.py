@@ -2,15 +2,16 @@
 the tokens and log-probabilities of one process.
 
 The processes of a model live over all its cases. Cases are those of test_one_answer.py, with disk
-tiers and without draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of
-them.
+tiers, and without drafts of the first layers and of heads, which several ranks refuse;
+QUIRE_EXACT_RANK_CASES=500 runs more of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 
@@ -33,7 +34,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
-COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
+COMPUTED = ("self", "medusa", "eagle")  # proposers that one process computes
 GOALS = (
     *("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected"),
     *("saved", "fetched"),
@@ -98,6 +99,21 @@ def test_ranks_answer_as_one_process(
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     if degree == 2:
         assert all(reached.values()), reached
+
+
+def drafted_cases(cases: Iterable[Case], count: int) -> list[Case]:
+    """Return the first `count` cases with a draft model, for model 0."""
+    found = (replace(case, model=0) for case in cases if case.settings.proposer == "model")
+    return list(islice(found, count))
+
+
+def test_a_draft_model_beside_ranks_changes_no_answer(wholes: list[Model]) -> None:
+    cases = (case_for_ranks(number, 1) for number in count())
+    lines, reached = compare_with_one_process(
+        [ranks(wholes[1], 2)], drafted_cases(cases, 2), ("accepted", "rejected")
+    )
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert reached["accepted"], reached
 
 
 @pytest.fixture(scope="module")

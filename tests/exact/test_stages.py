@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -26,6 +27,7 @@ from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.test_ranks import drafted_cases
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -33,7 +35,7 @@ from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
-COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
+COMPUTED = ("self", "medusa", "eagle")  # proposers that one process computes
 GOALS = (
     *("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected"),
     *("saved", "fetched"),
@@ -133,6 +135,19 @@ def test_stages_answer_as_one_process(
     assert reached["overlapped"]
     if (stages, degree) == (2, 1):
         assert all(reached.values()), reached
+
+
+def test_a_draft_model_beside_stages_changes_no_answer(wholes: list[Model]) -> None:
+    made = PipelineExecutorClass(stages=2, degree=1, binds=False, poison=True, shares_blocks=True)
+    cases = (case_for_stages(number, 1, 2) for number in count())
+    lines, reached = compare_with_one_process(
+        [DividedModel(wholes[1], made)],
+        drafted_cases(cases, 2),
+        ("accepted", "rejected"),
+        runner_type=PipelinedRunner,
+    )
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert reached["accepted"], reached
 
 
 class WithoutTheSum(PipelineExecutorClass):

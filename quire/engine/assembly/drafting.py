@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quire.base.clock import Clock
+from quire.base.errors import SettingError
 from quire.config.groups import EngineConfig
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan
 from quire.engine.assembly.draft_model import SizedDraft, load_draft, sized_draft
@@ -32,12 +33,13 @@ from quire.weights.checkpoint import Checkpoint
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedDrafting:
     """At most one of `draft`, `layers` and `heads`; history_tokens: of earlier answers, by tenant;
-    0: none are kept."""
+    0: none are kept. num_ranks: of the model; with several, rank 0 alone has the draft model."""
 
     draft: SizedDraft | None = None
     layers: SizedSelfDraft | None = None
     heads: SizedHeads | None = None
     history_tokens: int = 0
+    num_ranks: int = 1
 
     @property
     def needs(self) -> DraftNeeds:
@@ -48,6 +50,8 @@ class SizedDrafting:
 
     def check(self, executor_class: ExecutorClass) -> None:
         """Raise where an executor cannot compute what drafts."""
+        if self.num_ranks > 1:
+            executor_class = _whole_class()
         programs = () if self.heads is None else self.heads.files.programs
         for program in programs if self.draft is None else (self.draft.program,):
             executor_class.check_program(program)
@@ -88,11 +92,26 @@ def sized_drafting(
         return SizedDrafting(history_tokens=settings.speculate_history_tokens)
     if settings.drafts_itself:
         return SizedDrafting(layers=sized_self_draft(config, program, sizing))
-    kind = head_kind(config)
+    kind, num_ranks = head_kind(config), config.executor.num_ranks
     if kind is not None:
+        if num_ranks > 1:
+            raise SettingError(
+                f"{config.executor.ranks_text}, and draft_model is draft heads ({kind}), which "
+                "read hidden states of one process: give a draft model of its own, or take "
+                "--speculate ngram or off"
+            )
         heads = sized_heads(config, kind, spec, program, checkpoint, sizing)
         return SizedDrafting(heads=heads)
-    return SizedDrafting(draft=sized_draft(config, spec, sizing))
+    if num_ranks > 1:
+        sizing = _whole_class()
+    return SizedDrafting(draft=sized_draft(config, spec, sizing), num_ranks=num_ranks)
+
+
+def _whole_class() -> ExecutorClass:
+    """Return the class of a draft model beside a model over ranks, in the process of rank 0."""
+    from quire.execute.native import NativeExecutor  # only there: ranks have no other executor
+
+    return NativeExecutor
 
 
 def loaded_proposer(
@@ -137,6 +156,10 @@ def loaded_proposer(
         )
     if drafting.draft is None:
         return None
+    if drafting.num_ranks > 1:
+        executor_class = _whole_class()
+        threads = max(options.num_threads // drafting.num_ranks, 1)
+        options = replace(options, num_threads=threads)
     return load_draft(
         drafting.draft,
         executor_class,

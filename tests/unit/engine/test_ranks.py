@@ -16,6 +16,7 @@ from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly import ranks
 from quire.engine.assembly.expert_loads import read_expert_loads
+from quire.models.model_folder import head_box_path
 from quire.obs.engine_metrics import EngineCollector
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -50,7 +51,6 @@ def test_two_ranks_answer_as_one_process() -> None:
             {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
             "has the blocks of ranks that it has started itself",
         ),
-        ({"draft_model": "draft"}, "draft heads or the model.s first layers are asked"),
         ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
         ({"self_draft_layers": 1}, "draft heads or the model.s first layers are asked"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
@@ -59,6 +59,31 @@ def test_two_ranks_answer_as_one_process() -> None:
 def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         engine_config({"tensor_parallel_size": 2, **settings})
+
+
+@needs_two_cores
+def test_a_draft_model_beside_ranks_and_stages_changes_no_answer() -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+
+    async def answered(layout: dict[str, Any]) -> tuple[Any, int]:
+        async with AsyncLLM(num_threads=2, speculate="draft", **layout) as llm:
+            stream = llm.generate("Once upon a time", sampling)
+            tokens = [(delta.token_ids, delta.logprobs) async for delta in stream]
+            drafted = sum(llm.client.stats.draft_tokens_total)
+            ids = [token_id for part, _ in tokens for token_id in part]
+            return (ids, [one for _, part in tokens for one in part]), drafted
+
+    layouts: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+    found = [asyncio.run(answered(layout)) for layout in layouts]
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert all(drafted for _, drafted in found)
+
+
+@needs_two_cores
+def test_draft_heads_beside_ranks_are_refused() -> None:
+    heads = str(head_box_path("eagle"))
+    with pytest.raises(SettingError, match=r"draft_model is draft heads \(eagle\)"):
+        LLM(num_threads=2, tensor_parallel_size=2, draft_model=heads)
 
 
 @needs_two_cores
