@@ -494,19 +494,25 @@ class EngineConfig:
             )
 
     def _check_drafts_of_ranks(self, given: str) -> None:
-        """Raise SettingError for drafts that several ranks do not support yet. A draft model is in
-        the process of rank 0."""
-        settings = self.speculation
-        if settings.speculate not in ("off", "ngram", "draft") or settings.drafts_itself:
+        """Raise SettingError for drafts that several ranks do not support yet. Draft models and
+        heads are in the process of rank 0; whether a draft_model is heads its files say."""
+        settings, executor = self.speculation, self.executor
+        if settings.drafts_itself:
             raise SettingError(
-                f"{given}, and draft heads or the model's first layers are asked for, which "
-                "several ranks do not support yet: take --speculate draft, ngram or off"
+                f"{given}, and the model's first layers are asked for drafts, which several ranks "
+                "do not support yet: take another value of --speculate"
             )
-        is_divided = self.executor.context_parallel_size > 1
-        if is_divided and (settings.speculate == "draft" or settings.draft_model is not None):
+        if executor.pipeline_parallel_size > 1 and settings.speculate in ("medusa", "eagle"):
             raise SettingError(
-                f"{given}, and a draft model is asked for, which has no blocks of so many "
-                "positions: take tensor_parallel_size, or --speculate ngram or off"
+                f"{given} and speculate is {settings.speculate}: draft heads read hidden states of "
+                "all layers, which are in several stages; take tensor_parallel_size, or "
+                "--speculate draft, ngram or off"
+            )
+        computed = settings.speculate in ("draft", "medusa", "eagle")
+        if executor.context_parallel_size > 1 and (computed or settings.draft_model is not None):
+            raise SettingError(
+                f"{given}, and a draft model or draft heads are asked for, which have no blocks of "
+                "so many positions: take tensor_parallel_size, or --speculate ngram or off"
             )
 
     def _check_drafts(self, given: str, reason: str) -> None:

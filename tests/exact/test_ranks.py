@@ -2,7 +2,7 @@
 the tokens and log-probabilities of one process.
 
 The processes of a model live over all its cases. Cases are those of test_one_answer.py, with disk
-tiers, and without drafts of the first layers and of heads, which several ranks refuse;
+tiers, and without drafts of the first layers, which several ranks refuse;
 QUIRE_EXACT_RANK_CASES=500 runs more of them.
 """
 
@@ -34,7 +34,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
-COMPUTED = ("self", "medusa", "eagle")  # proposers that one process computes
+NUM_DRAFTED = max(NUM_CASES // 3, 2)  # cases of each proposer that computes drafts
 GOALS = (
     *("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected"),
     *("saved", "fetched"),
@@ -82,7 +82,7 @@ def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
     settings = replace(case.settings, tier_in_host=False)
-    if settings.proposer in COMPUTED:
+    if settings.proposer == "self":
         settings = replace(settings, proposer="ngram")
     return replace(case, settings=settings)
 
@@ -101,19 +101,37 @@ def test_ranks_answer_as_one_process(
         assert all(reached.values()), reached
 
 
-def drafted_cases(cases: Iterable[Case], count: int) -> list[Case]:
-    """Return the first `count` cases with a draft model, for model 0."""
-    found = (replace(case, model=0) for case in cases if case.settings.proposer == "model")
+def drafted_cases(cases: Iterable[Case], proposer: str, count: int) -> list[Case]:
+    """Return the first `count` cases with drafts of `proposer`, for model 0."""
+    found = (replace(case, model=0) for case in cases if case.settings.proposer == proposer)
     return list(islice(found, count))
 
 
-def test_a_draft_model_beside_ranks_changes_no_answer(wholes: list[Model]) -> None:
-    cases = (case_for_ranks(number, 1) for number in count())
+@pytest.mark.parametrize("proposer", ["model", "medusa", "eagle"])
+def test_drafts_computed_beside_ranks_change_no_answer(wholes: list[Model], proposer: str) -> None:
+    cases = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, NUM_DRAFTED)
     lines, reached = compare_with_one_process(
-        [ranks(wholes[1], 2)], drafted_cases(cases, 2), ("accepted", "rejected")
+        [ranks(wholes[1], 2)], cases, ("accepted", "rejected")
     )
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
-    assert reached["accepted"], reached
+    assert any(reached.values()), reached
+
+
+@pytest.mark.parametrize("proposer", ["medusa", "eagle"])
+def test_heads_read_the_hidden_states_of_one_process(wholes: list[Model], proposer: str) -> None:
+    """So that they draft the same tokens."""
+    [case] = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, 1)
+    # A tier's copies and plans in flight would make plans depend on time.
+    case = replace(case, settings=replace(case.settings, tier_blocks=0, plans_in_flight=1))
+    found, model = [], ranks(wholes[1], 2)
+    try:
+        for one in (wholes[1], model):
+            outcome = run_case(one, case, alone=AloneRuns())
+            found.append([plan.draft_ids.tolist() for plan, _ in outcome.plans])
+    finally:
+        model.close()
+    assert found[0] == found[1]
+    assert any(found[0])
 
 
 @pytest.fixture(scope="module")

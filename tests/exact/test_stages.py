@@ -142,7 +142,7 @@ def test_a_draft_model_beside_stages_changes_no_answer(wholes: list[Model]) -> N
     cases = (case_for_stages(number, 1, 2) for number in count())
     lines, reached = compare_with_one_process(
         [DividedModel(wholes[1], made)],
-        drafted_cases(cases, 2),
+        drafted_cases(cases, "model", 2),
         ("accepted", "rejected"),
         runner_type=PipelinedRunner,
     )

@@ -33,7 +33,7 @@ from quire.weights.checkpoint import Checkpoint
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedDrafting:
     """At most one of `draft`, `layers` and `heads`; history_tokens: of earlier answers, by tenant;
-    0: none are kept. num_ranks: of the model; with several, rank 0 alone has the draft model."""
+    0: none are kept. num_ranks: of the model; with several, rank 0 alone has what drafts."""
 
     draft: SizedDraft | None = None
     layers: SizedSelfDraft | None = None
@@ -93,22 +93,21 @@ def sized_drafting(
     if settings.drafts_itself:
         return SizedDrafting(layers=sized_self_draft(config, program, sizing))
     kind, num_ranks = head_kind(config), config.executor.num_ranks
-    if kind is not None:
-        if num_ranks > 1:
-            raise SettingError(
-                f"{config.executor.ranks_text}, and draft_model is draft heads ({kind}), which "
-                "read hidden states of one process: give a draft model of its own, or take "
-                "--speculate ngram or off"
-            )
-        heads = sized_heads(config, kind, spec, program, checkpoint, sizing)
-        return SizedDrafting(heads=heads)
     if num_ranks > 1:
         sizing = _whole_class()
-    return SizedDrafting(draft=sized_draft(config, spec, sizing), num_ranks=num_ranks)
+    if kind is None:
+        return SizedDrafting(draft=sized_draft(config, spec, sizing), num_ranks=num_ranks)
+    if config.executor.pipeline_parallel_size > 1:
+        raise SettingError(
+            f"{config.executor.ranks_text}, and draft_model is draft heads ({kind}), which read "
+            "hidden states of all layers: take tensor_parallel_size, or a draft model of its own"
+        )
+    heads = sized_heads(config, kind, spec, program, checkpoint, sizing)
+    return SizedDrafting(heads=heads, num_ranks=num_ranks)
 
 
 def _whole_class() -> ExecutorClass:
-    """Return the class of a draft model beside a model over ranks, in the process of rank 0."""
+    """Return the class of what drafts beside a model over ranks, in the process of rank 0."""
     from quire.execute.native import NativeExecutor  # only there: ranks have no other executor
 
     return NativeExecutor
@@ -143,6 +142,10 @@ def loaded_proposer(
             num_threads=options.num_threads,
             clock=clock,
         )
+    if drafting.num_ranks > 1:
+        executor_class = _whole_class()
+        threads = max(options.num_threads // drafting.num_ranks, 1)
+        options = replace(options, num_threads=threads)
     if drafting.heads is not None:
         assert taps is not None, "the runner keeps hidden states for heads"
         return load_heads(
@@ -156,10 +159,6 @@ def loaded_proposer(
         )
     if drafting.draft is None:
         return None
-    if drafting.num_ranks > 1:
-        executor_class = _whole_class()
-        threads = max(options.num_threads // drafting.num_ranks, 1)
-        options = replace(options, num_threads=threads)
     return load_draft(
         drafting.draft,
         executor_class,

@@ -59,7 +59,7 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
             {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
             "has the blocks of ranks that it has started itself",
         ),
-        ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
+        ({"speculate": "eagle"}, "draft heads read hidden states of all layers"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         (
             {"num_threads": 3, "tensor_parallel_size": 2},
