@@ -4,8 +4,8 @@ Each rank's pool holds the KV heads and the layers of the rank, in a span of the
 Rank 0 maps all of it, and copies a block as one process would have it: per layer the heads in
 order. So blocks are the same bytes at every degree and number of stages, and go to an engine of
 others as they are. Blocks that ranks divide by positions are their pieces in order, in each layer.
-Knows bytes, layers, pieces and heads; no program and no process. Always holds: spans
-have one size; the file has no name, and is freed with the last process that has mapped it.
+Knows bytes, layers, pieces and heads; no program and no process. Always holds: spans have one size;
+the file has no name, and is freed with the last process that has mapped it.
 """
 
 from __future__ import annotations
