@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 from quire._native import SuffixIndex
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import Drafts, LookupProposer
 
+# Of the index, by token of a text: the place of the one before it, and two buckets at most.
+INDEX_TOKEN_BYTES = 12
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
-class NgramProposer:
-    """A LookupProposer for `num_slots` slots."""
+class NgramProposer(LookupProposer):
+    """For `num_slots` slots."""
+
+    name = "ngram"
 
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
@@ -47,6 +51,3 @@ class NgramProposer:
         """See Proposer."""
         lengths = tokens.lengths[slots]
         self._index.propose(tokens.tokens, slots, lengths, limits, drafts.ids, drafts.counts)
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """Do nothing: the text says it all."""

@@ -113,7 +113,7 @@ def test_earlier_answers_are_proposed_within_a_tenant(
     off = SchedulingParams(speculation=SpeculationParams(is_on=False))
     settings: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "speculate": "ngram"}
     with LLM(model, speculate_history_tokens=100, **settings) as llm:
-        assert "history of answers" in llm.memory_text
+        assert "prompt lookup: history of answers" in llm.memory_text
         answers = []
         for terms in (off, *(SchedulingParams(tenant=name) for name in ("a", "a", "b", "a"))):
             [answer] = llm.generate([[5, 6, 7]], sampling, terms=terms)
