@@ -1,8 +1,9 @@
 """NgramProposer: what followed the last tokens where they occurred before in the same request.
 
 Prompt lookup: answers repeat names, code and quotations of their prompt, and themselves. The index
-is native (native/src/suffix_index.cc) and follows the known tokens as they grow. Always holds: it
-reads the request's own tokens only.
+is native (native/src/suffix_index.cc) and follows the known tokens as they grow: chains of places
+by pairs of tokens, no suffix tree or automaton, and so no suffix decoding, which counts what
+followed in a tree of texts. Always holds: it reads the request's own tokens only.
 """
 
 from __future__ import annotations
