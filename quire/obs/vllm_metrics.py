@@ -83,10 +83,9 @@ class VllmMetrics:
         """Yield sums over proposers, of all positions and by position."""
         own = (self.model_name, "0")
         for theirs, name in SUMS.items():
-            family = ours[name]
-            text = f"{family.documentation} ({name})"
+            text = f"Sum over proposers and positions ({name})"
             total = CounterMetricFamily(theirs, text, labels=("model_name", "engine"))
-            total.add_metric(own, sum(sample.value for sample in family.samples))
+            total.add_metric(own, sum(sample.value for sample in ours[name].samples))
             yield total
         accepted: Counter[int] = Counter()
         for sample in ours[ACCEPTED].samples:
