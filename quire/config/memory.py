@@ -146,7 +146,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
-            f"{f', or {draft.advice}' if draft.advice else ''}"
+            f"{f', or {draft.advice}' if draft.advice and draft.fixed_bytes else ''}"
         )
     num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)

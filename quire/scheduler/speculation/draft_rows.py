@@ -80,7 +80,7 @@ class DraftRows(StepExtension):
         self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
         self._stats = DraftStats(source.max_drafts)
-        self._predicted_stats = DraftStats(source.max_drafts)  # of those: from predictions
+        self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
         self._knows_plain = False  # a step of decoding rows without drafts was timed
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
@@ -123,9 +123,9 @@ class DraftRows(StepExtension):
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": self._stats.drafted_at,
             "accepted_draft_tokens_total": self._stats.accepted_at,
-            "prediction_rows_total": self._predicted_stats.rows_total,
-            "prediction_tokens_total": self._predicted_stats.drafted_at,
-            "accepted_prediction_tokens_total": self._predicted_stats.accepted_at,
+            "prediction_rows_total": self._prediction_stats.rows_total,
+            "prediction_tokens_total": self._prediction_stats.drafted_at,
+            "accepted_prediction_tokens_total": self._prediction_stats.accepted_at,
         }
 
     def note(self, sequence: SequenceState) -> None:
@@ -242,7 +242,7 @@ class DraftRows(StepExtension):
         slots = index.astype(np.intp)
         if (predicted := self._source.from_prediction) is not None:
             of_some = predicted[slots]
-            self._predicted_stats.count(drafted[of_some].tolist(), accepted[of_some].tolist())
+            self._prediction_stats.count(drafted[of_some].tolist(), accepted[of_some].tolist())
         self._source.verified(slots, drafted, accepted)
         if self._timed is not None:
             self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
