@@ -60,11 +60,11 @@ GRAMMARS = (
     ),
 )
 BLOCK_SIZES = (16, 16, 16, 32)
-# What proposes in cases with drafts, and in how many of a hundred: proposers that know the answer
-# (drafts.py), and those of servers by their kind, of which prompt lookup has two forms.
+# What proposes in cases with drafts, and in how many of a hundred: those of servers by
+# their kind, of which prompt lookup has two forms, and ones that know the answer (drafts.py).
 PROPOSERS: Mapping[str, int] = {
-    **{"right": 16, "wrong": 8, "alternating": 8, "sometimes": 8},
     **{"ngram": 4, "history": 4, "draft": 12, "self": 20, "medusa": 10, "eagle": 10},
+    **{"right": 16, "wrong": 8, "alternating": 8, "sometimes": 8},
 }
 THREADS = (1, 1, 1, 1, 2, 3)  # threads mostly wait for each other on a busy machine
 
