@@ -258,8 +258,11 @@ def metrics() -> str:
     rows, source = [], Metrics(("name",))
     counted = TransferStats(failures_total=tuple((one.value, 0) for one in Failure))
     stored = KVStoreStats(failures_total=tuple((one.value, 0) for one in StoreFailure))
-    # A mixture, for its labels; what is shown only where blocks are exchanged or shared.
-    source.see(EngineStats(expert_tokens_total=((0,),), transfer=counted, kv_store=stored))
+    # A mixture and drafts, for their labels; what is shown only where blocks are exchanged or
+    # shared.
+    drafted = {"proposer": "ngram", "draft_tokens_total": (0,), "accepted_draft_tokens_total": (0,)}
+    shown = EngineStats(expert_tokens_total=((0,),), transfer=counted, kv_store=stored, **drafted)
+    source.see(shown)
     # A labelled metric that has counted nothing has no sample to read its labels from.
     collectors = source._shown._names_to_collectors
     for family in text_string_to_metric_families(source.text().decode()):
@@ -278,6 +281,10 @@ def vllm_metrics() -> str:
     source = Metrics()
     source.show_vllm_names("box")
     rows, ours = [], {theirs: name for name, theirs in vllm_metrics_names.NAMES.items()}
+    sums = {
+        **vllm_metrics_names.SUMS,
+        vllm_metrics_names.ACCEPTED_AT: vllm_metrics_names.ACCEPTED,
+    }
     for family in text_string_to_metric_families(source.text().decode()):
         if not family.name.startswith("vllm:"):
             continue
@@ -285,6 +292,9 @@ def vllm_metrics() -> str:
         own = ours.get(family.name, "")
         own = f"{own}_total" if family.type == "counter" else own
         text = f"`{own}`" if own else "`quire_kv_blocks_used` of `quire_kv_blocks`, 0 to 1"
+        if family.name in sums:
+            by = ", by `position` from 0 on" * (family.name == vllm_metrics_names.ACCEPTED_AT)
+            text = f"sum of `{sums[family.name]}_total`{by}"
         rows.append((f"`{shown}`", family.type, text))
     return table(("vLLM's name", "Type", "Here"), rows)
 

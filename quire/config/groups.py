@@ -14,6 +14,7 @@ from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.kv_store import KVStoreConfig
+from quire.config.proposer_kinds import LOOKUPS, any_of
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
 from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import TransferConfig
@@ -488,11 +489,9 @@ class EngineConfig:
 
     def _check_drafts(self, given: str, reason: str) -> None:
         """Raise SettingError for drafts that are computed. given: what they do not go with."""
-        settings = self.speculation
-        if settings.speculate not in ("off", "ngram") or (
-            settings.draft_model is not None or settings.self_draft_layers is not None
-        ):
+        if self.speculation.computes:
             raise SettingError(
                 f"{given}, and a draft model, draft heads or the model's first layers are asked "
-                f"for, {reason}: take --speculate ngram or off, or leave the former out"
+                f"for, {reason}: take --speculate {any_of((*LOOKUPS, 'off'))}, or leave the former "
+                "out"
             )

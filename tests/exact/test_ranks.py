@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.config.proposer_kinds import COMPUTED
 from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
@@ -31,7 +32,6 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
-COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
 GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 
 from quire.base.records import StepPlan
+from quire.config.proposer_kinds import COMPUTED
 from quire.execute.native import NativeExecutor
 from quire.program.ops import Add
 from quire.program.program import Program
@@ -33,7 +34,6 @@ from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
-COMPUTED = ("model", "self", "medusa", "eagle")  # proposers that one process computes
 GOALS = ("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected")
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 3}
