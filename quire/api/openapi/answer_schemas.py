@@ -409,6 +409,7 @@ def _records() -> dict[str, Schema]:
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )
     closed = {record.__name__: {"additionalProperties": False} for record in records}
+    found["Speeds"]["properties"] |= {"draft_n": COUNT, "draft_n_accepted": COUNT}  # with drafts
     return {
         name: {**_without_docs(schema), **closed.get(name, {})} for name, schema in found.items()
     }

@@ -25,7 +25,7 @@ def answered(path: str, body: Any) -> Reply:
     ("path", "fields", "said"),
     [
         (CHAT, {"think": True}, 'write it as reasoning_effort: "none" switches reasoning off'),
-        (CHAT, {"speculative.n_max": 4}, 'write it as speculation: "off", "auto" or {"max_draft'),
+        (CHAT, {"speculative.type": "a"}, 'write it as speculation: "off", "auto" or {"max_draft'),
         (CHAT, {"functions": [FUNCTION]}, "given as tools; write each as an entry of tools: {"),
         (CHAT, {"function_call": FUNCTION}, "write it as tool_choice: {"),
         (CHAT, {"structured_outputs": {"json": "{bad"}},
