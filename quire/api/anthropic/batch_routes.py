@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire.api.anthropic.beta_query import without_beta
 from quire.api.batches import message_batches as rows
 from quire.api.batches.parted_response import PartedResponse
 from quire.api.batches.stored_batches import ENDED, StoredBatch, move_to
@@ -79,7 +80,7 @@ class MessageBatchRoutes:
 
     async def list(self, request: Request) -> Response:
         """Return a page of the batches of a key, the newest first."""
-        query, key = request.query_params, request.state.key
+        query, key = without_beta(request).query_params, request.state.key
         for name in query:
             if name not in _QUERY:
                 raise InvalidParameter(

@@ -173,6 +173,10 @@ UNSERVED: Mapping[str, Unserved] = {
         allowed=([], {}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
         why="the conversation is used as it was sent",
     ),
+    "speed": Unserved(allowed=("standard",), why="there is one speed"),
+    "diagnostics": Unserved(
+        allowed=({}, {"previous_message_id": None}), why="messages are not compared"
+    ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
     "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),
@@ -248,6 +252,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "truncation_length": (),
     "num_ctx": (),
     "keep_alive": (),
+    "inference_geo": (),
     "t_max_prompt_ms": (0, -1),
     "sse_ping_interval": (),
     "speculative.n_max": (),
