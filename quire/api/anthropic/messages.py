@@ -62,19 +62,19 @@ class MessagesRoute:
 
     def __init__(self, server_state: ServerState) -> None:
         self._server_state = server_state
-        self._routes = {
-            tier: GenerationRoute(
+        self._route, self._batch_route = (
+            GenerationRoute(
                 honoured=MESSAGES,
                 id_prefix="msg_",
                 read=partial(read_job, tier=tier),
                 dialect=ANTHROPIC,
             )
             for tier in (STANDARD, BATCH)
-        }
+        )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        route = self._routes[BATCH if BACKGROUND in request.scope else STANDARD]
+        route = self._batch_route if BACKGROUND in request.scope else self._route
         request = without_beta(request)
         return with_id_header(await generate(self._server_state, request, route))
 

@@ -117,6 +117,13 @@ def messages_answers() -> dict[str, Schema]:
         ),
         "MessageEvent": {"anyOf": _events()},
         "TokenCount": whole_object(input_tokens=_COUNT),
+        "AnthropicModel": _model(),
+        "AnthropicModelList": whole_object(
+            data=list_of(_ref("AnthropicModel")),
+            has_more=FLAG,
+            first_id=or_null(TEXT),
+            last_id=or_null(TEXT),
+        ),
         "AnthropicError": _error(),
     }
 
@@ -228,6 +235,17 @@ def _events() -> list[Schema]:
         "message_stop": {},
     }
     return [whole_object(type={"const": kind}, **more) for kind, more in events.items()]
+
+
+def _model() -> Schema:
+    unknown = ("capabilities", "deprecated_at", "line", "retires_at")
+    return whole_object(
+        type={"const": "model"},
+        **dict.fromkeys(("id", "display_name", "created_at"), TEXT),
+        **dict.fromkeys(("max_input_tokens", "max_tokens"), _COUNT),
+        lifecycle={"const": "active"},
+        **dict.fromkeys(unknown, _NULL),
+    )
 
 
 def _error() -> Schema:

@@ -457,6 +457,28 @@ def test_slots_are_for_admins_and_have_counts() -> None:
     assert (reply.status, reply.error["type"]) == (403, "permission_error")
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_is_open_and_has_what_clients_wait_for(path: str) -> None:
+    made = engine()
+    reply = ask(None, path=path, method="GET", on=made, api_key=("k",))
+    assert (reply.status, reply.json["status"], reply.json["ok"]) == (200, "ok", True)
+
+    async def dead() -> Reply:
+        site = Site(made)
+        made.dead.set()
+        return await site.get(path)
+
+    reply = asyncio.run(dead())
+    error = {"code": 503, "message": "it was killed", "type": "unavailable_error"}
+    assert (reply.status, reply.json["status"], reply.json["error"]) == (503, "dead", error)
+
+
+@pytest.mark.parametrize("path", ["/reranking", "/v1/reranking"])
+def test_reranking_is_another_name(path: str) -> None:
+    sent = {"query": "a", "documents": ["ab", "c"]}
+    assert ask(sent, path=path).json["results"] == ask(sent, path="/v1/rerank").json["results"]
+
+
 @pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
 def test_vectors_are_lists_of_numbers(path: str) -> None:
     plain = ask({"content": "ab"}, path=path).json
