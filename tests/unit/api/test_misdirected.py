@@ -72,7 +72,7 @@ def test_a_key_in_another_place_is_said_to_be_there(
 ) -> None:
     async def exchange() -> Reply:
         site = Site(api_key=("sk-1",))
-        return await site.call("GET", "/v1/models", b"", headers=headers, query=query)
+        return await site.call("GET", "/tokenizer_info", b"", headers=headers, query=query)
 
     reply = asyncio.run(exchange())
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
