@@ -142,7 +142,8 @@ def _sampler_fields(
     if len(known) < len(listed):
         request.context.ignore(f"samplers.{_INFILL}")
     names = [name for name in known if isinstance(name, str)]
-    return off_where_unlisted("samplers", names) if listed else {}, known
+    is_ordered = listed and not request.given.get("mirostat")  # which has no use for the list
+    return off_where_unlisted("samplers", names) if is_ordered else {}, known
 
 
 def _response_fields(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -274,6 +274,9 @@ def test_what_an_editor_sends_is_accepted() -> None:
     assert (sampling.top_k, sampling.top_p) == (40, 0.9)
     assert (sampling.temperature, sampling.repetition_penalty) == (1.0, 1.0)
     assert sampling.stop == ()
+    surprising = {"mirostat": 2, "top_k": 0, "top_p": 1}
+    assert ask({**sent, **surprising}, path=INFILL, on=made).status == 200
+    assert made.asked[1].sampling.temperature == 0.7
     warm = {"samplers": [], "n_predict": 0, "response_fields": [""], "t_max_predict_ms": 1}
     assert ask({**sent, **warm}, path=INFILL, on=made).json == {}
 
