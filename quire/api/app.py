@@ -29,6 +29,7 @@ from quire.api.http.middleware import RequestMiddleware
 from quire.api.http.paths import hint_for
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.routes import llama_cpp_admin_routes, llama_cpp_routes
+from quire.api.model_wiring import MODELS_DIALECT, model_routes
 from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
 from quire.api.native.token_generate import TokenGenerateRoute
@@ -38,7 +39,6 @@ from quire.api.ollama.routes import ollama_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
-from quire.api.openai.models import ModelsRoutes
 from quire.api.openai.responses.create import responses_routes
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.open_store import store_of
@@ -54,6 +54,7 @@ _LLAMA_CPP_PATHS = ("/completion", "/infill", "/embedding", "/embeddings", "/pro
 # By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
 DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": ANTHROPIC,
+    "/v1/models": MODELS_DIALECT,
     "/v1/responses": RESPONSES_DIALECT,
     "/api": OLLAMA,
     **dict.fromkeys(_LLAMA_CPP_PATHS, LLAMA_CPP),
@@ -71,7 +72,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     completions, chat = CompletionsRoute(server_state), ChatRoute(server_state)
     token_generate = TokenGenerateRoute(server_state, DEFAULT_DIALECT)
     requests = RequestRoutes(server_state, None if siblings is None else siblings.forward)
-    tokenize, models = TokenizeRoutes(server_state), ModelsRoutes(server_state)
+    tokenize = TokenizeRoutes(server_state)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -85,9 +86,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
         Route("/apply_template", tokenize.apply_template, methods=["POST"]),
         Route("/apply-template", tokenize.apply_template, methods=["POST"]),
-        Route("/tokenizer_info", models.tokenizer, methods=["GET"]),
-        Route("/v1/models", models.list, methods=["GET"]),
-        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        *model_routes(server_state),
         *requests.routes(),
         *TimelineRoutes(server_state, None if siblings is None else siblings.forward).routes(),
         *_status_routes(server_state),
@@ -119,6 +118,7 @@ def _status_routes(server_state: ServerState) -> list[Route]:
     health, document = HealthRoutes(server_state), DocumentRoutes(server_state)
     return [
         Route("/health", health.health, methods=["GET"]),
+        Route("/v1/health", health.health, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/openapi.json", document.get, methods=["GET"]),

@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.api.anthropic.beta_query import without_beta
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.fields import COUNT_TOKENS
 from quire.api.anthropic.request import as_named_here, read_prompt
@@ -28,7 +29,10 @@ class CountTokensRoute:
     async def post(self, request: Request) -> Response:
         """Answer one request."""
         context = await open_request(
-            self._server_state, request, honoured=COUNT_TOKENS, id_prefix="count_"
+            self._server_state,
+            without_beta(request),
+            honoured=COUNT_TOKENS,
+            id_prefix="count_",
         )
         num_tokens = await run_until_disconnect(
             _counted(context),

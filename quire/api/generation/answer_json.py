@@ -87,8 +87,16 @@ def _ranked(token: TokenText) -> dict[str, Any]:
 
 
 def speeds_json(usage: Usage) -> dict[str, Any]:
-    """Return `timings`, which goes beside `usage`, if it was requested."""
-    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
+    """Return `timings`, which goes beside `usage`, if it was requested.
+
+    Of an answer with proposed tokens it has their numbers, as in llama.cpp.
+    """
+    if not usage.speeds:
+        return {}
+    timings = msgspec.to_builtins(usage.speeds)
+    if num_drafts := usage.accepted_drafts + usage.rejected_drafts:
+        timings |= {"draft_n": num_drafts, "draft_n_accepted": usage.accepted_drafts}
+    return {"timings": timings}
 
 
 def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:

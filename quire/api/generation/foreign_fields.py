@@ -30,6 +30,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "repeat_penalty": ("repetition_penalty",),
     "rep_pen": ("repetition_penalty",),
     "num_return_sequences": ("n",),
+    "n_cmpl": ("n",),
     "sampler_seed": ("seed",),
     "random_seed": ("seed",),
     "typical": ("typical_p",),
@@ -85,6 +86,7 @@ NO_EFFECT: Mapping[str, str] = {
     "cache_prompt": "boolean",
     "n_cache_reuse": "number",
     "n_keep": "number",
+    "n_discard": "number",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -171,6 +173,10 @@ UNSERVED: Mapping[str, Unserved] = {
         allowed=([], {}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
         why="the conversation is used as it was sent",
     ),
+    "speed": Unserved(allowed=("standard",), why="there is one speed"),
+    "diagnostics": Unserved(
+        allowed=({}, {"previous_message_id": None}), why="messages are not compared"
+    ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
     "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),
@@ -185,7 +191,6 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "n_indent": Unserved(allowed=(0,), why="indentation does not limit an answer"),
     "t_max_predict_ms": Unserved(allowed=(0, -1), why="write it as deadline_ms"),
-    "t_max_prompt_ms": Unserved(allowed=(0, -1), why="write it as ttft_slo_ms"),
     "grammar_lazy": Unserved(allowed=(False,), why="a grammar holds from the first token on"),
     "grammar_triggers": Unserved(allowed=([],), why="write it as a structural tag"),
     "preserved_tokens": Unserved(allowed=([],), why="write it as skip_special_tokens: false"),
@@ -247,6 +252,12 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "truncation_length": (),
     "num_ctx": (),
     "keep_alive": (),
+    "inference_geo": (),
+    "t_max_prompt_ms": (0, -1),
+    "sse_ping_interval": (),
+    "speculative.n_max": (),
+    "speculative.n_min": (),
+    "speculative.p_min": (),
 }
 
 

@@ -129,12 +129,13 @@ class ChunkWriter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
     """A request after the check of all its fields. respond: returns the response, if the request
-    continues without its client. cache_pins: prefixes of the prompt to keep."""
+    continues without its client. cache_pins: prefixes of the prompt to keep. streams: runs it."""
 
     prompts: Sequence[Prompt]
     writer: Writer
     respond: Callable[[ChoiceStreams], Response] | None = None
     cache_pins: tuple[CachePin, ...] = ()
+    streams: Callable[..., ChoiceStreams] = ChoiceStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +267,7 @@ def _streams_of(
 ) -> Callable[..., ChoiceStreams]:
     """Return what runs the prompts of a job."""
     if CONTINUATION.isdisjoint(given):
-        return ChoiceStreams
+        return job.streams
     return continued_streams(given, job.prompts, job.writer, cursor, engine.card.vocab_size)
 
 

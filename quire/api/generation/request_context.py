@@ -32,6 +32,7 @@ _SHORT_CHARS = 4096
 # gigabyte. Text has some four bytes a token; one with more than this many fills no context.
 _BYTES_A_TOKEN = 16
 _MIN_TEXT_LIMIT = 1 << 20
+MODEL_TAG = "quire.model_tag"  # in the scope: what a name of a model may end with, if anything
 
 
 class RequestContext:
@@ -111,7 +112,7 @@ async def open_request(
         is_large=is_large,
     )
     context.ignore(*query_names(request, honoured, warns=warns), *ignored)
-    _check_model(given, engine)
+    _check_model(given, engine, request.scope.get(MODEL_TAG, ""))
     return context
 
 
@@ -132,12 +133,12 @@ def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> t
     return names
 
 
-def _check_model(given: Mapping[str, Any], engine: Engine) -> None:
+def _check_model(given: Mapping[str, Any], engine: Engine, tag: str) -> None:
     """Refuse a model name that is not served; "" and no name mean the served model."""
     name = given.get("model", "")
     if not isinstance(name, str):
         raise InvalidParameter(f"model is {show(name)}; a string is allowed", param="model")
-    if name and name not in engine.card.names:
+    if name and name not in engine.card.names and name.removesuffix(tag) not in engine.card.names:
         raise unknown_model(name, engine.card, param="model")
 
 
@@ -184,8 +185,8 @@ async def encode(
     if keep_tokens is None:
         min_tokens = engine.tokenizer.min_num_tokens(text)
         if min_tokens + min_output > engine.card.max_model_len:
-            found = f"{len(text)} characters, so at least {min_tokens} tokens"
-            raise _too_long(engine, found, min_output, param)
+            found = f"{len(text)} characters, so at least "
+            raise _too_long(engine, min_tokens, min_output, param, found)
     if len(text) <= _SHORT_CHARS:
         ids = tokenize(text, add_special_tokens=add_special_tokens)
     else:
@@ -194,7 +195,7 @@ async def encode(
     if keep_tokens is not None:
         return ids[keep_tokens]
     if len(ids) + min_output > engine.card.max_model_len:
-        raise _too_long(engine, f"{len(ids)} tokens", min_output, param)
+        raise _too_long(engine, len(ids), min_output, param)
     return ids
 
 
@@ -212,7 +213,7 @@ def checked_ids(
     if keep_tokens is not None:
         token_ids = token_ids[keep_tokens]
     if len(token_ids) + min_output > card.max_model_len:
-        raise _too_long(engine, f"{len(token_ids)} tokens", min_output, param)
+        raise _too_long(engine, len(token_ids), min_output, param)
     if not token_ids:
         raise InvalidParameter(
             "the prompt is an empty list; give at least one token id", param=param
@@ -227,6 +228,9 @@ def checked_ids(
     return list(token_ids)
 
 
-def _too_long(engine: Engine, found: str, min_output: int, param: str) -> ContextTooLong:
-    message = prompt_too_long(found, engine.card.max_model_len, min_output=min_output)
-    return ContextTooLong(message, param=param)
+def _too_long(
+    engine: Engine, num_tokens: int, min_output: int, param: str, found: str = ""
+) -> ContextTooLong:
+    most = engine.card.max_model_len
+    message = prompt_too_long(f"{found}{num_tokens} tokens", most, min_output=min_output)
+    return ContextTooLong(message, param=param, lengths=(num_tokens, most))

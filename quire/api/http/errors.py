@@ -43,12 +43,14 @@ class ErrorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """One error as a dialect writes it. param: the request field at fault, if there is one."""
+    """One error as a dialect writes it. param: the request field at fault, if there is one.
+    lengths: as in ContextTooLong."""
 
     status: int
     code: str | None
     message: str
     param: str | None = None
+    lengths: tuple[int, int] | None = None
 
 
 class UnknownRoute(RequestError):
@@ -171,7 +173,13 @@ def report_of(error: QuireError) -> ErrorReport:
     """Return an error as a dialect writes it."""
     shape = shape_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    return ErrorReport(status=shape.status, code=shape.code, message=str(error), param=param)
+    return ErrorReport(
+        status=shape.status,
+        code=shape.code,
+        message=str(error),
+        param=param,
+        lengths=error.lengths if isinstance(error, ContextTooLong) else None,
+    )
 
 
 def error_headers(error: QuireError) -> dict[str, str]:

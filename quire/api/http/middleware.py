@@ -42,7 +42,7 @@ PREFLIGHT = "preflight"
 # The status of a request if its client disconnected before there was a response.
 CLIENT_CLOSED = 499
 _FAULT = 500
-_POLLED = frozenset({"/health", "/metrics", "/v1/engine", "/web/{file}", PREFLIGHT})
+_POLLED = frozenset({"/health", "/v1/health", "/metrics", "/v1/engine", "/web/{file}", PREFLIGHT})
 
 
 class RequestMiddleware:

@@ -29,6 +29,9 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/copy": _ONE_MODEL,
     # llama.cpp
     "/lora-adapters": "LoRA adapters are not implemented",
+    "/slots/ID": "there are no slots to save: any request finds the cached prefix of any other",
+    "/v1/chat/completions/input_tokens": "use POST /tokenize with messages",
+    "/chat/completions/input_tokens": "use POST /tokenize with messages",
     # vLLM and SGLang
     "/responses": "use POST /v1/responses",
     "/ping": _HEALTH,
@@ -94,6 +97,8 @@ def hint_for(path: str, served: Iterable[str]) -> str:
     """
     if path.startswith("/api/blobs/"):
         path = "/api/blobs"
+    if path.startswith("/slots/"):
+        path = "/slots/ID"
     foreign = FOREIGN_PATHS.get(path) or FOREIGN_PATHS.get(path.replace("/v1/v1/", "/v1/"))
     if foreign is not None:
         return foreign

@@ -10,7 +10,6 @@ from quire.api.generation.fields import SAMPLING, SCHEDULING
 
 _NOT_CARRIED = frozenset(
     {
-        "n",
         "best_of",
         "use_beam_search",
         "length_penalty",
@@ -31,6 +30,9 @@ _EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "return_tokens",
     "timings_per_token",
     "return_progress",
+    "response_fields",
+    "t_max_predict_ms",
+    "n_indent",
     "cache_salt",
     "speculation",
 }
@@ -41,6 +43,7 @@ LLAMA_EMBEDDING = frozenset(
         "input",
         "content",
         "embd_normalize",
+        "encoding_format",
         "dimensions",
         "prompt_name",
         "add_special_tokens",

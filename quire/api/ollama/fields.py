@@ -62,7 +62,7 @@ _OF_VECTORS = frozenset(
 )
 OLLAMA_EMBED = _OF_VECTORS | {"input", "truncate"}
 OLLAMA_EMBEDDINGS = _OF_VECTORS | {"prompt"}
-OLLAMA_SHOW = frozenset({"model", "name", "verbose"})
+OLLAMA_SHOW = frozenset({"model", "name", "verbose", "system", "template", "options"})
 
 # Entries of options with our names, and those that have another name in Ollama.
 RENAMED: Mapping[str, str] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

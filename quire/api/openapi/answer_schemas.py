@@ -278,8 +278,14 @@ def _route_answers() -> dict[str, Schema]:
         "system_fingerprint": TEXT,
     }
     return {
-        "Model": whole_object(**model),
-        "ModelList": whole_object(object={"const": "list"}, data=list_of(_ref("Model"))),
+        "Model": {"anyOf": [_ref("OpenAIModel"), _ref("AnthropicModel")]},
+        "ModelList": {
+            "anyOf": [
+                whole_object(object={"const": "list"}, data=list_of(_ref("OpenAIModel"))),
+                _ref("AnthropicModelList"),
+            ]
+        },
+        "OpenAIModel": whole_object(**model),
         "Tokens": _part(
             {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(_ID_OR_PIECE)},
             token_strs=list_of(TEXT),
@@ -409,6 +415,9 @@ def _records() -> dict[str, Schema]:
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )
     closed = {record.__name__: {"additionalProperties": False} for record in records}
+    error = whole_object(code={"const": 503}, message=TEXT, type={"const": "unavailable_error"})
+    found["Health"]["properties"] |= {"status": TEXT, "error": error}
+    found["Speeds"]["properties"] |= {"draft_n": COUNT, "draft_n_accepted": COUNT}  # with drafts
     return {
         name: {**_without_docs(schema), **closed.get(name, {})} for name, schema in found.items()
     }

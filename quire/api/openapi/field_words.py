@@ -27,7 +27,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "content": "The text, in the form of llama.cpp's API: no special tokens by default.",
         "input_prefix": "The text before the gap to fill in.",
         "input_suffix": "The text after the gap to fill in.",
-        "input_extra": "Not served: texts of other files are not added to the prompt.",
+        "input_extra": "Texts of other files, which precede the prompt; the first are left out if "
+        "all do not fit the context.",
         "raw": "Use the prompt as it is, without the model's template.",
         "template": "Not served: templates of Ollama are written in Go's language.",
         "images": "Not served: the model reads text only.",
@@ -109,6 +110,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "had it.",
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
+        "t_max_predict_ms": "End with the first line break after this time from the first token; "
+        "0 or -1: no limit.",
+        "n_indent": "End before a line that begins with fewer spaces and tabs; 0: any.",
+        "response_fields": "Paths of the parts that the last object has, such as content and "
+        "timings/prompt_n; all by default.",
         "skip_special_tokens": "Special tokens have no text in the answer; true by default.",
         "n_probs": "Return each token's log-probability and this many alternatives; 0: none.",
         "return_tokens": "Return the ids of the answer's tokens; a stream always has them.",

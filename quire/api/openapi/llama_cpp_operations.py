@@ -60,6 +60,14 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         says="An entry for each request that may run at once, with the counts of those that run.",
         tag="For admins",
         answer="LlamaCppSlots",
+        others=(
+            {
+                "name": "fail_on_no_slot",
+                "in": "query",
+                "description": "Any value: 503 if no entry is idle.",
+                "schema": {"type": "string"},
+            },
+        ),
         errors=(InvalidParameter, NotAdmin, *ENGINE),
         form="llama_cpp",
     ),

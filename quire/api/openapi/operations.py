@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
+from quire.api.anthropic.models import MAX_LISTED as MAX_MODELS
+from quire.api.anthropic.models import NUM_LISTED as NUM_MODELS
 from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
@@ -103,6 +105,13 @@ def _query(name: str, says: str, schema: Schema) -> Schema:
 
 
 _PAGE = {"minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED}
+_MODELS = {"minimum": 1, "maximum": MAX_MODELS, "default": NUM_MODELS}
+_HEALTH = Operation(
+    says="200 while ready and making progress, else 503 with the reason.",
+    tag="Server",
+    answer="Health",
+    unhealthy=True,
+)
 _INCLUDE = _query("include", "As of POST /v1/responses; without effect.", {"enum": [*INCLUDABLE]})
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -246,6 +255,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/rerank": _RERANK,
     "POST /v2/rerank": replace(_RERANK, says="The same under Cohere's newer name."),
     "POST /rerank": replace(_RERANK, says="The same under another server's name."),
+    "POST /v1/reranking": replace(_RERANK, says="The same under llama.cpp's name."),
+    "POST /reranking": replace(_RERANK, says="The same under llama.cpp's name."),
     "POST /tokenize": Operation(
         says="Ids of a prompt, or of messages; with content, in the form of llama.cpp's API.",
         tag="Texts and tokens",
@@ -274,13 +285,20 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=ENGINE,
     ),
     "GET /v1/models": Operation(
-        says="The served model, under each of its names.",
+        says="The served model, under each of its names; with the header anthropic-version in "
+        "Anthropic's form.",
         tag="Server",
         answer="ModelList",
-        errors=ENGINE,
+        errors=(InvalidParameter, UnknownModel, *ENGINE),
+        others=(
+            _query("limit", "Anthropic's form: number of names.", {"type": "integer", **_MODELS}),
+            _query("after_id", "Anthropic's form: names after this one.", TEXT),
+            _query("before_id", "Anthropic's form: names before this one.", TEXT),
+        ),
     ),
     "GET /v1/models/{name}": Operation(
-        says="A model by name: its context length, precision and fingerprint.",
+        says="A model by name: its context length, precision and fingerprint; with the header "
+        "anthropic-version in Anthropic's form.",
         tag="Server",
         answer="Model",
         errors=(UnknownModel, *ENGINE),
@@ -315,12 +333,8 @@ OPERATIONS: Mapping[str, Operation] = {
         answer="RequestTimeline",
         errors=(InvalidParameter, UnknownRequest, *ENGINE),
     ),
-    "GET /health": Operation(
-        says="200 while ready and making progress, else 503 with the reason.",
-        tag="Server",
-        answer="Health",
-        unhealthy=True,
-    ),
+    "GET /health": _HEALTH,
+    "GET /v1/health": replace(_HEALTH, says="The same under llama.cpp's other name."),
     "GET /metrics": Operation(
         says="Metrics in Prometheus' text format.",
         tag="For admins",
