@@ -8,13 +8,13 @@ from __future__ import annotations
 from quire.api.anthropic.batch_routes import CUSTOM_ID, MAX_REQUESTS
 from quire.api.batch_wiring import ENDPOINTS
 from quire.api.batches.stored_batches import ENDED, TIMES
-from quire.api.openai.batches.batch_routes import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from quire.api.openai.batches.file_routes import PURPOSES
 from quire.api.openapi.field_schemas import (
     FLAG,
     TEXT,
     Schema,
     list_of,
+    metadata_row,
     object_of,
     or_null,
     whole_object,
@@ -96,10 +96,7 @@ def file_form() -> Schema:
 def batch_body() -> Schema:
     """Return the schema of the body of POST /v1/batches."""
     metadata: Schema = {
-        "type": "object",
-        "maxProperties": MAX_PAIRS,
-        "propertyNames": {"maxLength": MAX_KEY_CHARS},
-        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+        **metadata_row(),
         "description": "Texts that the batch is returned with.",
     }
     return object_of(

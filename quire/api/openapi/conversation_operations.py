@@ -10,15 +10,25 @@ from collections.abc import Mapping
 from quire.api.http.errors import UnknownConversation
 from quire.api.openai.responses.conversations import MAX_ADDED
 from quire.api.openai.responses.stored_routes import MAX_LISTED, NUM_LISTED, ORDERS
-from quire.api.openapi.field_schemas import TEXT, Schema, list_of, object_of, or_null
+from quire.api.openapi.field_schemas import (
+    TEXT,
+    Schema,
+    list_of,
+    metadata_row,
+    object_of,
+    or_null,
+)
 from quire.api.openapi.operation import OBJECT, Operation
-from quire.api.openapi.responses_schemas import input_items, metadata
+from quire.api.openapi.responses_schemas import input_items
 from quire.base.errors import InvalidParameter, ShuttingDown, TimedOut
 
 _TAG = "Conversations"
 _CHANGE = (*OBJECT, UnknownConversation, TimedOut, ShuttingDown)
 _READ = (InvalidParameter, UnknownConversation)
-_LABELS: Schema = {**metadata(), "description": "Labels that the conversation is returned with."}
+_LABELS: Schema = {
+    **metadata_row(),
+    "description": "Labels that the conversation is returned with.",
+}
 
 
 def _query(name: str, says: str, schema: Schema) -> Schema:
@@ -48,7 +58,7 @@ CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
         tag=_TAG,
         answer="Conversation",
         title="ConversationUpdate",
-        plain=object_of({"metadata": _LABELS}, needed=("metadata",)),
+        plain=object_of({"metadata": or_null(_LABELS)}, needed=("metadata",)),
         example={"metadata": {"topic": "stories"}},
         errors=_CHANGE,
     ),

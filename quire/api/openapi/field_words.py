@@ -207,7 +207,10 @@ OF_CHATS: Mapping[str, str] = {
     "echo": "Put the text of a last message of the assistant before the answer.",
     "max_tokens": "Maximum number of tokens of an answer; the rest of the context by default. 0 "
     "only if the prompt is scored.",
-    "logprobs": "Return each token's log-probability.",
+    "logprobs": "Return each token's log-probability, those of reasoning, calls and their marks "
+    "included.",
+    "metadata": "Labels, which the answer repeats.",
+    "service_tier": 'There is one tier, which the answer names "default".',
     "n": "Number of choices.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
     "by default.",

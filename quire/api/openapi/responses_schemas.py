@@ -8,13 +8,7 @@ from __future__ import annotations
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.responses.fields import INCLUDABLE, TRUNCATIONS
-from quire.api.openai.responses.request import (
-    MAX_KEY_CHARS,
-    MAX_PAIRS,
-    MAX_VALUE_CHARS,
-    SUMMARIES,
-    VERBOSITIES,
-)
+from quire.api.openai.responses.request import SUMMARIES, VERBOSITIES
 from quire.api.openai.responses.response_writer import FAILURES
 from quire.api.openapi.field_schemas import (
     FLAG,
@@ -24,6 +18,7 @@ from quire.api.openapi.field_schemas import (
     Schema,
     list_of,
     max_output,
+    metadata_row,
     object_of,
     or_null,
     whole_object,
@@ -59,19 +54,9 @@ def responses_rows(known: Known) -> dict[str, Schema]:
         "conversation": {"anyOf": [TEXT, whole_object(id=TEXT)]},
         "store": FLAG,
         "background": FLAG,
-        "metadata": metadata(),
+        "metadata": metadata_row(),
         "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": max_output(known)},
         "stream_options": object_of({"include_obfuscation": or_null(FLAG)}),
-    }
-
-
-def metadata() -> Schema:
-    """Return the schema of labels."""
-    return {
-        "type": "object",
-        "maxProperties": MAX_PAIRS,
-        "propertyNames": {"maxLength": MAX_KEY_CHARS},
-        "additionalProperties": {**TEXT, "maxLength": MAX_VALUE_CHARS},
     }
 
 
@@ -94,7 +79,7 @@ def responses_answers() -> dict[str, Schema]:
         ),
         "ResponseEvent": {"anyOf": _events()},
         "Conversation": whole_object(
-            id=TEXT, object={"const": "conversation"}, created_at=_COUNT, metadata=metadata()
+            id=TEXT, object={"const": "conversation"}, created_at=_COUNT, metadata=metadata_row()
         ),
         "ConversationDeleted": whole_object(
             id=TEXT, object={"const": "conversation.deleted"}, deleted=FLAG

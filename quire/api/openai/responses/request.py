@@ -18,7 +18,6 @@ from quire.base.parameter_checks import whole
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.show import show
 
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 _FORMAT = '{"type": "json_schema", "name": "...", "schema": {...}}'
@@ -138,22 +137,6 @@ def instructions_of(given: Mapping[str, Any]) -> str | None:
             f"instructions is {show(instructions)}; a text is allowed", param="instructions"
         )
     return instructions
-
-
-def metadata_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the labels that a response repeats."""
-    metadata = given.get("metadata", {})
-    fits = isinstance(metadata, dict) and len(metadata) <= MAX_PAIRS
-    if not fits or not all(
-        isinstance(value, str) and len(key) <= MAX_KEY_CHARS and len(value) <= MAX_VALUE_CHARS
-        for key, value in metadata.items()
-    ):
-        raise InvalidParameter(
-            f"metadata is {show(metadata)}; an object of at most {MAX_PAIRS} texts is allowed, of "
-            f"at most {MAX_VALUE_CHARS} characters each, with names of at most {MAX_KEY_CHARS}",
-            param="metadata",
-        )
-    return dict(metadata)
 
 
 def check_stream_options(given: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer
 from quire.api.http.errors import SHAPES, Aborted
+from quire.api.openai.metadata import checked_metadata
 from quire.api.openai.responses.background import (
     BackgroundEvents,
     BackgroundResponse,
@@ -35,7 +36,6 @@ from quire.api.openai.responses.request import (
     check_text,
     included,
     includes_reasoning,
-    metadata_of,
     num_top,
     reasoning_of,
     sampling_fields,
@@ -255,7 +255,7 @@ def _frame(
         "incomplete_details": None,
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
-        "metadata": metadata_of(given),
+        "metadata": checked_metadata(given.get("metadata", {})),
         "model": request.envelope.model,
         "parallel_tool_calls": True if offer is None else offer.parallel,
         "previous_response_id": given.get("previous_response_id"),
