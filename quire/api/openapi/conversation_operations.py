@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from quire.api.http.errors import UnknownConversation
 from quire.api.openai.responses.conversations import MAX_ADDED
+from quire.api.openai.responses.fields import INCLUDABLE
 from quire.api.openai.responses.stored_routes import MAX_LISTED, NUM_LISTED, ORDERS
 from quire.api.openapi.field_schemas import (
     TEXT,
@@ -31,8 +32,18 @@ _LABELS: Schema = {
 }
 
 
+# What `include` in a query says.
+INCLUDED = (
+    "reasoning.encrypted_content: reasoning items have it. message.output_text.logprobs: without "
+    "effect; texts have log-probabilities where their response was made with them."
+)
+
+
 def _query(name: str, says: str, schema: Schema) -> Schema:
     return {"name": name, "in": "query", "description": says, "schema": schema}
+
+
+_INCLUDE = _query("include", INCLUDED, {"enum": [*INCLUDABLE]})
 
 
 def _items(least: int) -> Schema:
@@ -81,6 +92,7 @@ CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
             ),
             _query("order", "Oldest or newest first.", {"enum": [*ORDERS], "default": "desc"}),
             _query("after", "The last_id of the page before.", TEXT),
+            _INCLUDE,
         ),
     ),
     "POST /v1/conversations/{id}/items": Operation(
@@ -91,9 +103,14 @@ CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
         plain=object_of({"items": _items(1)}, needed=("items",)),
         example={"items": [{"type": "message", "role": "user", "content": "Write a story."}]},
         errors=_CHANGE,
+        others=(_INCLUDE,),
     ),
     "GET /v1/conversations/{id}/items/{item_id}": Operation(
-        says="One item of a conversation.", tag=_TAG, answer="ConversationItem", errors=_READ
+        says="One item of a conversation.",
+        tag=_TAG,
+        answer="ConversationItem",
+        errors=_READ,
+        others=(_INCLUDE,),
     ),
     "DELETE /v1/conversations/{id}/items/{item_id}": Operation(
         says="Remove one item of a conversation.", tag=_TAG, answer="Conversation", errors=_READ

@@ -187,7 +187,7 @@ def _words(name: str, honoured: frozenset[str]) -> str:
         return OF_MESSAGES[name]
     if "cache_salt" in honoured and "temperature" not in honoured and name in OF_EMBEDDINGS:
         return OF_EMBEDDINGS[name]
-    if "max_output_tokens" in honoured and name in OF_RESPONSES:
+    if "instructions" in honoured and name in OF_RESPONSES:
         return OF_RESPONSES[name]
     is_of_texts = "temperature" not in honoured
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]

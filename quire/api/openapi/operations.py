@@ -24,11 +24,12 @@ from quire.api.http.errors import (
     NotAdmin,
     ReaderGone,
     ResumeGone,
+    UnknownConversation,
     UnknownRequest,
     UnknownResponse,
     UnknownRoute,
 )
-from quire.api.openai.responses.fields import INCLUDABLE, RESPONSES
+from quire.api.openai.responses.fields import INCLUDABLE, INPUT_TOKENS, RESPONSES
 from quire.api.openai.responses.stored_routes import (
     MAX_LISTED,
     MAX_SEQUENCE_NUMBER,
@@ -36,12 +37,13 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
-from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS
+from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS, INCLUDED
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
 from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
 from quire.base.errors import (
+    ContextTooLong,
     InvalidParameter,
     UnknownModel,
 )
@@ -103,7 +105,7 @@ def _query(name: str, says: str, schema: Schema) -> Schema:
 
 
 _PAGE = {"minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED}
-_INCLUDE = _query("include", "As of POST /v1/responses; without effect.", {"enum": [*INCLUDABLE]})
+_INCLUDE = _query("include", INCLUDED, {"enum": [*INCLUDABLE]})
 
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
@@ -135,10 +137,24 @@ OPERATIONS: Mapping[str, Operation] = {
         event="ResponseEvent",
         title="ResponsesRequest",
         body=RESPONSES,
-        needed=frozenset({"input"}),
         example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
-        errors=(*TOKENS, UnknownResponse),
+        errors=(*TOKENS, UnknownResponse, UnknownConversation),
         form="responses",
+    ),
+    "POST /v1/responses/input_tokens": Operation(
+        says="The number of tokens of a response's prompt.",
+        tag="Texts and tokens",
+        answer="ResponseTokens",
+        title="InputTokensRequest",
+        body=INPUT_TOKENS,
+        example={"input": "Write a story."},
+        errors=(*TEXTS, ContextTooLong, UnknownResponse, UnknownConversation),
+        form="responses",
+    ),
+    "POST /v1/responses/compact": Operation(
+        says="Not served: always 404, with what to do instead.",
+        tag="Answers",
+        errors=(UnknownRoute,),
     ),
     "GET /v1/responses/{id}": Operation(
         says="A stored response, or the events of a background response.",

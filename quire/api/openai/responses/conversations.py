@@ -26,7 +26,12 @@ from quire.api.openai.responses.input_items import Item, checked_items, fault
 from quire.api.openai.responses.item_ids import PREFIXES
 from quire.api.openai.responses.store import ResponseStore, StoredResponse
 from quire.api.openai.responses.stored_items import listed, resolved
-from quire.api.openai.responses.stored_routes import json_of, page_of_items, query_of
+from quire.api.openai.responses.stored_routes import (
+    items_shown,
+    json_of,
+    page_of_items,
+    query_of,
+)
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -208,7 +213,7 @@ class ConversationRoutes:
         body = await self._body(request, ("items",))
         items = await self._new_items(request, body.get("items"))
         await self._conversations.add(request.state.key, request.path_params["id"], items)
-        shown = [listed(item) for item in items]
+        shown = items_shown(request, [listed(item) for item in items])
         return json_of(
             msgspec.json.encode(
                 {
@@ -227,7 +232,8 @@ class ConversationRoutes:
         item_id = request.path_params["item_id"]
         for item in _listed(await self._found(request)):
             if item["id"] == item_id:
-                return json_of(msgspec.json.encode(item))
+                (shown,) = items_shown(request, [item])
+                return json_of(msgspec.json.encode(shown))
         raise _no_item(item_id)
 
     async def delete_item(self, request: Request) -> Response:

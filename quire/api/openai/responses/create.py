@@ -20,9 +20,11 @@ from quire.api.generation.generate import (
     GenerationRoute,
     generate,
 )
+from quire.api.http.errors import UnknownRoute
 from quire.api.openai.responses.conversations import ConversationRoutes, Conversations
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.fields import RESPONSES
+from quire.api.openai.responses.input_tokens import InputTokensRoute
 from quire.api.openai.responses.item_ids import RESPONSE_PREFIX
 from quire.api.openai.responses.response_request import ResponseRequest
 from quire.api.openai.responses.store import ResponseStore
@@ -39,6 +41,12 @@ def responses_routes(
     create = ResponsesRoute(server_state, store, conversations)
     return [
         Route("/v1/responses", create.post, methods=["POST"]),
+        Route(
+            "/v1/responses/input_tokens",
+            InputTokensRoute(server_state, store, conversations).post,
+            methods=["POST"],
+        ),
+        Route("/v1/responses/compact", _refuse_compaction, methods=["POST"]),
         *StoredRoutes(server_state, store, forward).routes(),
         *ConversationRoutes(server_state, store, conversations).routes(),
     ]
@@ -71,6 +79,15 @@ class ResponsesRoute:
             return _SavedStream(response, asked.save)
         await asked.save()
         return response
+
+
+async def _refuse_compaction(request: Request) -> Response:
+    """Refuse to compact a conversation. Raises UnknownRoute."""
+    raise UnknownRoute(
+        "conversations are not compacted here: a compaction is an encrypted item that only "
+        'OpenAI\'s models read; send truncation: "auto" to leave out the oldest turns, or ask the '
+        "model for a summary and begin a new conversation with it"
+    )
 
 
 async def _read(request: GenerationRequest) -> GenerationJob:

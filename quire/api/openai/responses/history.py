@@ -58,6 +58,7 @@ class _Turn:
     def __init__(self) -> None:
         self._thoughts: list[str] = []
         self._content: Any = None
+        self._phase: str | None = None
         self._calls: list[dict[str, Any]] = []
 
     def is_full_for(self, kind: str) -> bool:
@@ -71,7 +72,7 @@ class _Turn:
             texts = texts_of(item.get("content")) or [_unsealed(item.get("encrypted_content", ""))]
             self._thoughts += [text for text in texts if text]
         elif item["type"] == "message":
-            self._content = _content(item["content"])
+            self._content, self._phase = _content(item["content"]), item.get("phase")
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             self._calls.append({"id": item["call_id"], "type": "function", "function": function})
@@ -81,6 +82,8 @@ class _Turn:
         if self._content is None and not self._calls and not self._thoughts:
             return
         message = {"role": "assistant", "content": self._content}
+        if self._phase is not None:  # as other keys of messages, for templates that read it
+            message["phase"] = self._phase
         if self._thoughts:
             message["reasoning_content"] = message["reasoning"] = "\n".join(self._thoughts)
         if self._calls:
@@ -102,6 +105,11 @@ def _other(item: Item, names: dict[str, str]) -> dict[str, Any]:
             f"an item of type function_call_output has the call_id {show(id_)}, and no earlier "
             "item is a function_call with it; send that item, or the previous_response_id of the "
             "response that has it"
+        )
+    if item.get("name", names[id_]) != names[id_]:
+        raise fault(
+            f"an item of type function_call_output has the name {show(item['name'])}, and the "
+            f"function_call with its call_id the name {show(names[id_])}; leave the name out"
         )
     return {
         "role": "tool",

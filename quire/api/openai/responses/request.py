@@ -21,6 +21,14 @@ from quire.base.show import show
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 _FORMAT = '{"type": "json_schema", "name": "...", "schema": {...}}'
+# Fields without effect that a response repeats; the last two are accepted as null only.
+_LABELS = (
+    *("user", "safety_identifier", "max_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("prompt", "moderation"),
+)
+# Keys of `reasoning` with one value, which is what responses are made with.
+_REASONING = {"context": "auto", "mode": "standard"}
 _SCHEMA_KEYS = ("name", "description", "schema", "strict")
 
 
@@ -48,13 +56,21 @@ def text_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> dict[str, Any]:
     """Return `reasoning`, checked. context: notes what is ignored; None: notes nothing."""
     reasoning = given.get("reasoning", {})
-    known = {"effort", "summary", "generate_summary"}
+    known = {"effort", "summary", "generate_summary", *_REASONING}
     if not isinstance(reasoning, dict) or reasoning.keys() - known:
         raise InvalidParameter(
-            f"reasoning is {show(reasoning)}; an object with effort and summary is allowed",
+            f"reasoning is {show(reasoning)}; an object with effort, summary, context and mode is "
+            "allowed",
             param="reasoning",
         )
-    found: dict[str, Any] = {"effort": reasoning.get("effort"), "summary": None}
+    for name, neutral in _REASONING.items():
+        if reasoning.get(name, neutral) not in (None, neutral):
+            raise InvalidParameter(
+                f'reasoning.{name} is {show(reasoning[name])}; "{neutral}" is allowed: the '
+                "model's template decides what it reads of earlier reasoning, and there is one mode",
+                param="reasoning",
+            )
+    found: dict[str, Any] = {"effort": reasoning.get("effort"), "summary": None, **_REASONING}
     if found["effort"] is not None and found["effort"] not in EFFORTS:
         raise InvalidParameter(
             f"reasoning.effort is {show(found['effort'])}; {', '.join(EFFORTS)} are allowed",
@@ -72,6 +88,18 @@ def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> di
         if context is not None:
             context.ignore(f"reasoning.{name}")
     return found
+
+
+def labels_of(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels that a response repeats; they have no other effect. sent: a whole body."""
+    labels = {name: sent.get(name) for name in _LABELS}
+    options = sent.get("prompt_cache_options")
+    if options is not None:  # with OpenAI's defaults
+        labels["prompt_cache_options"] = {
+            "mode": options.get("mode") or "implicit",
+            "ttl": options.get("ttl") or "30m",
+        }
+    return labels
 
 
 def check_text(given: Mapping[str, Any], context: RequestContext) -> None:

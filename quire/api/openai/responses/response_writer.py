@@ -109,7 +109,8 @@ class ResponseWriter:
         for _ in self._items.close("incomplete"):
             pass
         self._status = "failed"
-        self._frame["error"] = {"code": FAILURES[error["type"]], "message": error["message"]}
+        kept = {name: error[name] for name in ("message", "param", "type")}
+        self._frame["error"] = {"code": FAILURES[error["type"]], **kept}
         return self.snapshot()
 
     def cancel(self) -> dict[str, Any]:
@@ -185,7 +186,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": 0,
+                "cache_write_tokens": 0,  # see usage_json
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens},

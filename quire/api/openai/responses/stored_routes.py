@@ -18,9 +18,14 @@ from starlette.routing import Route
 
 from quire.api.http.errors import ResumeGone
 from quire.api.openai.responses.background import BackgroundResponse
-from quire.api.openai.responses.fields import INCLUDABLE
+from quire.api.openai.responses.fields import ENCRYPTED, INCLUDABLE
 from quire.api.openai.responses.store import ResponseStore, StoredResponse
-from quire.api.openai.responses.stored_items import OPEN_STATUSES, listed_items, unknown_response
+from quire.api.openai.responses.stored_items import (
+    OPEN_STATUSES,
+    listed_items,
+    unknown_response,
+    with_sealed,
+)
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
 from quire.base.errors import InvalidParameter, QuireError
@@ -79,7 +84,7 @@ class StoredRoutes:
             raise _no_events(response)
         if is_open:
             found = await self._save_failed(request.state.key, found, response)
-        return json_of(found.response)
+        return json_of(_shown(request, found.response))
 
     async def delete(self, request: Request) -> Response:
         """Remove a response; a background response is cancelled before."""
@@ -140,7 +145,7 @@ class StoredRoutes:
         if background is None or (after is None and not background.is_running):
             return None
         if after is None:
-            return json_of(msgspec.json.encode(background.snapshot()))
+            return json_of(_shown(request, msgspec.json.encode(background.snapshot())))
         headers = {"x-request-id": background.id}
         return FollowStream(self._server_state, background, headers, after=after, resumes=True)
 
@@ -172,7 +177,8 @@ class StoredRoutes:
         self, key: bytes, found: StoredResponse, response: dict[str, Any]
     ) -> StoredResponse:
         """Store a response as failed that no process runs any more."""
-        error = {"code": "server_error", "message": "the server ended before the response did"}
+        message = "the server ended before the response did"
+        error = {"code": "server_error", "message": message, "param": None, "type": "server_error"}
         response |= {"status": "failed", "error": error}
         failed = structs.replace(found, response=msgspec.json.encode(response))
         await self._store.save(key, failed)
@@ -205,7 +211,7 @@ def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
                 param="after",
             )
         items = items[ids.index(query["after"]) + 1 :]
-    page = items[:limit]
+    page = items_shown(request, items[:limit])
     return json_of(
         msgspec.json.encode(
             {
@@ -217,6 +223,20 @@ def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
             }
         )
     )
+
+
+def items_shown(request: Request, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return items with the additions that a query includes."""
+    asked = (*request.query_params.getlist("include"), *request.query_params.getlist("include[]"))
+    return with_sealed(items) if ENCRYPTED in asked else items
+
+
+def _shown(request: Request, response: bytes) -> bytes:
+    """Return the JSON of a response with the additions that a query includes."""
+    if not request.query_params.getlist("include") and "include[]" not in request.query_params:
+        return response
+    found = msgspec.json.decode(response)
+    return msgspec.json.encode({**found, "output": items_shown(request, found["output"])})
 
 
 def query_of(request: Request, allowed: tuple[str, ...]) -> Mapping[str, str]:
