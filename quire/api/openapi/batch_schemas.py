@@ -29,6 +29,13 @@ def batch_answers() -> dict[str, Schema]:
     """Return the answers by name."""
     fault = whole_object(code=TEXT, message=TEXT, param=_NULL, line=or_null(_COUNT))
     faults = whole_object(object={"const": "list"}, data=list_of(fault))
+    usage = whole_object(
+        input_tokens=_COUNT,
+        input_tokens_details=whole_object(cached_tokens=_COUNT),
+        output_tokens=_COUNT,
+        output_tokens_details=whole_object(reasoning_tokens=_COUNT),
+        total_tokens=_COUNT,
+    )
     return {
         "File": whole_object(
             id=TEXT,
@@ -47,6 +54,8 @@ def batch_answers() -> dict[str, Schema]:
             id=TEXT,
             object={"const": "batch"},
             endpoint=TEXT,
+            model=or_null(TEXT),
+            usage=or_null(usage),
             errors=or_null(faults),
             input_file_id=TEXT,
             completion_window={"const": "24h"},

@@ -93,8 +93,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "dry_penalty_last_n": "Search this many last tokens for repetitions; -1: all.",
         "dry_sequence_breakers": "Texts that end a repetition.",
         "no_repeat_ngram_size": "No sequence of this many tokens occurs twice; 0: off.",
-        "logit_bias": "Added to the logits of these token ids, at -100 and 100 too; also a list of [token id or text, "
-        "number], with false for a ban.",
+        "logit_bias": "Added to the logits of these token ids, -100 and 100 too; also a list of "
+        "[token id or text, number], with false for a ban.",
         "bad_words": "Never complete one of these texts.",
         "allowed_token_ids": "Sample only these tokens.",
     },

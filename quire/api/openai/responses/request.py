@@ -67,7 +67,7 @@ def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> di
         if reasoning.get(name, neutral) not in (None, neutral):
             raise InvalidParameter(
                 f'reasoning.{name} is {show(reasoning[name])}; "{neutral}" is allowed: the '
-                "model's template decides what it reads of earlier reasoning, and there is one mode",
+                "model's template decides what it reads of earlier reasoning; there is one mode",
                 param="reasoning",
             )
     found: dict[str, Any] = {"effort": reasoning.get("effort"), "summary": None, **_REASONING}
