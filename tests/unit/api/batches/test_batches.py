@@ -114,6 +114,15 @@ def test_results_are_in_the_order_of_the_lines(store: Path) -> None:
         assert batch["request_counts"] == {"total": 8, "completed": 6, "failed": 2}
         output = await lines_of(site, batch["output_file_id"])
         assert [entry["custom_id"] for entry in output] == [f"id-{n}" for n in (0, 1, 2, 3, 4, 7)]
+        usages = [entry["response"]["body"]["usage"] for entry in output]
+        assert batch["model"] == "fake"
+        assert batch["usage"] == {
+            "input_tokens": sum(usage["prompt_tokens"] for usage in usages),
+            "input_tokens_details": {"cached_tokens": 2 * 6},
+            "output_tokens": 2 * 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": sum(usage["total_tokens"] for usage in usages),
+        }
         alone = (await site.post(ENDPOINT, line(3)["body"])).json
         body = output[3]["response"]["body"]
         assert body["choices"] == alone["choices"]
