@@ -15,6 +15,7 @@ from quire.text.assistant_messages import assistant_message, function_result
 from quire.text.message_calls import check_calls, check_results
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OTHER_FORMS = {"assistant": assistant_message, "function": function_result}
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _PART = '{"type": "text", "text": "..."}'
 
@@ -51,10 +52,8 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
     checked = {**message, "role": "system" if role == "developer" else role}
     if message.get("tool_calls") is not None:
         check_calls(f"messages[{at}].tool_calls", message["tool_calls"])
-    if role == "assistant":
-        checked = assistant_message(f"messages[{at}]", checked)
-    elif role == "function":
-        checked = function_result(f"messages[{at}]", checked)
+    if role in _OTHER_FORMS:
+        checked = _OTHER_FORMS[role](f"messages[{at}]", checked)
     content = checked.get("content")
     if content is None and role == "assistant":  # beside its calls
         return checked

@@ -39,14 +39,7 @@ from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import TOOL_FIELDS, offer_of
 from quire.api.generation.truncation import TRUNCATION, kept_tokens
 from quire.api.generation.usage import Usage
-from quire.api.openai.chat_fields import (
-    LABELS,
-    LOGPROBS,
-    ReturnedFields,
-    labels_of,
-    max_tokens_of,
-    num_top_of,
-)
+from quire.api.openai import chat_fields
 from quire.api.openai.chat_output import (
     NOT_SAID,
     delta_of,
@@ -83,8 +76,10 @@ class ChatRoute:
 async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given, engine = request.given, request.engine
-    num_top = None if LOGPROBS.isdisjoint(given) else num_top_of(given)
-    fields = {**given, **max_tokens_of(given)} if "max_completion_tokens" in given else given
+    num_top = None if chat_fields.LOGPROBS.isdisjoint(given) else chat_fields.num_top_of(given)
+    fields = (
+        {**given, **chat_fields.max_tokens_of(given)} if "max_completion_tokens" in given else given
+    )
     sampling = sampling_of(
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )
@@ -115,14 +110,14 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     sampling = request.limited(sampling, len(token_ids), default_tokens=default)
-    returned = ReturnedFields(
+    returned = chat_fields.ReturnedFields(
         logprobs=num_top is not None,
         all_logprobs=sampling.logprobs == ALL_LOGPROBS,
         num_prompt_top=sampling.prompt_logprobs,
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
         names_ids=flag(given, "return_tokens_as_token_ids"),
         num_choices=sampling.n,
-        labels={} if LABELS.isdisjoint(given) else labels_of(given),
+        labels={} if chat_fields.LABELS.isdisjoint(given) else chat_fields.labels_of(given),
         echo=echoed_text(asked.messages) if flag(given, "echo") else "",
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
@@ -141,7 +136,7 @@ class ChatWriter(ChunkWriter):
         self,
         envelope: Envelope,
         parser: ChatOutputParser | None,
-        returned: ReturnedFields,
+        returned: chat_fields.ReturnedFields,
         options: StreamOptions,
     ) -> None:
         labels = {name: returned.labels[name] for name in returned.labels if name != "metadata"}
