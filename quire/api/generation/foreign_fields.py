@@ -250,7 +250,8 @@ BREAKPOINT: Mapping[str, Unserved] = {
 OPTIONS: Mapping[str, Mapping[str, Unserved]] = {
     "prompt_cache_options": {
         "mode": Unserved(
-            allowed=("implicit", "explicit"), why="prefixes are found in either mode, and no other"
+            allowed=("implicit", "explicit"),
+            why="prefixes are found in either mode; there is no other",
         ),
         "ttl": _LIFETIME,
         "prewarm": Unserved(
