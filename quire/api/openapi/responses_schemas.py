@@ -8,7 +8,6 @@ from __future__ import annotations
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.responses.fields import INCLUDABLE, TRUNCATIONS
-from quire.api.openai.responses.input_items import PHASES
 from quire.api.openai.responses.request import SUMMARIES, VERBOSITIES
 from quire.api.openai.responses.response_writer import FAILURES
 from quire.api.openapi.field_schemas import (
@@ -25,6 +24,7 @@ from quire.api.openapi.field_schemas import (
     or_null,
     whole_object,
 )
+from quire.output_parsers.parsed_answer import PHASES
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NAMED: Schema = {**TEXT, "minLength": 1}
@@ -268,8 +268,9 @@ def _output_items() -> list[Schema]:
         "content": parts["reasoning_text"],
     }
     call = dict.fromkeys(("call_id", "name", "arguments"), TEXT)
+    message = {**own, "type": {"const": "message"}, "role": role, "content": parts["output_text"]}
     return [
-        whole_object(**own, type={"const": "message"}, role=role, content=parts["output_text"]),
+        object_of({**message, "phase": {"enum": list(PHASES)}}, needed=tuple(message)),
         object_of({**reasoning, "encrypted_content": TEXT}, needed=tuple(reasoning)),
         whole_object(**own, type={"const": "function_call"}, **call),
     ]

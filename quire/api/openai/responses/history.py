@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.api.openai.responses.input_items import Item, fault, texts_of
 from quire.base.show import show
+from quire.output_parsers.parsed_answer import PHASES
 
 _OWN = "quire:"  # before the base64 of a text
 
@@ -27,7 +28,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
         if kind == "function_call":
             names[item["call_id"]] = item["name"]
         of_assistant = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
-        if not of_assistant or turn.is_full_for(kind):
+        if not of_assistant or turn.is_full_for(item):
             messages += turn.end()
             turn = _Turn()
         if of_assistant:
@@ -61,10 +62,12 @@ class _Turn:
         self._phase: str | None = None
         self._calls: list[dict[str, Any]] = []
 
-    def is_full_for(self, kind: str) -> bool:
-        """Whether an item of this type begins another message."""
-        if kind == "function_call":
+    def is_full_for(self, item: Item) -> bool:
+        """Whether an item begins another message."""
+        if item["type"] == "function_call":
             return False
+        if self._phase == PHASES[0] and item.get("phase") == PHASES[1]:
+            return bool(self._calls)
         return bool(self._calls) or self._content is not None
 
     def add(self, item: Item) -> None:
@@ -72,7 +75,9 @@ class _Turn:
             texts = texts_of(item.get("content")) or [_unsealed(item.get("encrypted_content", ""))]
             self._thoughts += [text for text in texts if text]
         elif item["type"] == "message":
-            self._content, self._phase = _content(item["content"]), item.get("phase")
+            content = _content(item["content"])
+            self._content = content if self._content is None else _both(self._content, content)
+            self._phase = item.get("phase")
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             self._calls.append({"id": item["call_id"], "type": "function", "function": function})
@@ -117,6 +122,17 @@ def _other(item: Item, names: dict[str, str]) -> dict[str, Any]:
         "name": names[id_],
         "content": _content(item["output"]),
     }
+
+
+def _both(commentary: Any, answer: Any) -> Any:
+    """Return two contents as one, as chats have it."""
+    if isinstance(commentary, str) and isinstance(answer, str):
+        return f"{commentary}\n{answer}"
+    listed = [
+        [{"type": "text", "text": one}] if isinstance(one, str) else one
+        for one in (commentary, answer)
+    ]
+    return [*listed[0], *listed[1]]
 
 
 def _content(content: Any) -> Any:

@@ -14,6 +14,7 @@ from quire.api.generation.conversation import MAX_MESSAGES
 from quire.api.generation.foreign_fields import BREAKPOINT, check_options
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.output_parsers.parsed_answer import PHASES
 
 Item = dict[str, Any]
 
@@ -36,7 +37,6 @@ _KEYS: Mapping[str, Mapping[str, Any]] = {
 }
 # Keys of parts that have no effect on the prompt.
 _OF_TEXT = {"type", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}
-PHASES = ("commentary", "final_answer")
 _OF_USER, _OF_ASSISTANT = {"input_text": "text"}, {"output_text": "text", "refusal": "refusal"}
 _MEDIA = ("input_image", "input_file", "input_audio")
 

@@ -139,11 +139,13 @@ class ResponseWriter:
         """Return the log-probabilities of a piece of content; drop the tokens before it."""
         if piece.kind != "content":
             return []
-        waiting = "".join(text for text, _ in self._waiting)
-        begin = max(waiting.rfind(piece.text), 0)
+        waiting, said = "".join(text for text, _ in self._waiting), piece.text
+        if said not in waiting:  # a line break before a paragraph is not of the model
+            said = said.removeprefix("\n")
+        begin = max(waiting.rfind(said), 0)
         at, found, rest = 0, list[TokenText](), list[tuple[str, TokenText]]()
         for text, token in self._waiting:
-            if at >= begin + len(piece.text):
+            if at >= begin + len(said):
                 rest.append((text, token))
             elif at + max(len(text), 1) > begin:
                 found.append(token)

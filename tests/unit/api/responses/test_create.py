@@ -14,6 +14,7 @@ from quire.text.chat_template import ChatTemplate
 from tests.unit.api.responses.asking import (
     ASKED,
     CALL,
+    CHAT,
     CHAT_TOOL,
     PATH,
     SCHEMA,
@@ -325,6 +326,38 @@ def test_the_phase_of_a_message_goes_to_the_template() -> None:
     said = {"role": "assistant", "content": "Hm.", "phase": "commentary"}
     assert ask({**ASKED, "input": [said, {**said, "phase": None}]}, on=made).status == 200
     assert bytes(made.asked[0].prompt_ids) == b"commentary:Hm.;-:Hm.;"
+
+
+HARMONY = [
+    *("<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>", "assistant"),
+    *("<|channel|>", "commentary", "<|message|>", "I ", "look.", "<|end|>", "<|start|>"),
+    *("assistant", "<|channel|>", "final", "<|message|>", "Yes", "\n", "no."),
+]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 1000])
+def test_commentary_and_the_answer_are_messages_with_phases(cut: int) -> None:
+    text = "".join(HARMONY)
+    script = [text[at : at + cut] for at in range(0, len(text), cut)] if cut else HARMONY
+    body = {**ASKED, "include": ["message.output_text.logprobs"], "max_output_tokens": 99}
+    harmony = {"reasoning_parser": "harmony"}
+    whole = ask(body, on=engine(*script), **harmony).json["output"]
+    assert [item["type"] for item in whole] == ["reasoning", "message", "message"]
+    assert [item.get("phase") for item in whole] == [None, "commentary", "final_answer"]
+    assert [item["content"][0]["text"] for item in whole] == ["Hm.", "I look.", "Yes\nno."]
+    events = events_of(ask({**body, "stream": True}, on=engine(*script), **harmony))
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(whole)
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("phase") for item in added] == [None, "commentary", "final_answer"]
+    if not cut:
+        tokens = [[one["token"] for one in item["content"][0]["logprobs"]] for item in whole[1:]]
+        assert tokens == [["I ", "look."], ["Yes", "\n", "no."]]
+    # Sent back, they are the message of the same chat.
+    chat = ask({"messages": SAID, "seed": 7}, path=CHAT, on=engine(*script), **harmony)
+    message = chat.json["choices"][0]["message"]
+    assert message["content"] == "I look.\nYes\nno."
+    asked = of_response({"input": [*SAID, *whole, *SAID]})
+    assert asked.prompt_ids == of_chat({"messages": [*SAID, message, *SAID]}).prompt_ids
 
 
 COUNT = f"{PATH}/input_tokens"
