@@ -15,7 +15,7 @@ from typing import Any
 from quire.api.generation.continued_answer import CURSOR
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
-from quire.api.generation.fields import CHAT, GENERATE
+from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE
 from quire.api.generation.foreign_fields import (
     BREAKPOINT,
     HINTS,
@@ -200,6 +200,8 @@ def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
         rows["top_logprobs"] = {**rows["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
         rows["metadata"] = metadata_row()
         rows["service_tier"] = {"enum": list(UNSERVED["service_tier"].allowed)}
+    if honoured == COMPLETIONS:
+        rows["prompt"] = or_null(rows["prompt"])  # an empty one
     if honoured == GENERATE:
         rows["tokens"] = list_of(
             token_id_row(known), least=1
