@@ -51,13 +51,19 @@ def _items(least: int) -> Schema:
     return {**items, "description": "Items as of POST /v1/responses."}
 
 
+def _body(properties: Mapping[str, Schema], *needed: str) -> Schema:
+    """Return a body; as elsewhere, null under any other name means that it is not given."""
+    schema = object_of(properties, needed=needed, closed=False)
+    return {**schema, "additionalProperties": {"type": "null"}}
+
+
 CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/conversations": Operation(
         says="Make a conversation, which responses read and add to.",
         tag=_TAG,
         answer="Conversation",
         title="ConversationRequest",
-        plain=object_of({"items": or_null(_items(0)), "metadata": or_null(_LABELS)}),
+        plain=_body({"items": or_null(_items(0)), "metadata": or_null(_LABELS)}),
         example={"metadata": {"topic": "stories"}},
         errors=_CHANGE,
     ),
@@ -69,7 +75,7 @@ CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
         tag=_TAG,
         answer="Conversation",
         title="ConversationUpdate",
-        plain=object_of({"metadata": or_null(_LABELS)}, needed=("metadata",)),
+        plain=_body({"metadata": or_null(_LABELS)}, "metadata"),
         example={"metadata": {"topic": "stories"}},
         errors=_CHANGE,
     ),
@@ -100,7 +106,7 @@ CONVERSATION_OPERATIONS: Mapping[str, Operation] = {
         tag=_TAG,
         answer="InputItemList",
         title="ConversationItems",
-        plain=object_of({"items": _items(1)}, needed=("items",)),
+        plain=_body({"items": _items(1)}, "items"),
         example={"items": [{"type": "message", "role": "user", "content": "Write a story."}]},
         errors=_CHANGE,
         others=(_INCLUDE,),

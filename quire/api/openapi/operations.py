@@ -182,11 +182,6 @@ OPERATIONS: Mapping[str, Operation] = {
             _INCLUDE,
         ),
     ),
-    "POST /v1/responses/compact": Operation(
-        says="Not served: always 404, with what to do instead.",
-        tag="Stored responses",
-        errors=(UnknownRoute,),
-    ),
     "POST /v1/messages": Operation(
         says="Answer a conversation in the form of Anthropic's API, whole or streamed.",
         tag="Answers",

@@ -20,7 +20,6 @@ from quire.api.generation.generate import (
     GenerationRoute,
     generate,
 )
-from quire.api.http.errors import UnknownRoute
 from quire.api.openai.responses.conversations import ConversationRoutes, Conversations
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.fields import RESPONSES
@@ -46,7 +45,6 @@ def responses_routes(
             InputTokensRoute(server_state, store, conversations).post,
             methods=["POST"],
         ),
-        Route("/v1/responses/compact", _refuse_compaction, methods=["POST"]),
         *StoredRoutes(server_state, store, forward).routes(),
         *ConversationRoutes(server_state, store, conversations).routes(),
     ]
@@ -79,15 +77,6 @@ class ResponsesRoute:
             return _SavedStream(response, asked.save)
         await asked.save()
         return response
-
-
-async def _refuse_compaction(request: Request) -> Response:
-    """Refuse to compact a conversation. Raises UnknownRoute."""
-    raise UnknownRoute(
-        "conversations are not compacted here: a compaction is an encrypted item that only "
-        'OpenAI\'s models read; send truncation: "auto" to leave out the oldest turns, or ask the '
-        "model for a summary and begin a new conversation with it"
-    )
 
 
 async def _read(request: GenerationRequest) -> GenerationJob:

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from quire.api.http.errors import ResumeGone
 from quire.api.openai.responses.background import BackgroundResponse
@@ -37,6 +38,17 @@ Answer = Callable[[Request], Awaitable[Response | None]]
 MAX_SEQUENCE_NUMBER = 2**31 - 2
 MAX_LISTED, NUM_LISTED = 100, 20
 ORDERS = ("asc", "desc")
+_NO_IDS = ("input_tokens", "compact")
+
+
+class _OneResponse(Route):
+    """A route of one response; names of other routes of this API are no ids."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether a request is for this route."""
+        if scope["path"].rpartition("/")[2] in _NO_IDS:
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 class StoredRoutes:
@@ -53,8 +65,8 @@ class StoredRoutes:
     def routes(self) -> list[Route]:
         """Return all of them."""
         return [
-            Route("/v1/responses/{id}", self.get, methods=["GET"]),
-            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
+            _OneResponse("/v1/responses/{id}", self.get, methods=["GET"]),
+            _OneResponse("/v1/responses/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]

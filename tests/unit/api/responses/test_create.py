@@ -402,6 +402,7 @@ def test_a_compaction_is_refused_with_what_to_do() -> None:
     assert (reply.status, reply.error["code"]) == (404, "unknown_url")
     assert "conversations are not compacted here" in reply.error["message"]
     assert 'truncation: "auto"' in reply.error["message"]
+    assert ask(b"", path=COUNT).status == 400  # no id of a response, so no 405
 
 
 def test_hints_are_reported() -> None:
