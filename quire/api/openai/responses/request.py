@@ -21,11 +21,10 @@ from quire.base.show import show
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 _FORMAT = '{"type": "json_schema", "name": "...", "schema": {...}}'
-# Fields without effect that a response repeats; the last two are accepted as null only.
+# Fields without effect that a response repeats.
 _LABELS = (
     *("user", "safety_identifier", "max_tool_calls"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-    *("prompt", "moderation"),
 )
 # Keys of `reasoning` with one value, which is what responses are made with.
 _REASONING = {"context": "auto", "mode": "standard"}
@@ -93,6 +92,7 @@ def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> di
 def labels_of(sent: Mapping[str, Any]) -> dict[str, Any]:
     """Return the labels that a response repeats; they have no other effect. sent: a whole body."""
     labels = {name: sent.get(name) for name in _LABELS}
+    labels |= {"prompt": None, "moderation": None}  # which are not served
     options = sent.get("prompt_cache_options")
     if options is not None:  # with OpenAI's defaults
         labels["prompt_cache_options"] = {

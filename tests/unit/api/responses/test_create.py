@@ -282,6 +282,8 @@ def test_a_response_repeats_what_was_sent() -> None:
         **labels,
         "prompt_cache_options": options,
     }
+    ignored = ask({**ASKED, "prompt": {"id": "pmpt_1"}}, unknown_fields="warn").json
+    assert ignored["prompt"] is None
     effort = {"effort": "low", "summary": None, "context": "auto", "mode": "standard"}
     assert ask({**ASKED, "reasoning": {"effort": "low"}}).json["reasoning"] == effort
 
