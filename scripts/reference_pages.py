@@ -213,9 +213,17 @@ def other_fields() -> str:
         if schema.get("x-quire") == "no effect":
             rows.append((f"`{name}`", "any value of its type", "Cannot change the answer."))
         elif schema.get("x-quire") == "refused":
-            allowed = ", ".join(f"`{_json(value)}`" for value in schema["enum"])
+            allowed = _accepted(schema)
             rows.append((f"`{name}`", allowed, _cell(schema["description"])))
     return table(("Field", "Accepted values", "Why"), rows)
+
+
+def _accepted(schema: Mapping[str, Any]) -> str:
+    """Return the values of an enumeration, or those of each key of an object."""
+    if "enum" in schema:
+        return ", ".join(f"`{_json(value)}`" for value in schema["enum"])
+    keys = schema["properties"].items()
+    return "`null`, " + "; ".join(f"`{key}`: {_accepted(one)}" for key, one in keys)
 
 
 def _is_served(schema: Mapping[str, Any], name: str) -> bool:

@@ -21,7 +21,7 @@ from quire.api.embeddings.inputs import (
     input_ids,
     listed_texts,
 )
-from quire.api.generation.answer_json import usage_json
+from quire.api.generation.answer_json import prompt_usage_json
 from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import (
@@ -73,7 +73,7 @@ class ScoreWriter(ChunkWriter):
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(self.scores(choices))
         ]
-        return {**self._frame, "data": written, "usage": usage_json(usage)}
+        return {**self._frame, "data": written, "usage": prompt_usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield nothing: scores are not streamed."""
@@ -123,7 +123,7 @@ class RerankWriter(ScoreWriter):
             {"index": index, "relevance_score": scores[index], **self._document(index)}
             for index in order[: self._top_n]
         ]
-        return {**self._frame, "results": results, "usage": usage_json(usage)}
+        return {**self._frame, "results": results, "usage": prompt_usage_json(usage)}
 
     def _document(self, index: int) -> dict[str, Any]:
         return {"document": {"text": self._documents[index]}} if self._returns_documents else {}

@@ -70,7 +70,13 @@ def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) 
     """Return the error for a field that a route with these fields does not take."""
     if name in _INPUTS and (own := _compared_input(honoured)):
         return _error(name, f" of this request, which takes {own}")
-    if "max_output_tokens" in honoured and name in _OF_RESPONSES:
+    if "instructions" in honoured and name == "prompt" and isinstance(body.get(name), dict):
+        return _error(
+            name,
+            " of this request: no prompts are stored here; write its text as instructions and "
+            "input",
+        )
+    if "instructions" in honoured and name in _OF_RESPONSES:
         return _error(name, f" of this request; write it as {_OF_RESPONSES[name]}")
     if name in _INPUTS and not (honoured & _same_input(name)):
         own = _own_input(honoured)

@@ -160,6 +160,10 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     QuireError: ErrorShape(status=500, code="internal_error"),
 }
 
+# Errors that the same request would meet again. OpenAI's and Anthropic's clients resend requests
+# with a status of 409 or 500 and above unless a header says that it is useless.
+_FINAL = (Aborted, ReadElsewhere, PoisonRequest, ModelError, SettingError, CapacityError)
+
 # The refusal of connection.py, before there is a request.
 HEAD_TOO_LARGE = ErrorShape(status=431, code="headers_too_large")
 
@@ -190,4 +194,4 @@ def error_headers(error: QuireError) -> dict[str, str]:
         return {"accept-encoding": "identity"}
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(error.retry_after_s))}
-    return {}
+    return {"x-should-retry": "false"} if isinstance(error, _FINAL) else {}

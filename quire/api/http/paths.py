@@ -65,6 +65,8 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/v1/assistants": f"assistants are not implemented; use {_CHAT}",
     "/v1/threads": f"threads are not implemented; use {_CHAT}",
     "/v1/fine_tuning/jobs": "models are not trained here",
+    "/v1/responses/compact": "conversations are not compacted here (only OpenAI's models read a "
+    'compaction); send truncation: "auto", or go on from a summary of the model',
     "/v1/realtime": f"there is no socket for speech; use {_CHAT}",
     "/v1/engines": f"use {_MODELS}",
     "/v1/complete": f"use {_COMPLETE}",

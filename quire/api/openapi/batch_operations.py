@@ -11,7 +11,7 @@ from quire.api.anthropic.batch_routes import MAX_LISTED as MAX_MESSAGE_BATCHES
 from quire.api.http.errors import UnknownBatch, UnknownFile
 from quire.api.openai.batches.batch_routes import MAX_LISTED as MAX_BATCHES_LISTED
 from quire.api.openai.batches.batch_routes import NUM_LISTED
-from quire.api.openai.batches.file_routes import MAX_LISTED, ORDERS, PURPOSES
+from quire.api.openai.batches.file_routes import LISTED_PURPOSES, MAX_LISTED, ORDERS
 from quire.api.openapi.batch_schemas import batch_body, file_form, message_batch_body
 from quire.api.openapi.field_schemas import TEXT, Schema
 from quire.api.openapi.operation import HI, OBJECT, Operation
@@ -47,7 +47,7 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
         answer="FileList",
         errors=(InvalidParameter, UnknownFile),
         others=(
-            _query("purpose", "Only files of this purpose.", {"enum": [*PURPOSES]}),
+            _query("purpose", "Only files of this purpose.", {"enum": [*LISTED_PURPOSES]}),
             _query("limit", "Number of files.", _page(MAX_LISTED, MAX_LISTED)),
             _query("order", "Oldest or newest first.", {"enum": [*ORDERS], "default": "desc"}),
             _AFTER,

@@ -15,13 +15,22 @@ from typing import Any
 from quire.api.generation.continued_answer import CURSOR
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
-from quire.api.generation.fields import CHAT, GENERATE
-from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE
+from quire.api.generation.foreign_fields import (
+    BREAKPOINT,
+    HINTS,
+    NO_EFFECT,
+    OPTIONS,
+    SYNONYMS,
+    UNSERVED,
+    Unserved,
+)
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.generation.truncation import SIDES
 from quire.api.openai.completions import MAX_CHOICES
+from quire.api.openai.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from quire.api.openapi.field_words import (
     OF_CHATS,
     OF_EMBEDDINGS,
@@ -106,6 +115,13 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
             "description": f"Not served: {rule.why}.",
             "x-quire": "refused",
         }
+    for name, keys in sorted(OPTIONS.items()):
+        reasons = "; ".join(f"{key}: {rule.why}" for key, rule in keys.items())
+        rows[name] = {
+            **or_null(_options(keys)),
+            "description": f"Accepted at values that ask for nothing ({reasons}).",
+            "x-quire": "refused",
+        }
     for name, kind in sorted(NO_EFFECT.items()):
         rows[name] = {
             "type": [kind, "null"],
@@ -118,6 +134,10 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
             "x-quire": "hint",
         }
     return {name: row for name, row in rows.items() if name not in honoured}
+
+
+def _options(keys: Mapping[str, Unserved]) -> Schema:
+    return object_of({key: {"enum": [None, *rule.allowed]} for key, rule in keys.items()})
 
 
 def or_null(schema: Schema) -> Schema:
@@ -167,7 +187,7 @@ def _words(name: str, honoured: frozenset[str]) -> str:
         return OF_MESSAGES[name]
     if "cache_salt" in honoured and "temperature" not in honoured and name in OF_EMBEDDINGS:
         return OF_EMBEDDINGS[name]
-    if "max_output_tokens" in honoured and name in OF_RESPONSES:
+    if "instructions" in honoured and name in OF_RESPONSES:
         return OF_RESPONSES[name]
     is_of_texts = "temperature" not in honoured
     return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
@@ -178,6 +198,10 @@ def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
     if honoured == CHAT:
         rows["logprobs"] = FLAG
         rows["top_logprobs"] = {**rows["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
+        rows["metadata"] = metadata_row()
+        rows["service_tier"] = {"enum": list(UNSERVED["service_tier"].allowed)}
+    if honoured == COMPLETIONS:
+        rows["prompt"] = or_null(rows["prompt"])  # an empty one
     if honoured == GENERATE:
         rows["tokens"] = list_of(
             token_id_row(known), least=1
@@ -389,10 +413,17 @@ def _other_rows(known: Known) -> dict[str, Schema]:
 
 
 def _prediction() -> Schema:
-    text = object_of({"type": {"const": "text"}, "text": TEXT})
+    text = object_of(
+        {"type": {"const": "text"}, "text": TEXT, "prompt_cache_breakpoint": breakpoint_row()}
+    )
     content = {"anyOf": [TEXT, list_of({**text, "required": ["type", "text"]})]}
     whole = object_of({"type": {"const": "content"}, "content": content})
     return {**whole, "required": ["type", "content"]}
+
+
+def breakpoint_row() -> Schema:
+    """Return a breakpoint of OpenAI's prompt cache."""
+    return or_null(_options(BREAKPOINT))
 
 
 def _structured() -> Schema:
@@ -523,6 +554,16 @@ def _text(least: int, most: int | None = None) -> Schema:
 
 def _one_or_list(entry: Schema, most: int) -> Schema:
     return {"anyOf": [entry, list_of(entry, most=most)]}
+
+
+def metadata_row() -> Schema:
+    """Return the labels of OpenAI's APIs."""
+    return {
+        "type": "object",
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARS},
+        "additionalProperties": {**TEXT, "maxLength": MAX_VALUE_CHARS},
+    }
 
 
 def token_id_row(known: Known) -> Schema:

@@ -26,11 +26,12 @@ from quire.api.http.errors import (
     NotAdmin,
     ReaderGone,
     ResumeGone,
+    UnknownConversation,
     UnknownRequest,
     UnknownResponse,
     UnknownRoute,
 )
-from quire.api.openai.responses.fields import INCLUDABLE, RESPONSES
+from quire.api.openai.responses.fields import INCLUDABLE, INPUT_TOKENS, RESPONSES
 from quire.api.openai.responses.stored_routes import (
     MAX_LISTED,
     MAX_SEQUENCE_NUMBER,
@@ -38,12 +39,13 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
-from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS
+from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS, INCLUDED
 from quire.api.openapi.field_schemas import TEXT, Schema, object_of
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
 from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
 from quire.base.errors import (
+    ContextTooLong,
     InvalidParameter,
     UnknownModel,
 )
@@ -112,7 +114,7 @@ _HEALTH = Operation(
     answer="Health",
     unhealthy=True,
 )
-_INCLUDE = _query("include", "As of POST /v1/responses; without effect.", {"enum": [*INCLUDABLE]})
+_INCLUDE = _query("include", INCLUDED, {"enum": [*INCLUDABLE]})
 
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
@@ -144,9 +146,8 @@ OPERATIONS: Mapping[str, Operation] = {
         event="ResponseEvent",
         title="ResponsesRequest",
         body=RESPONSES,
-        needed=frozenset({"input"}),
         example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
-        errors=(*TOKENS, UnknownResponse),
+        errors=(*TOKENS, UnknownResponse, UnknownConversation),
         form="responses",
     ),
     "GET /v1/responses/{id}": Operation(
@@ -212,6 +213,16 @@ OPERATIONS: Mapping[str, Operation] = {
         example={"messages": HI},
         errors=TEXTS,
         form="messages",
+    ),
+    "POST /v1/responses/input_tokens": Operation(
+        says="The number of tokens of a response's prompt.",
+        tag="Texts and tokens",
+        answer="ResponseTokens",
+        title="InputTokensRequest",
+        body=INPUT_TOKENS,
+        example={"input": "Write a story."},
+        errors=(*TEXTS, ContextTooLong, UnknownResponse, UnknownConversation),
+        form="responses",
     ),
     **BATCH_OPERATIONS,
     **CONVERSATION_OPERATIONS,

@@ -27,7 +27,13 @@ from quire.api.generation.fields import (
     GENERATE,
     TOKENIZE,
 )
-from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.foreign_fields import (
+    HINTS,
+    NO_EFFECT,
+    OPTIONS,
+    SYNONYMS,
+    UNSERVED,
+)
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
@@ -138,7 +144,7 @@ def test_a_request_has_its_honoured_rejected_and_inert_fields(name: str) -> None
         by_kind[schema.get("x-quire", "honoured")].add(field)
         assert schema["description"].endswith("."), field
     assert by_kind["honoured"] == operation.body
-    assert by_kind["refused"] == UNSERVED.keys() - operation.body
+    assert by_kind["refused"] == (UNSERVED.keys() | OPTIONS.keys()) - operation.body
     assert by_kind["no effect"] == NO_EFFECT.keys() - operation.body
     assert by_kind["hint"] == HINTS.keys() - operation.body
     synonyms = {n for n, path in SYNONYMS.items() if path[0] in operation.body}
@@ -330,7 +336,11 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     text = shown("/docs")
     page = _Page(text)
     words = set(page.words)
-    missing = [name for name in HONOURED | UNSERVED.keys() | NO_EFFECT.keys() if name not in words]
+    missing = [
+        name
+        for name in HONOURED | UNSERVED.keys() | NO_EFFECT.keys() | OPTIONS.keys()
+        if name not in words
+    ]
     assert missing == []
     plain = text.replace("<wbr>", "")
     assert not [op for op in OPERATIONS if f"<code>{op.partition(' ')[2]}</code>" not in plain]

@@ -50,6 +50,24 @@ RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "speculation",
     "prediction",
 }
+# Fields that change the prompt, or are given beside those; of the count of its tokens.
+INPUT_TOKENS = frozenset(
+    {
+        "model",
+        "input",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "text",
+        "reasoning",
+        "truncation",
+        "previous_response_id",
+        "conversation",
+        "chat_template_kwargs",
+        "add_special_tokens",
+    }
+)
 # Our names of fields that have another one here.
 OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 LOGPROBS = "message.output_text.logprobs"

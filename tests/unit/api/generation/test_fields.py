@@ -21,6 +21,7 @@ from quire.api.generation.foreign_fields import (
     HINT_VALUES,
     HINTS,
     NO_EFFECT,
+    OPTIONS,
     SYNONYMS,
     UNSERVED,
     documented,
@@ -35,14 +36,15 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     return known_fields(body, CHAT, warn_unknown=False)[0]
 
 
-FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *ORDERS, *HINTS, *OTHER_NAMES]
+FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *OPTIONS, *ORDERS, *HINTS, *OTHER_NAMES]
 OF_KIND: dict[str, Any] = {"string": "any", "object": {}, "number": 3, "boolean": True}
 
 
 def test_no_foreign_field_is_listed_twice() -> None:
     assert len(FOREIGN) == len(set(FOREIGN))
-    # A field of chats that a completion accepts and does not need.
-    assert set(FOREIGN) & (COMPLETIONS | CHAT) == {"include_reasoning"}
+    # Fields of chats that a completion accepts and does not need.
+    of_chats = {"include_reasoning", "metadata", "service_tier"}
+    assert set(FOREIGN) & (COMPLETIONS | CHAT) == of_chats
 
 
 def test_the_documented_rows_are_those_of_the_table() -> None:
@@ -61,7 +63,27 @@ def test_null_means_absent_for_every_field(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
 def test_fields_without_effect_are_accepted_at_any_value(name: str) -> None:
-    assert given({name: OF_KIND[NO_EFFECT[name]]}) == {}
+    body = {name: OF_KIND[NO_EFFECT[name]]}
+    assert known_fields(body, COMPLETIONS, warn_unknown=False) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in OPTIONS.items() for key in keys]
+)
+def test_a_key_of_options_is_accepted_at_what_asks_for_nothing(name: str, key: str) -> None:
+    rule = OPTIONS[name][key]
+    for value in (None, *rule.allowed):
+        assert given({name: {key: value}}) == {}
+    assert given({name: {}}) == {}
+    for value in (True, "something else", 0):
+        with pytest.raises(InvalidParameter) as caught:
+            given({name: {key: value}})
+        assert caught.value.param == name
+        assert f"{name}.{key} is" in str(caught.value)
+        assert rule.why in str(caught.value)
+    for odd in ("text", [], {"frobnicate": 1}):
+        with pytest.raises(InvalidParameter, match=f"{name} is "):
+            given({name: odd})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +216,7 @@ def test_ignored_fields_are_in_a_header_and_in_the_log() -> None:
 )
 def test_a_label_of_another_type_is_rejected(name: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidParameter, match=words) as caught:
-        given({name: value})
+        known_fields({name: value}, COMPLETIONS, warn_unknown=False)
     assert caught.value.param == name
     assert given({name: None}) == {}
 
