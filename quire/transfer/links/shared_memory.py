@@ -33,9 +33,9 @@ SECRET_BYTES = 32
 # A mapping beyond the end of a file ends the process that reads it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
-# How long a mapping outlives its last reader: the memory of an engine that has ended is kept so
-# much longer.
-KEEP_S = 2.0
+# How long a mapping outlives its last reader, and how often it is looked whether its engine still
+# lives: the memory of one that has ended is kept so much longer.
+KEEP_S, LOOK_S = 2.0, 0.25
 
 
 class OwnSegment:
@@ -70,9 +70,9 @@ class MappedSegment:
     """The memory of another process, for reading. Raises OSError where it cannot be mapped."""
 
     def __init__(self, segment: Segment) -> None:
-        path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
+        self._path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
         # What is no file does not answer an open at once.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise OSError("the segment could become smaller, which ends what reads it")
@@ -87,6 +87,11 @@ class MappedSegment:
             raise OSError("the segment is not that of the other side")
         self._bytes: Bytes = np.frombuffer(shared, np.uint8)
         self.num_bytes = segment.num_bytes - PAGE
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the other side has closed it, or ended."""
+        return not os.path.lexists(self._path)
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """Return bytes at an offset after the first page. Raises OSError beyond the end."""
@@ -138,13 +143,18 @@ class MappedSegments:
                 self._unread_s[segment] = self._now_s()
 
     def forget_unread(self) -> float | None:
-        """Unmap what has had no reader for KEEP_S; return when others will, None for never."""
+        """Unmap what has had no reader for KEEP_S, or was abandoned; return when to look again.
+
+        None: nothing is mapped without a reader.
+        """
         with self._lock:
             due_s = self._now_s() - KEEP_S
-            for segment in [one for one, since_s in self._unread_s.items() if since_s <= due_s]:
-                del self._unread_s[segment]
-                self._mapped.pop(segment).close()
-            return min((since_s - due_s for since_s in self._unread_s.values()), default=None)
+            for segment, since_s in [*self._unread_s.items()]:
+                if since_s <= due_s or self._mapped[segment].is_abandoned:
+                    del self._unread_s[segment]
+                    self._mapped.pop(segment).close()
+            left_s = (since_s - due_s for since_s in self._unread_s.values())
+            return min((min(one, LOOK_S) for one in left_s), default=None)
 
 
 class SegmentReader:
