@@ -265,7 +265,7 @@ class WaitingRequests:
         else:
             self._costs.fade(levels)
         self._limit_fetch(waiting)
-        if not waiting.num_left:
+        if not self._fetches.live(waiting.jobs):
             self._open(waiting)
 
     def _begin_fetch(self, waiting: _Waiting) -> None:
@@ -293,6 +293,8 @@ class WaitingRequests:
     def _stop_fetch(self, waiting: _Waiting, now_ms: float) -> None:
         """Give up a fetch that takes longer than computing; use what has arrived."""
         num_left = self._fetches.num_left(waiting.jobs)
+        if not num_left:
+            return  # all were read, which is taken in next
         num_read = waiting.num_left - num_left
         if num_read > 0 and not waiting.is_ending:
             left_ms = (now_ms - waiting.since_ms) / num_read * num_left
@@ -326,8 +328,11 @@ class WaitingRequests:
         self.fetch_ms += took_ms
         if num_whole:
             self._costs.note_fetch(job.levels, num_whole, took_ms)
-        first = next((at for at, one in enumerate(job.outcomes) if one is not Fetched.WHOLE), None)
-        if first is not None and job.outcomes[first] is not None:  # it is not there any more
+        first = next(
+            (at for at, one in enumerate(job.outcomes) if one in (Fetched.MISSING, Fetched.BAD)),
+            None,
+        )
+        if first is not None:
             lacking = job.keys[first:]
             self._publishing.forget_stored(lacking)
             for waiting in users:
