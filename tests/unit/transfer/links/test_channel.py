@@ -1,4 +1,4 @@
-"""Channel: frames and the bytes of blocks in any mixture, limits of time, and an end from outside."""
+"""Channel: frames and bytes of blocks in any mixture, limits of time, and an end from outside."""
 
 from __future__ import annotations
 
