@@ -27,9 +27,9 @@ _FIRST_ASKED, _MAX_ASKED = 4, 256
 class Lookup:
     """How far `keys` are stored. before: the keys of the same chain before these.
 
-    record: of the claim to make for what is missing; None: none is made. levels: for each leading
-    key the number of the level that has it. num_elsewhere: how many keys after these another engine
-    is computing. claimed: the key under which the record was claimed.
+    levels: for each leading key the number of the level that has it. num_elsewhere: how many keys
+    after these another engine is computing. claimed: the key under which a claim of what is missing
+    was made, with `record`; None: none was.
     """
 
     request_id: str
@@ -42,13 +42,8 @@ class Lookup:
     levels: list[int] = field(default_factory=list)
     num_elsewhere: int = 0
     claimed: bytes | None = None
+    record: bytes = b""
     is_abandoned: bool = False
-
-    @property
-    def record(self) -> bytes:
-        """The claim of what is missing."""
-        most = MAX_CLAIM_BYTES - len(self.owner)
-        return self.owner + b"".join(self.keys[len(self.levels) :])[:most]
 
     def run(self, levels: Sequence[Level], shared: SharedLevel) -> None:
         """Ask the levels; in a thread."""
@@ -64,8 +59,14 @@ class Lookup:
                 self.num_elsewhere = max(self.num_elsewhere, self._num_claimed(record, missing))
             if self.num_elsewhere or not self.may_claim:
                 return
+            self.record = self.owner + b"".join(missing)[: MAX_CLAIM_BYTES - len(self.owner)]
             if shared.claim(missing[0], self.record):
-                self.claimed = missing[0]
+                # What another engine has put since, before it ended its claim, is not missing.
+                self.levels += _run(missing, levels)
+                if len(self.levels) == len(self.keys):
+                    shared.release(missing[0], self.record)
+                else:
+                    self.claimed = missing[0]
                 return
 
     def _num_claimed(self, record: bytes, missing: Sequence[bytes]) -> int:

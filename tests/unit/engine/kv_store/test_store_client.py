@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.config.flags import engine_config
 from quire.engine.assembly.assemble import Engine, assemble
 from quire.engine.kv_store import costs, job_threads
-from quire.engine.kv_store.jobs import FetchJob
+from quire.engine.kv_store.jobs import FetchJob, Lookup
 from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.process.messages import FromEngine, Leave, Outputs
 from quire.kv_store.directory import DirectoryStore
@@ -381,6 +382,37 @@ def test_a_fetch_slower_than_computing_ends_and_what_came_is_used(
     # The slice being read was waited for, the last one never read.
     assert other.stats.fetched_blocks_total == 8
     assert other.engine.core.stats().prefix_hit_tokens_total == 8 * BLOCK
+
+
+@pytest.mark.parametrize("num_put", [0, 1, 3])
+def test_what_is_put_just_before_a_claim_ends_is_not_computed_again(num_put: int) -> None:
+    """Another engine puts its last blocks and ends its claim between two calls of a lookup."""
+    keys = tuple(bytes([at]) * 16 for at in range(5))
+    stored = {*keys[:2]}
+    released: list[tuple[bytes, bytes]] = []
+
+    def claims(known: Sequence[bytes]) -> list[bytes]:
+        stored.update(keys[2 : 2 + num_put])
+        return []
+
+    shared = SimpleNamespace(
+        breaker=SimpleNamespace(may_allow=True),
+        has=lambda asked: [key in stored for key in asked],
+        claims=claims,
+        claim=lambda key, record: True,
+        release=lambda key, record: released.append((key, record)),
+    )
+    lookup = Lookup(
+        request_id="a", keys=keys, before=(), owner=bytes(16), may_claim=True, began_ms=0.0
+    )
+    lookup.run([cast("Any", shared)], cast("Any", shared))
+    assert len(lookup.levels) == 2 + num_put
+    if num_put == 3:
+        assert lookup.claimed is None
+        assert released == [(keys[2], lookup.record)]
+    else:
+        assert (lookup.claimed, released) == (keys[2], [])
+        assert lookup.record == bytes(16) + b"".join(keys[2:])
 
 
 def test_a_slice_that_hangs_is_found_and_one_that_waits_for_a_thread_is_not() -> None:
