@@ -88,7 +88,7 @@ class FetchJob:
         if self.channel is not None:
             self.channel.stop()  # so that a thread that waits for bytes stops writing at once
         with self.lock:
-            pass
+            pass  # nothing is being written any more
 
 
 class _Gave(Exception):
