@@ -5,6 +5,7 @@ Each engine is assembled whole and stepped by hand, so that a test decides what 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -143,14 +144,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nodes(model: Path, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Return a function that starts an engine on the test's store."""
     made: list[Node] = []
+    cores = os.sched_getaffinity(0)  # rank 0 takes one of them
 
     def start(**settings: Any) -> Node:
-        made.append(Node(model, settings.pop("store", tmp_path / "kv"), **settings))
+        folder = settings.pop("model", model)
+        made.append(Node(folder, settings.pop("store", tmp_path / "kv"), **settings))
         return made[-1]
 
     yield start
     for node in made:
         node.close()
+    os.sched_setaffinity(0, cores)
 
 
 def prompt(seed: int = 0, num_tokens: int = NUM_BLOCKS * BLOCK + 5) -> np.ndarray[Any, Any]:
@@ -191,6 +195,27 @@ def test_what_one_engine_computed_another_fetches(
     assert other.stats.put_blocks_total == 0  # it is there
     assert other.stats.claims_total == 0
     assert not list((tmp_path / "kv" / "claims").iterdir())
+
+
+def test_blocks_of_two_ranks_are_those_of_one_process(
+    nodes: Callable[..., Node], tmp_path: Path
+) -> None:
+    divided = {"hidden_size": 68, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = write_tiny_llama(tmp_path / "divided", seed=4, max_position_embeddings=512, **divided)
+    one, ranks = nodes(model=model), nodes(model=model, tensor_parallel_size=2, threads=2)
+    longer = np.concatenate((prompt(), prompt(1)))
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    assert ranks.answer(request_of("b")) == wanted
+    assert ranks.stats.fetched_blocks_total == NUM_BLOCKS
+    longer_wanted = ranks.answer(request_of("c", longer))
+    ranks.settle()
+    assert ranks.stats.put_blocks_total == NUM_BLOCKS
+    other = nodes(model=model)
+    assert other.answer(request_of("d", longer)) == longer_wanted
+    assert other.stats.fetched_blocks_total == 2 * NUM_BLOCKS
+    assert not other.failures
+    assert not ranks.failures
 
 
 def test_the_part_that_is_stored_is_fetched_and_the_rest_put(nodes: Callable[..., Node]) -> None:
