@@ -456,9 +456,15 @@ class EngineConfig:
                 "take --executor native, or leave it out",
             ),
             (
-                executor.num_ranks > 1,
+                executor.num_ranks > executor.tensor_parallel_size,
                 executor.ranks_text,
-                "blocks of several ranks are not stored yet",
+                "blocks of several stages, or divided by positions, are not stored yet",
+                "take --tensor-parallel-size, or leave one of them out",
+            ),
+            (
+                executor.num_ranks > 1 and executor.distributed_executor_backend != "mp",
+                f"distributed_executor_backend is {executor.distributed_executor_backend}",
+                "blocks of ranks that rank 0 has not started are not stored yet",
                 "leave one of them out",
             ),
         ):

@@ -28,7 +28,8 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
     if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import ranked_class
 
-        return ranked_class(settings, config.cache.block_size, shares_blocks=config.transfer.is_on)
+        shares_blocks = config.transfer.is_on or config.kv_store.is_on
+        return ranked_class(settings, config.cache.block_size, shares_blocks=shares_blocks)
     if settings.disk_offload_gb is not None:
         from quire.execute.streamed_weights import StreamingExecutorClass
 
