@@ -162,7 +162,7 @@ def _router(routes: Sequence[Route]) -> Router:
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        hint = hint_for(path, paths)
+        hint = hint_for(scope["method"], path, paths)
         raise UnknownRoute(
             f"nothing is served at {show(path)}; {hint and hint + '; '}GET / lists what is"
         )

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.anthropic.cache_breakpoints import pins_of
-from quire.api.anthropic.count_tokens import CountTokensRoute, with_id_header
+from quire.api.anthropic.count_tokens import CountTokensRoute
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.fields import MESSAGES
 from quire.api.anthropic.message_writer import MessageWriter
@@ -63,7 +63,7 @@ class MessagesRoute:
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return with_id_header(await generate(self._server_state, request, self._route))
+        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(request: GenerationRequest) -> GenerationJob:
