@@ -131,7 +131,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         Raises ReplicaFault.
         """
         exchange, form = await self.send(body), self._request.form
-        ends = [b"data: " + data for data in (form.stream_error, form.stream_end) if data]
+        ends = [b"data: " + mark for mark in (form.stream_error, form.stream_end) if mark]
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received

@@ -13,7 +13,7 @@ import msgspec
 from quire.router.api_forms import ApiForm, ErrorBody, read_error
 
 _CURSOR = b': {"output_ids":'
-_DATA = b"data: "
+_DATA_LINE = b"data: "
 
 
 class CursorComment(msgspec.Struct, frozen=True):
@@ -42,8 +42,8 @@ class EventBlocks:
     """Splits the bytes of one stream. shows_comments: the client asked for them itself."""
 
     def __init__(self, form: ApiForm, *, shows_comments: bool = False) -> None:
-        self._end = _DATA + form.stream_end
-        self._error = _DATA + form.stream_error
+        self._end = _DATA_LINE + form.stream_end
+        self._error = _DATA_LINE + form.stream_error
         self._shows_comments = shows_comments
         self._rest = b""
         self._pending: list[bytes] = []
@@ -66,7 +66,7 @@ class EventBlocks:
                 self._pending.append(block)
                 found.append(Delta(self._take(), is_last=True))
             elif block.startswith(self._error) or b"\n" + self._error in block:
-                error = read_error(block[block.index(_DATA) + len(_DATA) :])
+                error = read_error(block[block.index(_DATA_LINE) + len(_DATA_LINE) :])
                 self._pending.append(block)
                 if error is not None:
                     found.append(Delta(self._take(), is_last=True, error=error))

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from quire.api.anthropic.fields import COUNT_TOKENS
 from quire.api.anthropic.request import as_named_here, read_prompt
 from quire.api.generation.fields import flag
-from quire.api.generation.request_context import RequestContext, check_text_bytes, open_request
+from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter

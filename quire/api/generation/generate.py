@@ -184,16 +184,8 @@ class GenerationRoute:
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
     """Answer a generation request. Raises RequestError and the engine's errors."""
-    context = await open_request(
-        server_state,
-        request,
-        honoured=route.honoured,
-        id_prefix=route.id_prefix,
-        query_params=route.query_params,
-        path_model=route.path_model,
-    )
-    given, engine = {**dict.fromkeys(route.implied, True), **context.given}, context.engine
-    given |= {"stream": True} if route.always_streams else {}
+    context, given = await _opened(server_state, request, route)
+    engine = context.engine
     cache_salt = cache_salt_of(given, tenant := request.state.tenant)
     terms = scheduling_params_of(given, tenant, background=BACKGROUND in request.scope)
     if "speculation" in given or "prediction" in given:
@@ -270,6 +262,22 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         return answered
     server_state.requests.end(open_)
     return Response(answered, headers=context.headers(), media_type="application/json")
+
+
+async def _opened(
+    server_state: ServerState, request: Request, route: GenerationRoute
+) -> tuple[RequestContext, dict[str, Any]]:
+    """Return the context of a request, and its fields with those that the route implies."""
+    context = await open_request(
+        server_state,
+        request,
+        honoured=route.honoured,
+        id_prefix=route.id_prefix,
+        query_params=route.query_params,
+        path_model=route.path_model,
+    )
+    always = {"stream": True} if route.always_streams else {}
+    return context, {**dict.fromkeys(route.implied, True), **context.given, **always}
 
 
 def _streams_of(

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import ignored_header, known_fields
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import Deadline, body_in_time, read_object
 from quire.api.server_state import ServerState
 from quire.base.errors import ContextTooLong, InvalidParameter, UnknownModel
@@ -28,10 +29,6 @@ T = TypeVar("T")
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096
-# Tokenizing takes 130 times a text's bytes of memory, so a body of the largest size would take a
-# gigabyte. Text has some four bytes a token; one with more than this many fills no context.
-_BYTES_A_TOKEN = 16
-_MIN_TEXT_LIMIT = 1 << 20
 
 
 class RequestContext:
@@ -163,24 +160,6 @@ def unknown_model(name: str, card: ModelCard, *, param: str | None = None) -> Un
     """Return the error for a model name that is not served, with the names that are."""
     served = " or ".join(map(repr, card.names))
     return UnknownModel(f"model {show(name)} is not served here; {served} is", param=param)
-
-
-def max_text_bytes(engine: Engine) -> int:
-    """Return the size of the longest text that is tokenized."""
-    return max(_BYTES_A_TOKEN * engine.card.max_model_len, _MIN_TEXT_LIMIT)
-
-
-def check_text_bytes(engine: Engine, text: str, *, param: str) -> None:
-    """Refuse a text that would take too long to tokenize. param: the field it came in."""
-    max_bytes = max_text_bytes(engine)
-    num_bytes = len(text.encode(errors="surrogatepass"))
-    if num_bytes > max_bytes:
-        raise InvalidParameter(
-            f"{param} makes a text of {num_bytes} bytes; at most {max_bytes} are tokenized at "
-            f"once ({_MIN_TEXT_LIMIT}, or {_BYTES_A_TOKEN} for each token of the context, "
-            "whichever is more); send less, or in pieces",
-            param=param,
-        )
 
 
 async def encode(
