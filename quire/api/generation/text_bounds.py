@@ -1,7 +1,7 @@
 """The longest text that is tokenized.
 
-A text far beyond the context is refused before it takes time and memory. Knows no route. Always
-holds: a text that fits the context is within the bound.
+A text far beyond the context is refused before it takes time and memory. Knows no route and no
+tokenizer.
 """
 
 from __future__ import annotations
