@@ -46,29 +46,12 @@ from quire.obs.metrics import Metrics
 from quire.router.route_file import RouteFile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BODIES = {
-    "ChatRequest": "chat",
-    "CompletionRequest": "completions",
-    "ResponsesRequest": "responses",
-    "MessagesRequest": "messages",
-    "CountTokensRequest": "count_tokens",
-    "OllamaChatRequest": "api/chat",
-    "OllamaGenerateRequest": "api/generate",
-    "OllamaEmbedRequest": "api/embed",
-    "OllamaEmbeddingsRequest": "api/embeddings",
-    "OllamaShowRequest": "api/show",
-    "LlamaCppCompletionRequest": "completion",
-    "LlamaCppInfillRequest": "infill",
-    "LlamaCppEmbeddingRequest": "embedding",
-    "GenerateRequest": "generate",
-    "EmbeddingsRequest": "embeddings",
-    "PoolingRequest": "pooling",
-    "ScoreRequest": "score",
-    "RerankRequest": "rerank",
-    "TokenizeRequest": "tokenize",
-    "DetokenizeRequest": "detokenize",
-    "ApplyTemplateRequest": "template",
-}
+# Of each schema of a body, the first route that takes it.
+BODIES: dict[str, str] = {}
+for _name, _operation in OPERATIONS.items():
+    if _operation.body is not None:
+        _path = _name.partition(" ")[2]
+        BODIES.setdefault(_operation.title, _path.removeprefix("/v1/").removeprefix("/"))
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
 # A bound this large only says that the number fits its type.
 _UNBOUNDED = 2**31 - 1

@@ -1,8 +1,8 @@
 """Build the applications: the routes, their dialects and the middleware around them.
 
 Wiring only: each route's logic is in its own file, and what all routes share (keys, errors,
-counters) in http/middleware.py. A new HTTP dialect gets its routes here, and an entry in DIALECTS
-for its paths. Always holds: only the paths listed here are served.
+counters) in http/middleware.py. A new HTTP dialect gets its routes here, and an entry for its API;
+base/http_apis.py has the paths of the API. Always holds: only the paths listed here are served.
 """
 
 from __future__ import annotations
@@ -46,19 +46,21 @@ from quire.api.openapi.routes import DocumentRoutes
 from quire.api.server_state import ServerState
 from quire.api.web.routes import WebPageRoutes
 from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.base import http_apis
 from quire.base.show import show
 
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
-_LLAMA_CPP_PATHS = ("/completion", "/infill", "/embedding", "/embeddings", "/props", "/slots")
-# By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/messages": ANTHROPIC,
-    "/v1/models": MODELS_DIALECT,
-    "/v1/responses": RESPONSES_DIALECT,
-    "/api": OLLAMA,
-    **dict.fromkeys(_LLAMA_CPP_PATHS, LLAMA_CPP),
+_OF_APIS: Mapping[str, Dialect] = {
+    http_apis.OPENAI: DEFAULT_DIALECT,
+    http_apis.MODELS: MODELS_DIALECT,
+    http_apis.RESPONSES: RESPONSES_DIALECT,
+    http_apis.ANTHROPIC: ANTHROPIC,
+    http_apis.OLLAMA: OLLAMA,
+    http_apis.LLAMA_CPP: LLAMA_CPP,
 }
+# By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
+DIALECTS: Mapping[str, Dialect] = {path: _OF_APIS[api] for path, api in http_apis.API_PATHS.items()}
 
 
 def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
@@ -160,7 +162,7 @@ def _router(routes: Sequence[Route]) -> Router:
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        hint = hint_for(path, paths)
+        hint = hint_for(scope["method"], path, paths)
         raise UnknownRoute(
             f"nothing is served at {show(path)}; {hint and hint + '; '}GET / lists what is"
         )

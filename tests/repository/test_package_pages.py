@@ -13,7 +13,10 @@ from tests.repository.source_files import ROOT, code_files, name_of
 PAGES = ROOT / "docs" / "packages"
 # Subpackages with a page of their own; their files are not listed on the parent's page.
 INNER = {
+    "anthropic": "quire/api/anthropic",
     "gpu": "quire/execute/gpu",
+    "llama_cpp": "quire/api/llama_cpp",
+    "ollama": "quire/api/ollama",
     "responses": "quire/api/openai/responses",
     "rpc": "quire/api/rpc",
 }

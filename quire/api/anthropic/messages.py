@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from quire.api.anthropic.beta_query import without_beta
 from quire.api.anthropic.cache_breakpoints import pins_of
-from quire.api.anthropic.count_tokens import CountTokensRoute, with_id_header
+from quire.api.anthropic.count_tokens import CountTokensRoute
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.fields import MESSAGES
 from quire.api.anthropic.message_writer import BATCH, STANDARD, MessageWriter
@@ -75,8 +75,7 @@ class MessagesRoute:
     async def post(self, request: Request) -> Response:
         """Answer one request."""
         route = self._batch_route if BACKGROUND in request.scope else self._route
-        request = without_beta(request)
-        return with_id_header(await generate(self._server_state, request, route))
+        return await generate(self._server_state, without_beta(request), route)
 
 
 async def read_job(request: GenerationRequest, *, tier: str) -> GenerationJob:

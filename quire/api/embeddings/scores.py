@@ -31,7 +31,8 @@ from quire.api.generation.generate import (
     GenerationRequest,
     StreamOptions,
 )
-from quire.api.generation.request_context import check_text_bytes, checked_ids
+from quire.api.generation.request_context import checked_ids
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.generation.usage import Usage
 from quire.base.errors import InvalidParameter, ModelError, WorkerError
 from quire.base.sampling_params import SamplingParams

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.api.http.dialect import Headers
 from quire.api.http.errors import ErrorReport
+from quire.base import http_apis
 from quire.base.errors import NotAuthorized
 
 _TYPES = {
@@ -51,10 +52,7 @@ class LlamaCppDialect:
 
         Raises NotAuthorized.
         """
-        found = {name: value for name, value in headers if name in (b"x-api-key", b"authorization")}
-        scheme, _, key = found.get(b"authorization", b"").partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-        key = key or found.get(b"x-api-key", b"").strip()
+        key = http_apis.key_in(headers, http_apis.KEY_HEADERS[http_apis.LLAMA_CPP])
         if not key:
             raise NotAuthorized(
                 "no API key was sent; send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`"

@@ -6,6 +6,7 @@ foreign_fields.py (`repeat_penalty`, `grammar`, `json_schema`). Answers have one
 
 from __future__ import annotations
 
+from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
 _NOT_CARRIED = frozenset(
@@ -37,7 +38,7 @@ _EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "speculation",
 }
 LLAMA_COMPLETION = _EVERYWHERE | {"add_special_tokens", "prediction"}
-LLAMA_EMBEDDING = frozenset(
+_OF_VECTORS = frozenset(
     {
         "model",
         "input",
@@ -52,4 +53,5 @@ LLAMA_EMBEDDING = frozenset(
         "deadline_ms",
     }
 )
+LLAMA_EMBEDDING = FieldSet(_OF_VECTORS, takes="content")
 LLAMA_INFILL = _EVERYWHERE | {"input_prefix", "input_suffix", "input_extra"}

@@ -112,7 +112,6 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
             ]
         },
         errors=(*OBJECT, TenantLimit, TimedOut, ShuttingDown),
-        form="messages",
     ),
     "GET /v1/messages/batches": Operation(
         says="The message batches of a key, the newest first.",
@@ -124,34 +123,29 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
             _query("after_id", "The last_id of the page before.", TEXT),
             _query("before_id", "The first_id of the page after.", TEXT),
         ),
-        form="messages",
     ),
     "GET /v1/messages/batches/{id}": Operation(
         says="The state of a message batch.",
         tag=_TAG,
         answer="MessageBatch",
         errors=(UnknownBatch,),
-        form="messages",
     ),
     "DELETE /v1/messages/batches/{id}": Operation(
         says="Remove a message batch that has ended.",
         tag=_TAG,
         answer="MessageBatchDeleted",
         errors=(InvalidParameter, UnknownBatch),
-        form="messages",
     ),
     "POST /v1/messages/batches/{id}/cancel": Operation(
         says="Cancel a message batch; messages that have ended keep their results.",
         tag=_TAG,
         answer="MessageBatch",
         errors=(UnknownBatch,),
-        form="messages",
     ),
     "GET /v1/messages/batches/{id}/results": Operation(
         says="The results of a message batch that has ended, one JSON object a line.",
         tag=_TAG,
         media="application/x-jsonl",
         errors=(InvalidParameter, UnknownBatch),
-        form="messages",
     ),
 }

@@ -1,7 +1,7 @@
 """One line of description for each request field, for /openapi.json and /docs.
 
 Types and bounds come from the checks (field_schemas.py). docs/request-fields.md has more. Always
-holds: each honoured field of fields.py has a line, and no other field has.
+holds: each field that a route honours has a line, and no other field has.
 """
 
 from __future__ import annotations

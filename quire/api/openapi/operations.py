@@ -40,10 +40,27 @@ from quire.api.openai.responses.stored_routes import (
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
 from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS, INCLUDED
-from quire.api.openapi.field_schemas import TEXT, Schema, object_of
+from quire.api.openapi.embedding_schemas import embedding_rows
+from quire.api.openapi.field_schemas import (
+    TEXT,
+    Schema,
+    chat_rows,
+    completion_rows,
+    generate_rows,
+    object_of,
+)
+from quire.api.openapi.field_words import (
+    OF_CHATS,
+    OF_EMBEDDINGS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_TEXTS,
+)
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
+from quire.api.openapi.messages_schemas import messages_rows
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
-from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
+from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, FieldsForm, Operation
+from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import (
     ContextTooLong,
     InvalidParameter,
@@ -52,6 +69,9 @@ from quire.base.errors import (
 from quire.base.log import LEVELS
 from quire.obs.metrics import CONTENT_TYPE
 
+_VECTORS = FieldsForm(rows=embedding_rows, words=OF_EMBEDDINGS)
+_MESSAGES = FieldsForm(rows=messages_rows, words=OF_MESSAGES)
+_TEXTS = FieldsForm(words=OF_TEXTS)
 _APPLY = Operation(
     says="The prompt that the chat template makes of these messages.",
     tag="Texts and tokens",
@@ -61,6 +81,7 @@ _APPLY = Operation(
     needed=frozenset({"messages"}),
     example={"messages": HI},
     errors=TEXTS,
+    fields_form=_TEXTS,
 )
 _ABORT = Operation(
     says="End a request; aborted is false if it had ended before.",
@@ -86,7 +107,7 @@ _RERANK = Operation(
     needed=frozenset({"query", "documents"}),
     example={"query": "a little dog", "documents": ["A dog barks.", "Rain falls."], "top_n": 1},
     errors=TOKENS,
-    form="embeddings",
+    fields_form=_VECTORS,
 )
 _SCORE = Operation(
     says="How well texts fit each other, one score for each pair.",
@@ -97,7 +118,7 @@ _SCORE = Operation(
     needed=frozenset({"text_1", "text_2"}),
     example={"text_1": "a little dog", "text_2": ["A dog barks.", "Rain falls."]},
     errors=TOKENS,
-    form="embeddings",
+    fields_form=_VECTORS,
 )
 
 
@@ -127,6 +148,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": HI, "max_tokens": 48, "seed": 7},
         errors=TOKENS,
+        fields_form=FieldsForm(rows=chat_rows, words=OF_CHATS),
     ),
     "POST /v1/completions": Operation(
         says="Continue prompts, whole or streamed.",
@@ -135,6 +157,7 @@ OPERATIONS: Mapping[str, Operation] = {
         event="CompletionChunk",
         title="CompletionRequest",
         body=COMPLETIONS,
+        fields_form=FieldsForm(rows=completion_rows),
         needed=frozenset({"prompt"}),
         example={"prompt": "Once upon a time", "max_tokens": 48, "seed": 7},
         errors=TOKENS,
@@ -148,7 +171,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=RESPONSES,
         example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
         errors=(*TOKENS, UnknownResponse, UnknownConversation),
-        form="responses",
+        fields_form=FieldsForm(rows=responses_rows, words=OF_RESPONSES),
     ),
     "GET /v1/responses/{id}": Operation(
         says="A stored response, or the events of a background response.",
@@ -201,7 +224,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages", "max_tokens"}),
         example={"messages": HI, "max_tokens": 48, "seed": 7},
         errors=TOKENS,
-        form="messages",
+        fields_form=_MESSAGES,
     ),
     "POST /v1/messages/count_tokens": Operation(
         says="The number of tokens of a message's prompt.",
@@ -212,7 +235,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": HI},
         errors=TEXTS,
-        form="messages",
+        fields_form=_MESSAGES,
     ),
     "POST /v1/responses/input_tokens": Operation(
         says="The number of tokens of a response's prompt.",
@@ -222,7 +245,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=INPUT_TOKENS,
         example={"input": "Write a story."},
         errors=(*TEXTS, ContextTooLong, UnknownResponse, UnknownConversation),
-        form="responses",
+        fields_form=FieldsForm(rows=responses_rows, words=OF_RESPONSES),
     ),
     **BATCH_OPERATIONS,
     **CONVERSATION_OPERATIONS,
@@ -238,6 +261,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7], "max_tokens": 8, "seed": 7},
         errors=TOKENS,
+        fields_form=FieldsForm(rows=generate_rows),
     ),
     "POST /v1/embeddings": Operation(
         says="One vector for each text, of a model that makes embeddings.",
@@ -248,7 +272,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"input"}),
         example={"input": ["A dog barks.", "Rain falls."]},
         errors=TOKENS,
-        form="embeddings",
+        fields_form=_VECTORS,
     ),
     "POST /pooling": Operation(
         says="The same vectors in the form of vLLM.",
@@ -259,7 +283,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"input"}),
         example={"input": "A dog barks."},
         errors=TOKENS,
-        form="embeddings",
+        fields_form=_VECTORS,
     ),
     "POST /v1/score": _SCORE,
     "POST /score": replace(_SCORE, says="The same under another server's name."),
@@ -276,6 +300,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=TOKENIZE,
         example={"prompt": "Once upon a time", "return_token_strs": True},
         errors=TEXTS,
+        fields_form=_TEXTS,
     ),
     "POST /detokenize": Operation(
         says="The text of ids.",
@@ -286,6 +311,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7]},
         errors=TEXTS,
+        fields_form=_TEXTS,
     ),
     "POST /apply_template": _APPLY,
     "POST /apply-template": replace(_APPLY, says="The same under another server's name."),

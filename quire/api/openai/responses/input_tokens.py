@@ -10,7 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.request_context import RequestContext, check_text_bytes, open_request
+from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.openai.responses.conversation_input import read_input
 from quire.api.openai.responses.conversations import Conversations

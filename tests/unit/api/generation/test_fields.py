@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 
+from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -27,7 +29,8 @@ from quire.api.generation.foreign_fields import (
     documented,
 )
 from quire.api.generation.sampler_order import ORDERS
-from quire.api.generation.unknown_fields import OTHER_NAMES
+from quire.api.generation.unknown_fields import OTHER_NAMES, unknown_field
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -267,3 +270,38 @@ def test_a_second_neutral_value_needs_the_field_that_makes_it_neutral() -> None:
     assert given({"repeat_last_n": 0, "repetition_penalty_range": 0}) == {}
     with pytest.raises(InvalidParameter, match="repeat_last_n is 0"):
         given({"repeat_last_n": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("prompt", {}, ", which takes contents"),
+        ("messages", {"contents": []}, ", which takes contents; leave it out, or write turns"),
+        ("max_tokens", {}, "; write it as an entry of generationConfig"),
+        ("temprature", {}, '; did you mean "temperature"? leave it out'),
+    ],
+)
+def test_a_set_of_fields_says_what_its_route_has_in_place_of_others(
+    name: str, body: dict[str, Any], said: str
+) -> None:
+    fields = FieldSet(
+        {"contents", "temperature"},
+        takes="contents",
+        how="write turns" if body else "",
+        advice={"max_tokens": "; write it as an entry of generationConfig"}.get,
+    )
+    with pytest.raises(InvalidParameter, match="is not a field of this request") as raised:
+        known_fields({name: [], **body}, fields, warn_unknown=False)
+    assert f"of this request{said}" in str(raised.value)
+
+
+def test_no_route_is_said_to_take_an_input_that_it_refuses() -> None:
+    """A route with another input says so, or nothing: names are not guessed."""
+    for operation in OPERATIONS.values():
+        for name in ("prompt", "messages", "tokens", "input", "query", "text"):
+            if operation.body is None or name in operation.body:
+                continue
+            said = str(unknown_field(name, operation.body, {}))
+            taken = re.search(r"which takes (\w+)(?: and (\w+))?", said)
+            assert taken is None or {*filter(None, taken.groups())} <= operation.body, said
+    assert "takes" not in str(unknown_field("prompt", frozenset({"contents"}), {}))
