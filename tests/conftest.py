@@ -63,6 +63,10 @@ LONGEST_UNITS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep bytecode in pytest's cache, or in a temporary directory if there is none."""
+    if hasattr(config, "workerinput"):
+        from tests.work_units import send_tests_at_once
+
+        send_tests_at_once(config)
     if not sys.dont_write_bytecode:
         return
     cache = getattr(config, "cache", None)
@@ -86,7 +90,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest units first, so that no process runs one alone at the end."""
     places = {unit: place for place, unit in enumerate(LONGEST_UNITS)}
-    items.sort(key=lambda item: places.get(_unit_of(item.nodeid), len(places)))
+    items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,17 +98,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run a unit in one process, in the order of collection (for `--dist loadfile`)."""
     if config.getoption("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from tests.work_units import UnitScheduling
 
-    class UnitScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _unit_of(nodeid)
-
-    config.option.loadscopereorder = False  # would start the units with most tests first
     return UnitScheduling(config, log)
 
 
-def _unit_of(nodeid: str) -> str:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Expect one message a test from the processes that run tests."""
+    from tests.work_units import receive_tests_at_once
+
+    receive_tests_at_once()
+
+
+def unit_of(nodeid: str) -> str:
     """Return the file of a test, or its folder if the files of that share costly fixtures."""
     shared = next((folder for folder in SHARED_FOLDERS if nodeid.startswith(folder)), None)
     return shared or nodeid.partition("::")[0]
