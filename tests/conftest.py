@@ -8,6 +8,7 @@ text)`, which works from other processes as well.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -20,6 +21,23 @@ from typing import Any
 import pytest
 
 import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+
+
+def _keep_bytecode() -> None:
+    """Keep bytecode in pytest's cache, or in a temporary directory where that cannot be written."""
+    folder = Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="quire-tests-bytecode-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
+    sys.dont_write_bytecode = False
+
+
+if sys.dont_write_bytecode:
+    _keep_bytecode()  # before hypothesis, of which pytest rewrites and compiles a hundred modules
 
 with contextlib.suppress(ImportError):  # environments of clients do without hypothesis
     from hypothesis import HealthCheck, settings
@@ -62,22 +80,11 @@ LONGEST_UNITS = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep bytecode in pytest's cache, or in a temporary directory if there is none."""
+    """Send one message a test, in a process of pytest-xdist."""
     if hasattr(config, "workerinput"):
         from tests.work_units import send_tests_at_once
 
         send_tests_at_once(config)
-    if not sys.dont_write_bytecode:
-        return
-    cache = getattr(config, "cache", None)
-    if cache is not None:
-        folder = Path(cache.mkdir("bytecode"))
-    else:
-        folder = Path(tempfile.mkdtemp(prefix="quire-tests-bytecode-"))
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
-    sys.dont_write_bytecode = False
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
