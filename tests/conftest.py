@@ -132,9 +132,11 @@ def pytest_collectstart() -> None:
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection: they live to the end.
 
-    Otherwise each full collection traverses the objects of all tests.
+    Otherwise each full collection traverses the objects of all tests. What tests make is collected
+    less often than by default, which takes a twentieth of the suite's time.
     """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
