@@ -139,7 +139,7 @@ def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection: they live to the end.
 
     Otherwise each full collection traverses the objects of all tests. What tests make is collected
-    less often than by default, which takes a twentieth of the suite's time.
+    less often than by default.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
