@@ -52,8 +52,9 @@ GOALS = {
     "rescored": 0.003,  # about one in a hundred; the scheduler tests provoke it directly
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 30  # for each model
-NUM_SCORED_WITH_REFERENCE = 20
+# For each model; the reference executor takes longest.
+NUM_COMPARED_WITH_REFERENCE = 30 if NUM_CASES > ENOUGH_FOR_COVERAGE else 12
+NUM_SCORED_WITH_REFERENCE = 20 if NUM_CASES > ENOUGH_FOR_COVERAGE else 8
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 from tests.models.cases_experts import MIXTRAL
 from tests.models.generate import logits_of, sequence_batch
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -36,6 +37,13 @@ LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=1)
 OPTIONS = ExecutorOptions(limits=LIMITS)
 TWO = PipelineExecutorClass(stages=2, degree=1, binds=False)
 IDS = list(range(3, 35))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes that tests start from one that has their modules."""
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="module")
