@@ -141,7 +141,6 @@ def _norm(op: Norm, place: Place, counts: Counts) -> None:
         eps=op.eps,
         form=op.form,
         group=op.group,
-        by_row=place.exact,
     )
     place.of(op.y, counts).copy_(y)
 
@@ -157,12 +156,12 @@ def _linear(op: Linear, place: Place, counts: Counts) -> None:
             weight.scheme,
             bias,
             input_scale=weight.input_scale,
-            by_row=place.exact,
+            exact=place.exact,
         )
     elif weight is not None:
         y = plain.int_linear(x, weight.values, weight.scales, weight.scheme, bias)
     else:
-        y = plain.linear(x, place.weights.plain[op.weight], bias, by_row=place.exact)
+        y = plain.linear(x, place.weights.plain[op.weight], bias, exact=place.exact)
     place.of(op.y, counts).copy_(y)
 
 
@@ -202,7 +201,7 @@ def _attention(op: Attention, place: Place, counts: Counts) -> None:
 def _activation(op: Activation, place: Place, counts: Counts) -> None:
     gate = place.of(op.gate, counts)
     up = None if op.up is None else place.of(op.up, counts)
-    y = plain.activation(gate, up, form=op.form, by_row=place.exact)
+    y = plain.activation(gate, up, form=op.form)
     place.of(op.y, counts).copy_(y)
 
 
@@ -219,7 +218,7 @@ def _scale(op: Scale, place: Place, counts: Counts) -> None:
 
 def _soft_cap(op: SoftCap, place: Place, counts: Counts) -> None:
     x = place.of(op.x, counts)
-    x.copy_(plain.soft_cap(x, op.cap, by_row=place.exact))
+    x.copy_(plain.soft_cap(x, op.cap))
 
 
 def _copy(op: Copy, place: Place, counts: Counts) -> None:

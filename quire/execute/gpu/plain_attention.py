@@ -1,4 +1,5 @@
-"""Store keys and values, and attend to them, in plain PyTorch: a row at a time, piece by piece.
+"""Store keys and values, and attend to them, in plain PyTorch: a row at a time, piece by piece, by
+sums and curves whose bits depend on a head alone (plain_curves.py).
 
 The recipe is quire/execute/reference_attention.py's: pieces of 256 positions aligned to absolute
 position, merged in order, probabilities rounded to the cache's dtype before the product with V.
@@ -12,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quire.execute.gpu import plain_curves
 from quire.execute.gpu.kernels.cache_layout import LayerCache
 from quire.execute.gpu.plain import E4M3, quantize_groups
 
@@ -91,29 +93,31 @@ def _attend(
     """One row's heads [heads, D] over its sequence."""
     grouped = q.reshape(cache.kv_heads, -1, q.shape[1])  # [kv_heads, heads of each, D]
     first = max(0, position - window + 1) if window else 0
-    maximum = torch.full((*grouped.shape[:2], 1), -torch.inf)
-    total = torch.zeros_like(maximum)
-    y = torch.zeros_like(grouped)
+    maximum = total = y = None
     for piece in range(first - first % PIECE_POSITIONS, position + 1, PIECE_POSITIONS):
         end = min(piece + PIECE_POSITIONS, position + 1)
         seen = torch.arange(max(piece, first), end)
         k, k_scales = _gather(cache, 0, table, seen)
         v, v_scales = _gather(cache, 1, table, seen)
-        scores = grouped @ k.transpose(1, 2)  # [kv_heads, heads of each, P]
+        # [kv_heads, heads of each, P]
+        scores = plain_curves.sum_last(grouped[:, :, None] * k[:, None])
         if k_scales is not None:
             scores = scores * k_scales[:, None]
         scores = scores * scale
         if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
+            scores = soft_cap * plain_curves.tanh(scores / torch.tensor(soft_cap))
         highest = scores.amax(dim=-1, keepdim=True)
-        weights = torch.exp(scores - highest)
-        piece_total = weights.sum(dim=-1, keepdim=True)
+        weights = plain_curves.exp(scores - highest)
+        piece_total = plain_curves.sum_last(weights.clone())[..., None]
         if v_scales is not None:
             weights = weights * v_scales[:, None]
-        piece_y = weights.to(dtype).float() @ v
-
+        weighted = weights.to(dtype).float()[:, :, None] * v.transpose(1, 2)[:, None]
+        piece_y = plain_curves.sum_last(weighted)
+        if maximum is None:
+            maximum, total, y = highest, piece_total, piece_y
+            continue
         merged = torch.maximum(maximum, highest)
-        kept, added = torch.exp(maximum - merged), torch.exp(highest - merged)
+        kept, added = plain_curves.exp(maximum - merged), plain_curves.exp(highest - merged)
         total = total * kept + piece_total * added
         y = y * kept + piece_y * added
         maximum = merged
