@@ -60,7 +60,8 @@ class Weight:
     parts are in the order of the experts; 0 for a weight without.
     `shard` names the axis that parallelism cuts: "rows", "columns", "experts" or "" for none.
     `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
-    the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`.
+    the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`. whole_rows: of the
+    undivided weight, where a rank has a share of its rows; 0 for a whole one.
     """
 
     name: str
@@ -72,6 +73,13 @@ class Weight:
     offset: float = 0.0
     scheme: str = ""
     experts: int = 0
+    whole_rows: int = 0
+
+    @property
+    def undivided_rows(self) -> int:
+        """Output features of the whole weight, by which executors choose how a sum is made: the
+        same at every degree."""
+        return self.whole_rows or self.rows
 
     @property
     def rows(self) -> int:

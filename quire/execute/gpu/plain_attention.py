@@ -93,7 +93,8 @@ def _attend(
     """One row's heads [heads, D] over its sequence."""
     grouped = q.reshape(cache.kv_heads, -1, q.shape[1])  # [kv_heads, heads of each, D]
     first = max(0, position - window + 1) if window else 0
-    maximum = total = y = None
+    maximum = torch.full((*grouped.shape[:2], 1), -torch.inf)
+    total, y = torch.zeros_like(maximum), torch.zeros_like(grouped)
     for piece in range(first - first % PIECE_POSITIONS, position + 1, PIECE_POSITIONS):
         end = min(piece + PIECE_POSITIONS, position + 1)
         seen = torch.arange(max(piece, first), end)
@@ -113,7 +114,7 @@ def _attend(
             weights = weights * v_scales[:, None]
         weighted = weights.to(dtype).float()[:, :, None] * v.transpose(1, 2)[:, None]
         piece_y = plain_curves.sum_last(weighted)
-        if maximum is None:
+        if piece <= first:  # the first one
             maximum, total, y = highest, piece_total, piece_y
             continue
         merged = torch.maximum(maximum, highest)
