@@ -48,7 +48,8 @@ class ExecutorConfig:
     tensor_parallel_size: int = setting(
         1,
         "tensor parallelism: processes (ranks) that compute each step together, with a share of "
-        "the weights, the KV cache and the threads; answers do not change (executors native, torch)",
+        "the weights, the KV cache and the threads; answers do not change (native and torch "
+        "executors)",
         short_flag="-tp",
     )
     tp_mode: Literal["exact", "fast"] = setting(
@@ -83,7 +84,7 @@ class ExecutorConfig:
         1,
         "pipeline parallelism: groups of layers (stages) that compute several steps at once, each "
         "in a process of its own, or in as many as tensor_parallel_size says; answers do not "
-        "change (executors native, torch)",
+        "change (native and torch executors)",
         short_flag="-pp",
     )
     context_parallel_size: int = setting(

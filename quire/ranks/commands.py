@@ -54,7 +54,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAgain:
-    """Run a segment on other sample rows of the last Run's batch: those from `first` on."""
+    """Run a segment on other sample rows of the last Run's batch. first: where they begin in that
+    batch's own; -1 where they are others."""
 
     segment: int
     first: int

@@ -24,7 +24,7 @@ from quire.weights.checkpoint import Checkpoint
 
 
 class RankKind(Protocol):
-    """Sizes, checks and makes the executors of ranks; see ExecutorClass for what it has in common."""
+    """Sizes, checks and makes the executors of ranks, each as an ExecutorClass does one."""
 
     @property
     def shares_memory(self) -> bool:

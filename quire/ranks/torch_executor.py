@@ -9,6 +9,7 @@ by an exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,7 @@ class TorchRank(TorchExecutor):
             case Run():
                 self._run_step(command)
             case RunAgain():
-                assert self._ran is not None, "rank 0 runs the trunk first"
-                run = TorchExecutor.run_head if command.segment == HEAD else TorchExecutor.run_pool
-                run(self, self._ran, command.first, len(command.sample_rows))
+                self._run_again(command)
             case RunLayers() | Stop():
                 raise AssertionError(f"{type(command).__name__} is not sent to this executor")
 
@@ -85,6 +84,14 @@ class TorchRank(TorchExecutor):
         except ValueError:
             self.links.reject()
             raise
+
+    def _run_again(self, command: RunAgain) -> None:
+        assert self._ran is not None, "rank 0 runs the trunk first"
+        batch, first = self._ran, command.first
+        if first < 0:
+            batch, first = replace(batch, sample_rows=command.sample_rows), 0
+        run = TorchExecutor.run_head if command.segment == HEAD else TorchExecutor.run_pool
+        run(self, batch, first, len(command.sample_rows))
 
     def _launch_calls(self, calls: Sequence[Call], counts: Counts) -> None:
         for call in calls:
@@ -125,6 +132,7 @@ class MirroredTorch(TorchRank):
             sample_rows=batch.sample_rows[:head_rows],
         )
         self.lead.send(command)
+        self._ran = batch
         with self.lead.in_step():
             super().run_trunk(batch, head_rows=head_rows)
 
@@ -154,7 +162,8 @@ class MirroredTorch(TorchRank):
 
     def _send_again(self, segment: int, batch: ForwardBatch, first: int, count: int) -> None:
         rows = batch.sample_rows[first : first + count]
-        self.lead.send(RunAgain(segment=segment, first=first, sample_rows=rows))
+        begins = first if batch is self._ran else -1
+        self.lead.send(RunAgain(segment=segment, first=begins, sample_rows=rows))
 
 
 class TorchPipeline(MirroredTorch):

@@ -27,6 +27,7 @@ from quire.execute.gpu.upload import Bytes, Upload
 from quire.execute.quantized_weights import (
     fixed_input_scale,
     quantize_weight,
+    read_f32,
     stored_fp8,
     stored_scales,
 )
@@ -244,7 +245,7 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
         if stored is not None:
             upload.copy(stored, rows)
         else:
-            wide = torch.from_numpy(binding.read_f32(part) + np.float32(weight.offset))
+            wide = torch.from_numpy(read_f32(replace(weight, parts=(part,)), binding))
             # A vector is kept in f32, with the values that its dtype has.
             rows.copy_(wide.to(TORCH_TYPES[weight.dtype]))
         first += part.rows
@@ -254,7 +255,8 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
 def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
     """Bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
-    if not wanted or part.transposed or weight.offset or binding.content(part).dtype != "bf16":
+    is_cut = part.transposed or part.of_columns
+    if not wanted or is_cut or weight.offset or binding.content(part).dtype != "bf16":
         return None
     stored = binding.tensor(part)
     raw = stored.raw.reshape(stored.shape[0], -1)
