@@ -202,10 +202,15 @@ class ExecutorConfig:
         given = f"cpu_offload_gb is {size}"
         if size != "auto" and not re.fullmatch(_GIB, size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
-        if self.executor != "torch" or self.num_ranks > 1:
+        if self.num_ranks > 1:
             raise SettingError(
-                f"{given}: it is memory of a GPU that is saved; take --executor torch and one "
-                "rank, or --disk-offload-gb for a model larger than a CPU's memory"
+                f"{given} and {self.ranks_text}: only one rank keeps layers in host memory for "
+                "now; leave one of them out"
+            )
+        if self.executor != "torch":
+            raise SettingError(
+                f"{given}: it is memory of a GPU that is saved; take --executor torch, or "
+                "--disk-offload-gb for a model larger than a CPU's memory"
             )
         if self.device == "cpu":
             raise SettingError(

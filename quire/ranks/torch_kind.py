@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from quire.base.errors import SettingError
 from quire.comm.shared_memory import TIMEOUT_S, SharedMemoryRank
 from quire.config.machine import MachineMemory
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
+from quire.execute.gpu.device import device_after, device_of, num_cards_from
 from quire.execute.gpu.exchange import Exchange, HostExchange, HostLink, RankEnds
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.process_group import ProcessGroupExchange
@@ -48,7 +47,7 @@ class TorchSettings:
     def executor_class(self, executor: type[TorchRank], *, poison: bool) -> TorchExecutorClass:
         """Return the class of one rank's executor."""
         return TorchExecutorClass(
-            torch.device(self.device),
+            device_of(self.device),
             exact=self.exact,
             has_fp8=self.has_fp8,
             captures=self.captures,
@@ -135,10 +134,8 @@ class TorchRanks:
 
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """See RankKind."""
-        device = torch.device(self.settings.device)
-        if device.type != "cpu":
-            device = torch.device(device.type, (device.index or 0) + rank)
-        return asdict(replace(self.settings, device=str(device)))
+        device = device_after(self.settings.device, rank)
+        return asdict(replace(self.settings, device=device))
 
     def leading(
         self,
@@ -187,7 +184,7 @@ def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: 
             f"{asked} and ranks on GPUs are started by other than this process: only ranks of one "
             "machine have a transport between GPUs for now; take --distributed-executor-backend mp"
         )
-    if is_gpu and (found := torch.cuda.device_count() - (one.device.index or 0)) < num_ranks:
+    if is_gpu and (found := num_cards_from(one.device)) < num_ranks:
         raise SettingError(
             f"{asked}, which are {num_ranks} ranks with a GPU each, and from {one.device} on there "
             f"are {found} GPUs: take fewer ranks, or show more GPUs to this process"

@@ -21,9 +21,9 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
     """Return the executor class. Raises SettingError where its libraries are not installed."""
     settings = config.executor
     if settings.num_ranks > 1:
-        from quire.engine.assembly.ranks import ranked_class
+        from quire.engine.assembly.ranks import engine_ranks
 
-        return ranked_class(config)
+        return engine_ranks(config)
     if settings.disk_offload_gb is not None:
         from quire.execute.streamed_weights import StreamingExecutorClass
 

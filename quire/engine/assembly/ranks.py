@@ -30,9 +30,29 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
-def ranked_class(config: EngineConfig) -> RankedExecutorClass:
+def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
+    """Return the executor class of an engine. Raises SettingError.
+
+    Blocks leave and enter the pool whole where they are exchanged with other engines.
+    """
+    kind: RankKind = NATIVE
+    if config.executor.executor == "torch":
+        from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
+
+        kind = torch_ranks(config)
+    return ranked_class(
+        config.executor, config.cache.block_size, shares_blocks=config.transfer.is_on, kind=kind
+    )
+
+
+def ranked_class(
+    settings: ExecutorConfig,
+    block_size: int = 16,
+    *,
+    shares_blocks: bool = False,
+    kind: RankKind = NATIVE,
+) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores."""
-    settings = config.executor
     site = rank_site(settings)
     cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
     if here > cores:
@@ -42,13 +62,6 @@ def ranked_class(config: EngineConfig) -> RankedExecutorClass:
             f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
             "at most one rank per core is allowed, since ranks wait for each other"
         )
-    kind: RankKind = NATIVE
-    if settings.executor == "torch":
-        from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
-
-        kind = torch_ranks(config)
-    # Blocks leave and enter the pool whole, to be exchanged with other engines.
-    shares_blocks, block_size = config.transfer.is_on, config.cache.block_size
     return class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
 
 
