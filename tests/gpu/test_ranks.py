@@ -42,6 +42,7 @@ from quire.ranks.torch_kind import TorchRanks, ranks_like
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.conftest import SHOWN
+from tests.connected_ranks import connected_site
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
 from tests.exact.test_ranks import GOALS, MAX_SHOWN, case_for_ranks
@@ -58,7 +59,7 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 pytestmark = pytest.mark.gpu
 
 Float32s = NDArray[np.float32]
-NUM_CASES = int(os.environ.get("QUIRE_GPU_EXACT_RANK_CASES", "8"))
+NUM_CASES = int(os.environ.get("QUIRE_GPU_EXACT_RANK_CASES", "6"))
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
 IDS, CHUNK, POSITIONS = list(range(3, 43)), 17, 64
@@ -209,6 +210,13 @@ def test_degrees_and_transports_give_the_bits_of_one_process(
     np.testing.assert_array_equal(answer(executor), whole, strict=True)
 
 
+def test_ranks_connected_by_sockets_give_the_bits_of_one_process(tied: Path) -> None:
+    program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
+    whole = answer(ONE(program, checkpoint, OPTIONS))
+    made = replace(divided(2, 2), site=connected_site(4))
+    np.testing.assert_array_equal(answer(made(program, checkpoint, OPTIONS)), whole, strict=True)
+
+
 def test_a_rejected_batch_leaves_the_ranks_in_step_and_a_dead_rank_is_named(tied: Path) -> None:
     program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
     for made in (divided(2), divided(1, 2), divided(2, transport="gloo")):
@@ -298,8 +306,8 @@ def of_rank(
 
 def kernel_logits(executor: TorchExecutor) -> Float32s:
     """Return the logits of a short prompt, in chunks and then token by token."""
-    chunks = sequence_logits(executor, IDS[:8], max_positions=POSITIONS, chunk=4)
-    tokens = sequence_logits(executor, IDS[:3], max_positions=POSITIONS, chunk=1)
+    chunks = sequence_logits(executor, IDS[:6], max_positions=POSITIONS, chunk=3)
+    tokens = sequence_logits(executor, IDS[:2], max_positions=POSITIONS, chunk=1)
     return np.concatenate([chunks, tokens])
 
 
