@@ -1,4 +1,4 @@
-"""The torch executor of a rank, and that of rank 0, whose calls the others repeat.
+"""The torch executor of a rank, and that of rank 0, which sends each call before it makes it.
 
 A rank runs its share of the program; exchanges are operations in it
 (quire/execute/gpu/rank_ops.py). Knows no process. Always holds: all ranks make the same calls in

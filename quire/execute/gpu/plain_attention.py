@@ -1,5 +1,5 @@
-"""Store keys and values, and attend to them, in plain PyTorch: piece by piece, by
-sums and curves whose bits depend on a head alone (plain_curves.py).
+"""Store keys and values, and attend to them, in plain PyTorch: piece by piece, by sums and curves
+of which a head's bits depend on that head alone (plain_curves.py).
 
 The recipe is quire/execute/reference_attention.py's: pieces of 256 positions aligned to absolute
 position, merged in order, probabilities rounded to the cache's dtype before the product with V.
