@@ -8,7 +8,7 @@ by an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +109,7 @@ class MirroredTorch(TorchRank):
         """See TorchRank."""
         super().join(group, links)
         self.lead = Lead(group)
+        self.on_closed: Callable[[], None] = _nothing
         self._step_number = 0  # of the next Run, where there are stages
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -156,6 +157,7 @@ class MirroredTorch(TorchRank):
         """Let the other ranks stop; free memory."""
         self.lead.stop()
         super().close()
+        self.on_closed()
 
     def _allocation(self, num_blocks: int, block_size: int) -> Allocate:
         return Allocate(num_blocks=num_blocks, block_size=block_size, own_block_size=block_size)
@@ -211,3 +213,7 @@ class TorchPipeline(MirroredTorch):
         """See Executor; after the steps that were begun before."""
         if len(copy_from):
             self.lead.copy(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
+
+
+def _nothing() -> None:
+    """Do nothing."""

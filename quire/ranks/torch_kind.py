@@ -12,6 +12,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.base.errors import SettingError
@@ -73,6 +74,12 @@ class TorchSettings:
         assert isinstance(rank, TorchRank), "as it was asked for"
         rank.join(group, links)
         return rank
+
+    def remove_meeting_files(self) -> None:
+        """Remove them, once all ranks have ended."""
+        folder, name = os.path.split(self.meeting_files)
+        for path in Path(folder).glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
 
     def _ends(self, group: SharedMemoryRank, links: StageLinks | None) -> RankEnds:
         source = None if links is None or links.source is None else HostLink(links.source)
@@ -151,6 +158,7 @@ class TorchRanks:
             MirroredTorch, program, checkpoint, options, group, None, poison=poison
         )
         assert isinstance(made, MirroredTorch), "as it was asked for"
+        made.on_closed = self.settings.remove_meeting_files
         return made
 
     def leading_stages(
@@ -169,6 +177,7 @@ class TorchRanks:
         )
         assert isinstance(made, TorchPipeline), "as it was asked for"
         made.lead_stages(links, layers)
+        made.on_closed = self.settings.remove_meeting_files
         return made
 
     def _sizing(self) -> TorchExecutorClass:

@@ -49,6 +49,7 @@ from tests.exact.test_ranks import GOALS, MAX_SHOWN, case_for_ranks
 from tests.exact.test_stages import CountingRunner, case_for_stages
 from tests.exact.workload import VOCAB_SIZE
 from tests.gpu.torch_models import CPU, packed_for, program_of, sequence_logits, torch_executor
+from tests.models.cases_experts import MIXTRAL
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
 from tests.models.generate import logits_of
@@ -204,10 +205,14 @@ def test_degrees_and_transports_give_the_bits_of_one_process(
     program, checkpoint = small(program_of(tied, DType.BF16, precision)), open_checkpoint(tied)
     one = ONE(program, checkpoint, OPTIONS)
     digest, whole = one.weights_digest, answer(one)
-    executor = divided(degree, stages, transport)(program, checkpoint, OPTIONS)
+    made = divided(degree, stages, transport)
+    executor = made(program, checkpoint, OPTIONS)
     assert isinstance(executor, TorchPipeline if stages > 1 else MirroredTorch)
     assert executor.weights_digest == digest
     np.testing.assert_array_equal(answer(executor), whole, strict=True)
+    assert isinstance(made.kind, TorchRanks)
+    meeting = Path(made.kind.settings.meeting_files)
+    assert not list(meeting.parent.glob(f"{meeting.name}*"))
 
 
 def test_ranks_connected_by_sockets_give_the_bits_of_one_process(tied: Path) -> None:
@@ -413,14 +418,12 @@ def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied:
     assert two.weights_bytes > one.weights_bytes
     device = replace(kind().settings, device="meta")  # of its own memory
     apart = RankedExecutorClass(degree=2, kind=TorchRanks(settings=device))
-    monkey = apart.memory_for(program, LIMITS)
-    assert monkey.token_bytes == one.token_bytes // 2
-    assert monkey.weights_bytes < one.weights_bytes
+    largest = apart.memory_for(program, LIMITS)
+    assert largest.token_bytes == one.token_bytes // 2
+    assert largest.weights_bytes < one.weights_bytes
 
 
 def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
-    from tests.models.cases_experts import MIXTRAL
-
     folder = write_tiny(tmp_path, MIXTRAL | SIZE | HEADS, seed=19)
     with pytest.raises(ModelError, match="mixture of experts"):
         divided(2).check_program(program_of(folder, DType.BF16))

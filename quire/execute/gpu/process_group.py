@@ -24,7 +24,7 @@ Backend = Literal["nccl", "gloo"]
 
 class ProcessGroupExchange:
     """An Exchange (see exchange.py). meeting_file: a path that no other group uses, its folder on
-    this machine. timeout_s: the longest wait for another rank."""
+    this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
 
     def __init__(
         self,
