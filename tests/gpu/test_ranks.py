@@ -61,7 +61,7 @@ pytestmark = pytest.mark.gpu
 
 Float32s = NDArray[np.float32]
 NUM_CASES = int(os.environ.get("QUIRE_GPU_EXACT_RANK_CASES", "6"))
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
 IDS, CHUNK, POSITIONS = list(range(3, 43)), 17, 64
 LIMITS = StepLimits(max_tokens=CHUNK, max_samples=CHUNK, max_sequences=1)
@@ -138,8 +138,8 @@ def test_two_stages_answer_as_one_process(wholes: list[Model], record_property: 
     assert all(reached.values()), reached
 
 
-class WithoutOneGather(RankedExecutorClass):
-    """Rank 1's last layer reads columns of an earlier step."""
+class InAnotherOrder(RankedExecutorClass):
+    """Ranks that put the columns of the last exchange at the places of others."""
 
     def programs(self, program: Program) -> list[Program]:
         made = super().programs(program)
@@ -147,14 +147,16 @@ class WithoutOneGather(RankedExecutorClass):
 
     def _planted(self, own: Program) -> Program:
         trunk = list(own.segments["trunk"])
-        at = max(index for index, op in enumerate(trunk) if isinstance(op, AllGather))
-        trunk[at] = replace(trunk[at], unit=1)
+        *_, (at, last) = (
+            (index, op) for index, op in enumerate(trunk) if isinstance(op, AllGather)
+        )
+        trunk[at] = replace(last, unit=1)
         return replace(own, segments={**own.segments, "trunk": tuple(trunk)})
 
 
 def test_a_fault_in_an_exchange_is_detected(wholes: list[Model]) -> None:
     alone = AloneRuns()
-    planted = WithoutOneGather(degree=2, binds=False, kind=kind())
+    planted = InAnotherOrder(degree=2, binds=False, kind=kind())
     model = DividedModel(wholes[0], planted)
     try:
         case = case_for_ranks(0, len(wholes))
@@ -185,9 +187,8 @@ def small(program: Program) -> Program:
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a head that is its embedding, and widths that do not divide."""
     folder = tmp_path_factory.mktemp("tied")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"hidden_size": 68, "num_hidden_layers": 2, "tie_word_embeddings": True}
-    return write_tiny_llama(folder, seed=16, dtype="bf16", **heads, **more)
+    return write_tiny_llama(folder, seed=16, dtype="bf16", **(HEADS | more))
 
 
 @pytest.mark.parametrize(
