@@ -464,8 +464,8 @@ def recipe_of(device: torch.device, *, exact: bool) -> str:
     """What bits depend on beside the program: the device's kind, its libraries and the compiler of
     its kernels, the mode."""
     mode = "exact" if exact else "fast"
-    if device.type != "cuda":
-        return f"torch-{device.type}-{torch.__version__}-{mode}"
+    if device.type != "cuda":  # elementwise: see plain_curves.py
+        return f"torch-{device.type}-elementwise-{torch.__version__}-{mode}"
     from triton import __version__ as triton_version
 
     major, minor = torch.cuda.get_device_capability(device)
