@@ -41,6 +41,9 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.engine.assembly.kv_store": ("quire.kv_store", "the client of Mooncake only where it is"),
     "quire.engine.assembly.proposers": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.scheduler_factory": ("quire.cache", _ON_DEMAND),
+    "quire.engine.assembly.ranks": ("quire.engine.assembly", _GPU),
+    "quire.engine.assembly.torch_choice": ("quire.execute quire.ranks", _GPU),
+    "quire.ranks.rank_loop": ("quire.ranks", _GPU),
     "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
     "quire.engine.assembly.sized_model": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.sizing": (

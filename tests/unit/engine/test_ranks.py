@@ -45,7 +45,15 @@ def test_two_ranks_answer_as_one_process() -> None:
     ("settings", "words"),
     [
         ({"executor": "reference"}, "executor is reference: only the native executor"),
-        ({"executor": "torch"}, "executor is torch: only the native executor"),
+        ({"executor": "torch", "cpu_offload_gb": "1"}, "only one rank keeps layers in host"),
+        (
+            {"executor": "torch", "enable_expert_parallel": True},
+            "executor is torch, which computes no mixtures",
+        ),
+        (
+            {"executor": "torch", "distributed_executor_backend": "ray"},
+            "executor is torch: Ray starts ranks of the native executor",
+        ),
         ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
         ({"draft_model": "draft"}, "draft heads or the model.s first layers are asked"),
         ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),

@@ -54,7 +54,6 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
     ("settings", "words"),
     [
         ({"executor": "reference"}, "pipeline_parallel_size is 2 and executor is reference"),
-        ({"executor": "torch"}, "executor is torch: only the native executor"),
         ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
         ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),

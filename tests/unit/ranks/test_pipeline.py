@@ -22,7 +22,8 @@ from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
-from quire.ranks.pipeline_class import PipelineExecutorClass, PipelineRanks
+from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, row_sizes
 from quire.ranks.start import RankStart
 from quire.weights.checkpoint import open_checkpoint
@@ -86,13 +87,13 @@ def test_two_processes_answer_as_one(
     for _ in range(2):  # packed, then mapped
         cache = PackCache(tmp_path / "packed", Log("test"))
         two = TWO(program, open_checkpoint(folder), replace(OPTIONS, pack_cache=cache))
-        assert isinstance(two, PipelineRanks)
+        assert isinstance(two, PipelineExecutor)
         assert isinstance(two, PipelinedExecutor)
         two.allocate_cache(5, 16)
         assert logits_of(two, IDS, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
         assert two.weights_digest == whole.weights_digest
         assert set(two.weights) < set(program.weights)
-        assert sum(two.layers) == 3
+        assert sum(two.lead.layers) == 3
         assert two.links.source is not None
         assert two.links.source.native.received_bytes == len(IDS) * 4 * 60
         assert two.ops_done > 0
