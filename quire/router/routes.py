@@ -49,6 +49,7 @@ class FoundRoute:
 
 
 RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 _FREE = Route(generates=False, is_free=True)
 _VECTORS = Route(generates=False)
 # Of a response that one replica has stored: nothing is computed anew.
@@ -64,6 +65,7 @@ ROUTES: dict[str, Route] = {
     "/v1/completions": Route(is_continuable=True),
     "/generate": Route(is_continuable=True),
     RESPONSES: Route(),
+    INPUT_TOKENS: _FREE,
     f"{RESPONSES}/{{id}}": _STORED,
     f"{RESPONSES}/{{id}}/cancel": _STORED,
     f"{RESPONSES}/{{id}}/input_items": _STORED,
@@ -77,6 +79,7 @@ ROUTES: dict[str, Route] = {
     "/pooling": _VECTORS,
     "/v1/score": _VECTORS,
     "/v1/rerank": _VECTORS,
+    "/v1/reranking": _VECTORS,
     "/api/chat": Route(streams=True),
     "/api/generate": Route(streams=True),
     "/api/embed": _VECTORS,

@@ -21,7 +21,7 @@ from quire.router.routes import LISTS, ROUTES, find_route, reason_not_routed, ro
 # Routes of a server that a router does not have, and no reason is given for: other names of a
 # route, and what a server says of itself.
 NOT_AT_A_ROUTER = {
-    *("/embeddings", "/score", "/rerank", "/v2/rerank"),
+    *("/embeddings", "/score", "/rerank", "/reranking", "/v2/rerank", "/v1/health"),
     *("/reset_prefix_cache", "/flush_cache"),
     *("/tokenizer_info", "/version", "/openapi.json", "/docs", "/", "/web/{file}"),
 }

@@ -86,7 +86,7 @@ def test_a_path_of_another_server_names_the_replacement(name: str) -> None:
         ("/v1/models/fake:streamGenerateContent", 405),
         ("/models/load", 405),
         ("/props", 405),
-        ("/v1/responses/compact", 405),
+        ("/v1/responses/compact", 404),
         ("/v1beta/models/fake:generateContent", 404),
         ("/slots/0", 404),
         ("/v1/responses/resp_1", 405),
