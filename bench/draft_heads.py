@@ -20,7 +20,7 @@ from typing import Any
 from bench.speculation.measure import OFF, ON, Load, tokens_of
 from quire.base.sampling_params import SamplingParams
 from quire.bench.machine import machine_card
-from quire.engine.assembly import drafts as assembly
+from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
 from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter

@@ -60,8 +60,10 @@ from quire.program.shard import shard
 from quire.program.split import split
 from quire.program.stage_ops import Recv
 from quire.program.tensors import DType
-from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
-from quire.ranks.pipeline_class import PipelineExecutorClass, PipelineRanks
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.rank_executor import MirroredExecutor
+from quire.ranks.stage_executor import PipelineExecutor
 from quire.weights.checkpoint import open_checkpoint
 
 RESULTS = Path(__file__).parent / "results"
@@ -128,17 +130,17 @@ def run_step(executor: NativeExecutor, batch: ForwardBatch) -> tuple[float, byte
     return 1e3 * (time.perf_counter() - began_s), logits.tobytes()
 
 
-def received_by(ranks: RankedExecutor) -> int:
+def received_by(ranks: MirroredExecutor) -> int:
     """Return the bytes that rank 0 has received from other ranks so far."""
     received = ranks.group.native.received_bytes
-    if isinstance(ranks, PipelineRanks) and ranks.links.source is not None:
+    if isinstance(ranks, PipelineExecutor) and ranks.links.source is not None:
         received += ranks.links.source.native.received_bytes
     return received
 
 
 def in_pairs(
     whole: NativeExecutor,
-    ranks: RankedExecutor,
+    ranks: MirroredExecutor,
     rows: int,
     tokens: int,
     pairs: int,
@@ -214,7 +216,7 @@ def part_of(batch: ForwardBatch, first: int, end: int) -> ForwardBatch:
     )
 
 
-def run_rounds(stages: PipelineRanks, batch: ForwardBatch) -> tuple[float, bytes]:
+def run_rounds(stages: PipelineExecutor, batch: ForwardBatch) -> tuple[float, bytes]:
     """Return the milliseconds of ROUNDS rounds of micro-batches, and the logits of the last."""
     time.sleep(PAUSE_S)
     rows, number = len(batch.sample_rows), stages.num_stages
@@ -233,7 +235,7 @@ def run_rounds(stages: PipelineRanks, batch: ForwardBatch) -> tuple[float, bytes
 
 
 def micro_batches(
-    whole: NativeExecutor, stages: PipelineRanks, rows: int, pairs: int
+    whole: NativeExecutor, stages: PipelineExecutor, rows: int, pairs: int
 ) -> dict[str, Any]:
     """Return times of decode steps of `rows` rows, all stages busy. Exits where logits differ."""
     whole_ms, stages_ms, bubbles = [], [], []
@@ -380,7 +382,7 @@ def main() -> None:
         entry = in_pairs(whole, ranks, rows, tokens, asked.pairs, mode, depth, block_size)
         found["steps"].append(entry)
         print(json.dumps(entry))
-    if isinstance(ranks, PipelineRanks):
+    if isinstance(ranks, PipelineExecutor):
         found["micro_batches"] = [
             micro_batches(whole, ranks, rows, asked.pairs)
             for rows in DECODED_ROWS

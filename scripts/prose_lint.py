@@ -23,7 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("quire", "native", "bench", "tests", "models", "docs", "examples", "scripts")
 SUFFIXES = (".py", ".md", ".cc", ".h")
 # Generated, built, or text that is data: recorded answers, trained stories, measured results.
-SKIPPED = ("__pycache__", "results", "recorded", "checkpoints", "box", "box_draft", "build")
+SKIPPED = (
+    *("__pycache__", "results", "recorded", "checkpoints", "build"),
+    *("box", "box_draft", "box_eagle"),
+)
 # Pages that a script writes from docstrings: the lint checks those where they stand.
 GENERATED = ("docs/reading.md",)
 # Nested packages are listed as `quire/execute/gpu`; everything else by its first two folders.

@@ -46,29 +46,12 @@ from quire.obs.metrics import Metrics
 from quire.router.route_file import RouteFile
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-BODIES = {
-    "ChatRequest": "chat",
-    "CompletionRequest": "completions",
-    "ResponsesRequest": "responses",
-    "MessagesRequest": "messages",
-    "CountTokensRequest": "count_tokens",
-    "OllamaChatRequest": "api/chat",
-    "OllamaGenerateRequest": "api/generate",
-    "OllamaEmbedRequest": "api/embed",
-    "OllamaEmbeddingsRequest": "api/embeddings",
-    "OllamaShowRequest": "api/show",
-    "LlamaCppCompletionRequest": "completion",
-    "LlamaCppInfillRequest": "infill",
-    "LlamaCppEmbeddingRequest": "embedding",
-    "GenerateRequest": "generate",
-    "EmbeddingsRequest": "embeddings",
-    "PoolingRequest": "pooling",
-    "ScoreRequest": "score",
-    "RerankRequest": "rerank",
-    "TokenizeRequest": "tokenize",
-    "DetokenizeRequest": "detokenize",
-    "ApplyTemplateRequest": "template",
-}
+# Of each schema of a body, the first route that takes it.
+BODIES: dict[str, str] = {}
+for _name, _operation in OPERATIONS.items():
+    if _operation.body is not None:
+        _path = _name.partition(" ")[2]
+        BODIES.setdefault(_operation.title, _path.removeprefix("/v1/").removeprefix("/"))
 _BOUNDS = (("minimum", ">="), ("exclusiveMinimum", ">"), ("maximum", "<="))
 # A bound this large only says that the number fits its type.
 _UNBOUNDED = 2**31 - 1
@@ -213,9 +196,17 @@ def other_fields() -> str:
         if schema.get("x-quire") == "no effect":
             rows.append((f"`{name}`", "any value of its type", "Cannot change the answer."))
         elif schema.get("x-quire") == "refused":
-            allowed = ", ".join(f"`{_json(value)}`" for value in schema["enum"])
+            allowed = _accepted(schema)
             rows.append((f"`{name}`", allowed, _cell(schema["description"])))
     return table(("Field", "Accepted values", "Why"), rows)
+
+
+def _accepted(schema: Mapping[str, Any]) -> str:
+    """Return the values of an enumeration, or those of each key of an object."""
+    if "enum" in schema:
+        return ", ".join(f"`{_json(value)}`" for value in schema["enum"])
+    keys = schema["properties"].items()
+    return "`null`, " + "; ".join(f"`{key}`: {_accepted(one)}" for key, one in keys)
 
 
 def _is_served(schema: Mapping[str, Any], name: str) -> bool:
@@ -258,8 +249,11 @@ def metrics() -> str:
     rows, source = [], Metrics(("name",))
     counted = TransferStats(failures_total=tuple((one.value, 0) for one in Failure))
     stored = KVStoreStats(failures_total=tuple((one.value, 0) for one in StoreFailure))
-    # A mixture, for its labels; what is shown only where blocks are exchanged or shared.
-    source.see(EngineStats(expert_tokens_total=((0,),), transfer=counted, kv_store=stored))
+    # A mixture and drafts, for their labels; what is shown only where blocks are exchanged or
+    # shared.
+    drafted = {"proposer": "ngram", "draft_tokens_total": (0,), "accepted_draft_tokens_total": (0,)}
+    shown = EngineStats(expert_tokens_total=((0,),), transfer=counted, kv_store=stored, **drafted)
+    source.see(shown)
     # A labelled metric that has counted nothing has no sample to read its labels from.
     collectors = source._shown._names_to_collectors
     for family in text_string_to_metric_families(source.text().decode()):
@@ -278,6 +272,10 @@ def vllm_metrics() -> str:
     source = Metrics()
     source.show_vllm_names("box")
     rows, ours = [], {theirs: name for name, theirs in vllm_metrics_names.NAMES.items()}
+    sums = {
+        **vllm_metrics_names.SUMS,
+        vllm_metrics_names.ACCEPTED_AT: vllm_metrics_names.ACCEPTED,
+    }
     for family in text_string_to_metric_families(source.text().decode()):
         if not family.name.startswith("vllm:"):
             continue
@@ -285,6 +283,9 @@ def vllm_metrics() -> str:
         own = ours.get(family.name, "")
         own = f"{own}_total" if family.type == "counter" else own
         text = f"`{own}`" if own else "`quire_kv_blocks_used` of `quire_kv_blocks`, 0 to 1"
+        if family.name in sums:
+            by = ", by `position` from 0 on" * (family.name == vllm_metrics_names.ACCEPTED_AT)
+            text = f"sum of `{sums[family.name]}_total`{by}"
         rows.append((f"`{shown}`", family.type, text))
     return table(("vLLM's name", "Type", "Here"), rows)
 

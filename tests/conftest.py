@@ -8,6 +8,7 @@ text)`, which works from other processes as well.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -20,6 +21,23 @@ from typing import Any
 import pytest
 
 import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+
+
+def _keep_bytecode() -> None:
+    """Keep bytecode in pytest's cache, or in a temporary directory where that cannot be written."""
+    folder = Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="quire-tests-bytecode-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
+    sys.dont_write_bytecode = False
+
+
+if sys.dont_write_bytecode:
+    _keep_bytecode()  # before hypothesis, of which pytest rewrites and compiles a hundred modules
 
 with contextlib.suppress(ImportError):  # environments of clients do without hypothesis
     from hypothesis import HealthCheck, settings
@@ -41,39 +59,38 @@ LONGEST_UNITS = (
     "tests/exact/",
     "tests/unit/text/",
     "tests/repository/",
-    "tests/kernels/test_attention_rows.py",
     "tests/serve/test_hostile.py",
-    "tests/unit/scheduler/test_properties.py",
+    "tests/kernels/test_attention_rows.py",
     "tests/unit/engine/test_memory.py",
+    "tests/unit/scheduler/test_properties.py",
+    "tests/unit/sim/test_layouts.py",
     "tests/models/test_ranks.py",
     "tests/models/test_recorded_parity.py",
     "tests/serve/test_supervised_engine.py",
-    "tests/serve/test_life.py",
-    "tests/kernels/test_row_rule.py",
+    "tests/models/test_context.py",
     "tests/serve/test_bad_input.py",
+    "tests/serve/test_life.py",
+    "tests/unit/scheduler/prefill/test_layered.py",
+    "tests/unit/scheduler/admission/test_kv_loads.py",
+    "tests/kernels/test_int_linear.py",
     "tests/unit/sim/test_plan.py",
-    "tests/unit/engine/process/test_main.py",
-    "tests/serve/test_data_parallel.py",
+    "tests/serve/test_launched.py",
     "tests/serve/test_fleet_bench.py",
+    "tests/serve/test_data_parallel.py",
     "tests/serve/test_api_processes.py",
+    "tests/serve/test_disaggregation.py",
     "tests/serve/test_router.py",
+    "tests/unit/engine/process/test_main.py",
     "tests/unit/structured/test_sample.py",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep bytecode in pytest's cache, or in a temporary directory if there is none."""
-    if not sys.dont_write_bytecode:
-        return
-    cache = getattr(config, "cache", None)
-    if cache is not None:
-        folder = Path(cache.mkdir("bytecode"))
-    else:
-        folder = Path(tempfile.mkdtemp(prefix="quire-tests-bytecode-"))
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
-    sys.dont_write_bytecode = False
+    """Send one message a test, in a process of pytest-xdist."""
+    if hasattr(config, "workerinput"):
+        from tests.work_units import send_tests_at_once
+
+        send_tests_at_once(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -86,7 +103,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest units first, so that no process runs one alone at the end."""
     places = {unit: place for place, unit in enumerate(LONGEST_UNITS)}
-    items.sort(key=lambda item: places.get(_unit_of(item.nodeid), len(places)))
+    items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,17 +111,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run a unit in one process, in the order of collection (for `--dist loadfile`)."""
     if config.getoption("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from tests.work_units import UnitScheduling
 
-    class UnitScheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return _unit_of(nodeid)
-
-    config.option.loadscopereorder = False  # would start the units with most tests first
     return UnitScheduling(config, log)
 
 
-def _unit_of(nodeid: str) -> str:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Expect one message a test from the processes that run tests."""
+    from tests.work_units import receive_tests_at_once
+
+    receive_tests_at_once()
+
+
+def unit_of(nodeid: str) -> str:
     """Return the file of a test, or its folder if the files of that share costly fixtures."""
     shared = next((folder for folder in SHARED_FOLDERS if nodeid.startswith(folder)), None)
     return shared or nodeid.partition("::")[0]
@@ -118,9 +138,11 @@ def pytest_collectstart() -> None:
 def pytest_collection_finish() -> None:
     """Exempt modules and collected tests from garbage collection: they live to the end.
 
-    Otherwise each full collection traverses the objects of all tests.
+    Otherwise each full collection traverses the objects of all tests. What tests make is collected
+    less often than by default.
     """
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
+from quire.base.child_process import command_of
 from quire.base.errors import WorkerError
 from quire.base.version import installed_version
 from quire.comm.rendezvous import Listener, MeetingPoint, meet_as_rank_zero
@@ -17,7 +17,6 @@ from quire.comm.shared_memory import SharedMemoryRank
 from quire.ranks.connected import ConnectedRanks, OwnMachine, run_connected
 from quire.ranks.other_ranks import RankSite
 
-_ROOT = Path(__file__).parents[1]
 _KEY = b"key of the tests"
 _START_S, _END_S = 120.0, 10.0
 
@@ -41,11 +40,7 @@ class LoopbackRanks(ConnectedRanks):
         point = _point(listener.port, num_ranks)
         processes = [
             subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.connected_ranks"),
-                    *(str(point.port), str(rank), str(num_ranks), checkpoint),
-                ],
-                cwd=_ROOT,
+                [*command_of(__name__), str(point.port), str(rank), str(num_ranks), checkpoint]
             )
             for rank in range(1, num_ranks)
         ]
@@ -97,7 +92,3 @@ def main() -> int:
         print(f"rank {rank}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

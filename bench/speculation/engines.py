@@ -27,8 +27,8 @@ from bench.speculation.proposers import (
 )
 from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
 from quire.base.sampling_params import SamplingParams
-from quire.engine.assembly import draft_model, drafting
-from quire.engine.assembly import drafts as assembly
+from quire.engine.assembly import draft_model, lookup
+from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
 from quire.runner.draft_runner import DraftRunner
 
@@ -46,11 +46,11 @@ HISTORY_TOKENS = KEPT_ANSWERS * 128
 def engine_of(cell: Cell) -> Iterator[LLM]:
     """Yield the engine of a cell."""
     assembly.AdaptiveControl = SwitchControl  # type: ignore[misc]
-    assembly.NgramProposer = (  # type: ignore[misc]
+    lookup.NgramProposer = (  # type: ignore[misc]
         FixedAcceptance if cell.proposer == "synthetic" else CountedNgrams
     )
     draft_model.ModelProposer = CountedModel  # type: ignore[misc]
-    drafting.HistoryProposer = CountedHistory  # type: ignore[misc]
+    lookup.HistoryProposer = CountedHistory  # type: ignore[misc]
     draft_model.DraftRunner = partial(  # type: ignore[misc]
         DraftRunner, shares_noise=cell.proposer != "independent"
     )

@@ -21,6 +21,7 @@ namespace {
 using Int32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Seed = nb::ndarray<const uint64_t, nb::shape<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Writable = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Digests = nb::ndarray<nb::numpy, uint64_t, nb::shape<-1, 2>, nb::c_contig>;
 
 const uint8_t* key_bytes(const nb::bytes& key) {
@@ -95,6 +96,19 @@ nb::tuple content_digest(const Bytes& bytes, quire::Pool* pool) {
     return nb::make_tuple(digest.low, digest.high);
 }
 
+nb::tuple copy_digest(const Bytes& bytes, const Writable& out) {
+    if (bytes.size() != out.size()) {
+        throw std::invalid_argument("content and out differ in length");
+    }
+    quire::Content content(bytes.data(), static_cast<int64_t>(bytes.size()), out.data());
+    {
+        nb::gil_scoped_release release;
+        for (int64_t piece = 0; piece < content.pieces(); ++piece) content.take(piece);
+    }
+    const quire::Digest digest = content.digest();
+    return nb::make_tuple(digest.low, digest.high);
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& module) {
@@ -109,4 +123,7 @@ void bind_cache(nb::module_& module) {
     module.def("content_digest", &content_digest, nb::arg("content"),
                nb::arg("pool").none() = nb::none(),
                "128 bits over every byte of uint8 [n]: (low, high), as Weight.fill returns.");
+    module.def("copy_digest", &copy_digest, nb::arg("content"), nb::arg("out"),
+               "Copies uint8 [n] to out [n], which does not overlap it; returns the content_digest "
+               "of what was written.");
 }

@@ -41,6 +41,8 @@ void bind_rank_group(nb::module_& module) {
                      "How many ranks gather columns with this one, itself included.")
         .def_prop_ro("progress", &quire::RankGroup::progress,
                      "Operations done by all ranks, modulo 2^32.")
+        .def("note_progress", &quire::RankGroup::note_progress, "operations"_a,
+             "Count operations done by this rank.")
         .def_prop_ro("num_gathers", &quire::RankGroup::num_gathers,
                      "Exchanges of columns so far.")
         .def_prop_ro("received_bytes", &quire::RankGroup::received_bytes,

@@ -1,8 +1,10 @@
 // Bindings for a link between two ranks. Every call that may wait releases the GIL, so that other
-// threads of a rank go on. The link keeps the shared memory alive; rows are sent and received by
-// operations (program.cc), and what fits a slot is checked by the link.
+// threads of a rank go on. The link keeps the shared memory alive. Rows are sent and received by
+// operations (program.cc), or from here by executors that are not compiled; what fits a slot is
+// checked by the link.
 
 #include "quire/rank_link.h"
+#include "quire/pool.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -16,6 +18,14 @@ namespace {
 
 using Shared = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+quire::RankLink::Block block_of(const Rows& rows) {
+    const auto row_bytes = static_cast<int64_t>(rows.shape(1));
+    if (row_bytes == 0) throw std::invalid_argument("rows have no bytes");
+    return {reinterpret_cast<char*>(rows.data()), static_cast<int64_t>(rows.shape(0)), row_bytes,
+            row_bytes};
+}
 
 }  // namespace
 
@@ -60,6 +70,20 @@ void bind_rank_link(nb::module_& module) {
                  return nb::bytes(message, static_cast<size_t>(size));
              },
              "Wait for the next message, without limit, and return it.")
+        .def("send_rows",
+             [](quire::RankLink& self, const Rows& rows, quire::Pool& pool) {
+                 const auto block = block_of(rows);
+                 nb::gil_scoped_release release;
+                 self.send(block, pool);
+             },
+             "rows"_a, "pool"_a, "Send rows [rows, bytes] of the step.")
+        .def("receive_rows",
+             [](quire::RankLink& self, const Rows& rows, quire::Pool& pool) {
+                 const auto block = block_of(rows);
+                 nb::gil_scoped_release release;
+                 self.receive(block, pool);
+             },
+             "rows"_a, "pool"_a, "Fill rows [rows, bytes] with those that the other end sends.")
         .def_prop_ro("received_bytes", &quire::RankLink::received_bytes,
                      "Bytes of rows received so far.")
         .def_prop_ro("waited_ns", &quire::RankLink::waited_ns,

@@ -10,6 +10,9 @@
 #include <emmintrin.h>
 #endif
 
+// A value that was read stays what it is: the compiler may not read it again.
+#define QUIRE_READ_ONCE(kind, value) __asm__("" : "+" kind(value))
+
 namespace quire {
 namespace {
 
@@ -101,13 +104,15 @@ class Stripes {
         for (int i = 0; i < kSums; ++i) sums_[i] = keys_[i];
     }
 
-    // `bytes` are num_stripes * 64.
-    void absorb(const uint8_t* bytes, int64_t num_stripes) {
+    // `bytes` are num_stripes * 64. kCopies: what is absorbed is also written to `out`.
+    template <bool kCopies>
+    void absorb(const uint8_t* bytes, int64_t num_stripes, uint8_t* out) {
         while (num_stripes > 0) {
             const int64_t room = kStripesABlock - place_;
             const int64_t count = num_stripes < room ? num_stripes : room;
-            accumulate(bytes, count, keys_ + place_);
+            accumulate<kCopies>(bytes, count, keys_ + place_, out);
             bytes += count * 8 * kSums;
+            if (kCopies) out += count * 8 * kSums;
             num_stripes -= count;
             place_ += count;
             if (place_ == kStripesABlock) {
@@ -129,14 +134,19 @@ class Stripes {
     }
 
   private:
-    void accumulate(const uint8_t* bytes, int64_t count, const uint64_t* keys) {
+    // Other processes may write `bytes` meanwhile: each word is read once, summed and written.
+    template <bool kCopies>
+    void accumulate(const uint8_t* bytes, int64_t count, const uint64_t* keys, uint8_t* out) {
 #if defined(__SSE2__)
         __m128i sums[kSums / 2];
         std::memcpy(sums, sums_, sizeof sums);
         for (int64_t stripe = 0; stripe < count; ++stripe, bytes += 8 * kSums) {
             for (int i = 0; i < kSums / 2; ++i) {
-                const __m128i words =
-                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i));
+                __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + 16 * i));
+                if (kCopies) {
+                    QUIRE_READ_ONCE("x", words);
+                    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), words);
+                }
                 const __m128i key = _mm_loadu_si128(
                     reinterpret_cast<const __m128i*>(keys + stripe + 2 * i));
                 const __m128i mixed = _mm_xor_si128(words, key);
@@ -144,16 +154,24 @@ class Stripes {
                 const __m128i swapped = _mm_shuffle_epi32(words, _MM_SHUFFLE(1, 0, 3, 2));
                 sums[i] = _mm_add_epi64(sums[i], _mm_add_epi64(product, swapped));
             }
+            if (kCopies) out += 8 * kSums;
         }
         std::memcpy(sums_, sums, sizeof sums);
 #else
         for (int64_t stripe = 0; stripe < count; ++stripe, bytes += 8 * kSums) {
             for (int i = 0; i < kSums; ++i) {
-                const uint64_t word = read_word(bytes + 8 * i);
+                uint64_t stored;
+                std::memcpy(&stored, bytes + 8 * i, sizeof stored);
+                if (kCopies) {
+                    QUIRE_READ_ONCE("r", stored);
+                    std::memcpy(out + 8 * i, &stored, sizeof stored);
+                }
+                const uint64_t word = read_word(reinterpret_cast<const uint8_t*>(&stored));
                 const uint64_t mixed = word ^ keys[stripe + i];
                 sums_[i ^ 1] += word;
                 sums_[i] += (mixed & 0xffffffffu) * (mixed >> 32);
             }
+            if (kCopies) out += 8 * kSums;
         }
 #endif
     }
@@ -162,29 +180,38 @@ class Stripes {
     uint64_t keys_[kStripesABlock + kSums], sums_[kSums];
 };
 
-Digest piece_digest(const uint8_t* bytes, int64_t size) {
+// kCopies: `bytes` are also written to `out`.
+template <bool kCopies>
+Digest piece_digest(const uint8_t* bytes, int64_t size, uint8_t* out) {
     Stripes stripes;
     const int64_t whole = size / (8 * kSums);
-    stripes.absorb(bytes, whole);
+    stripes.absorb<kCopies>(bytes, whole, out);
     uint8_t rest[8 * kSums] = {};
     const int64_t at = whole * 8 * kSums;
     if (at < size) {
-        std::memcpy(rest, bytes + at, static_cast<size_t>(size - at));
-        stripes.absorb(rest, 1);
+        const size_t left = static_cast<size_t>(size - at);
+        std::memcpy(rest, bytes + at, left);
+        if (kCopies) {
+            __asm__("" : "+m"(rest));
+            std::memcpy(out + at, rest, left);
+        }
+        stripes.absorb<false>(rest, 1, nullptr);
     }
     return stripes.finish(size);
 }
 
 }  // namespace
 
-Content::Content(const uint8_t* bytes, int64_t size)
-    : bytes_(bytes), size_(size),
+Content::Content(const uint8_t* bytes, int64_t size, uint8_t* out)
+    : bytes_(bytes), size_(size), out_(out),
       digests_(static_cast<size_t>((size + kPieceBytes - 1) / kPieceBytes)) {}
 
 void Content::take(int64_t piece) {
     const int64_t first = piece * kPieceBytes, left = size_ - first;
+    const int64_t size = left < kPieceBytes ? left : kPieceBytes;
     digests_[static_cast<size_t>(piece)] =
-        piece_digest(bytes_ + first, left < kPieceBytes ? left : kPieceBytes);
+        out_ == nullptr ? piece_digest<false>(bytes_ + first, size, nullptr)
+                        : piece_digest<true>(bytes_ + first, size, out_ + first);
 }
 
 Digest Content::digest() const {

@@ -1,8 +1,8 @@
 """Build the applications: the routes, their dialects and the middleware around them.
 
 Wiring only: each route's logic is in its own file, and what all routes share (keys, errors,
-counters) in http/middleware.py. A new HTTP dialect gets its routes here, and an entry in DIALECTS
-for its paths. Always holds: only the paths listed here are served.
+counters) in http/middleware.py. A new HTTP dialect gets its routes here, and an entry for its API;
+base/http_apis.py has the paths of the API. Always holds: only the paths listed here are served.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quire.api.http.middleware import RequestMiddleware
 from quire.api.http.paths import hint_for
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.routes import llama_cpp_admin_routes, llama_cpp_routes
+from quire.api.model_wiring import MODELS_DIALECT, model_routes
 from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
 from quire.api.native.token_generate import TokenGenerateRoute
@@ -38,7 +39,6 @@ from quire.api.ollama.routes import ollama_routes
 from quire.api.openai.chat import ChatRoute
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
-from quire.api.openai.models import ModelsRoutes
 from quire.api.openai.responses.create import responses_routes
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.open_store import store_of
@@ -46,18 +46,21 @@ from quire.api.openapi.routes import DocumentRoutes
 from quire.api.server_state import ServerState
 from quire.api.web.routes import WebPageRoutes
 from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.base import http_apis
 from quire.base.show import show
 
 # For paths without another dialect, and before the path of a request is known.
 DEFAULT_DIALECT: Dialect = OPENAI
-_LLAMA_CPP_PATHS = ("/completion", "/infill", "/embedding", "/embeddings", "/props", "/slots")
-# By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/messages": ANTHROPIC,
-    "/v1/responses": RESPONSES_DIALECT,
-    "/api": OLLAMA,
-    **dict.fromkeys(_LLAMA_CPP_PATHS, LLAMA_CPP),
+_OF_APIS: Mapping[str, Dialect] = {
+    http_apis.OPENAI: DEFAULT_DIALECT,
+    http_apis.MODELS: MODELS_DIALECT,
+    http_apis.RESPONSES: RESPONSES_DIALECT,
+    http_apis.ANTHROPIC: ANTHROPIC,
+    http_apis.OLLAMA: OLLAMA,
+    http_apis.LLAMA_CPP: LLAMA_CPP,
 }
+# By path or prefix of paths. The GenerationRoute of such a path has the same dialect.
+DIALECTS: Mapping[str, Dialect] = {path: _OF_APIS[api] for path, api in http_apis.API_PATHS.items()}
 
 
 def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
@@ -71,7 +74,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     completions, chat = CompletionsRoute(server_state), ChatRoute(server_state)
     token_generate = TokenGenerateRoute(server_state, DEFAULT_DIALECT)
     requests = RequestRoutes(server_state, None if siblings is None else siblings.forward)
-    tokenize, models = TokenizeRoutes(server_state), ModelsRoutes(server_state)
+    tokenize = TokenizeRoutes(server_state)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -85,9 +88,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
         Route("/apply_template", tokenize.apply_template, methods=["POST"]),
         Route("/apply-template", tokenize.apply_template, methods=["POST"]),
-        Route("/tokenizer_info", models.tokenizer, methods=["GET"]),
-        Route("/v1/models", models.list, methods=["GET"]),
-        Route("/v1/models/{name:path}", models.one, methods=["GET"]),
+        *model_routes(server_state),
         *requests.routes(),
         *TimelineRoutes(server_state, None if siblings is None else siblings.forward).routes(),
         *_status_routes(server_state),
@@ -119,6 +120,7 @@ def _status_routes(server_state: ServerState) -> list[Route]:
     health, document = HealthRoutes(server_state), DocumentRoutes(server_state)
     return [
         Route("/health", health.health, methods=["GET"]),
+        Route("/v1/health", health.health, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/openapi.json", document.get, methods=["GET"]),
@@ -160,7 +162,7 @@ def _router(routes: Sequence[Route]) -> Router:
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        hint = hint_for(path, paths)
+        hint = hint_for(scope["method"], path, paths)
         raise UnknownRoute(
             f"nothing is served at {show(path)}; {hint and hint + '; '}GET / lists what is"
         )

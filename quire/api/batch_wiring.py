@@ -49,10 +49,11 @@ def batch_routes(server_state: ServerState, routes: Sequence[Route]) -> list[Rou
     from quire.api.batches.worker import BatchWorker
     from quire.api.openai.batches.batch_routes import BatchRoutes
     from quire.api.openai.batches.file_routes import FileRoutes
+    from quire.api.openai.batches.line_usage import usage_of
     from quire.api.openai.batches.output_lines import OutputLines
 
     journal = BatchJournal(path)
-    endpoints = by_path(routes, ENDPOINTS, OutputLines())
+    endpoints = by_path(routes, ENDPOINTS, OutputLines(), usage_of)
     endpoints |= by_path(routes, (ENDPOINT,), BatchResults())
     worker = BatchWorker(server_state, journal, endpoints)
     return [

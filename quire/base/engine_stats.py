@@ -1,6 +1,7 @@
 """EngineStats: counters and gauges of one engine, for metrics and reports.
 
-Numbers only. Always holds: counters (`_total`) only grow while the engine lives.
+Numbers, and the name of the proposer. Always holds: counters (`_total`) only grow while the engine
+lives.
 """
 
 from __future__ import annotations
@@ -70,11 +71,16 @@ class EngineStats:
     tier_bad_blocks_total: int = 0  # read back with other bytes than saved: recomputed
     tier_failures_total: int = 0  # 1 where the tier is out of use
     row_errors_total: int = 0
-    drafting_ms_total: float = 0.0  # computing a draft model, beside the steps
+    proposer: str = ""  # of the engine, once it had drafts: the name of its kind
+    drafting_ms_total: float = 0.0  # computing drafts, beside the steps
     draft_rows_total: int = 0  # rows with draft tokens that were verified
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()
     accepted_draft_tokens_total: tuple[int, ...] = ()
+    # Of those: from texts that requests predict, not from the engine's proposer.
+    prediction_rows_total: int = 0
+    prediction_tokens_total: tuple[int, ...] = ()
+    accepted_prediction_tokens_total: tuple[int, ...] = ()
     # By mixture and expert, the rows that chose it; empty where there is none, and mostly (they are
     # added from time to time).
     expert_tokens_total: tuple[tuple[int, ...], ...] = ()

@@ -48,7 +48,16 @@ class InvalidParameter(RequestError):
 
 
 class ContextTooLong(RequestError):
-    """Prompt and requested output can never fit the context length or the cache."""
+    """Prompt and requested output can never fit the context length or the cache.
+
+    lengths: the tokens of the prompt, at least, and of the context, where both are known.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, lengths: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.lengths = lengths
 
 
 class BodyTooLarge(RequestError):

@@ -1,24 +1,22 @@
 """FramedSocket: an authenticated connection to another rank, for messages of the start-up.
 
-Both ends prove that they have the same key (HMAC-SHA256 over the other's random bytes); the key
-itself is never sent. A message is its length and its bytes. Knows no program, no process and no
+Both ends prove that they have the same key (quire/base/key_proof.py), the accepting one first; the
+key itself is never sent. A message is its length and its bytes. Knows no program, no process and no
 rendezvous. Always holds: before the other end has proved the key, some hundred bytes are read from
 it at most; a message above the limit is refused before it is read. Bytes are not encrypted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
-import os
 import socket
 import struct
 from typing import Any
 
+from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES, KeyProof
+
 # Ranks of another protocol are recognised by these bytes.
 MAGIC = b"quire-ranks-1\n\0\0"
-_NONCE_BYTES = 32
 _LENGTH = struct.Struct(">Q")
 # A start has a whole program; an answer names each tensor of a stage.
 _MAX_MESSAGE_BYTES = 256 << 20
@@ -62,26 +60,23 @@ class FramedSocket:
             self._socket.settimeout(before)
 
     def prove(self, key: bytes, *, is_server: bool) -> None:
-        """Prove the key and check the other end's proof. Raises WrongKey, OSError.
-
-        A proof is of the side's role and both nonces, so that it can be used nowhere else.
-        """
-        own = os.urandom(_NONCE_BYTES)
+        """Prove the key and check the other end's proof. Raises WrongKey, OSError."""
+        own = KeyProof(key, is_server=is_server)
         if is_server:
             other = self._hello()
-            self._socket.sendall(MAGIC + own + _proof(key, b"accepts", other, own))
+            self._socket.sendall(MAGIC + own.nonce + own.own(other))
             try:
-                proof = self._read(32)
+                proof = self._read(PROOF_BYTES)
             except ConnectionError:  # the other end has found the key to differ
                 raise WrongKey from None
-            if not hmac.compare_digest(proof, _proof(key, b"connects", own, other)):
+            if not own.accepts(proof, other):
                 raise WrongKey
             return
-        self._socket.sendall(MAGIC + own)
+        self._socket.sendall(MAGIC + own.nonce)
         other = self._hello()
-        if not hmac.compare_digest(self._read(32), _proof(key, b"accepts", own, other)):
+        if not own.accepts(self._read(PROOF_BYTES), other):
             raise WrongKey
-        self._socket.sendall(_proof(key, b"connects", other, own))
+        self._socket.sendall(own.own(other))
 
     def send(self, message: bytes) -> None:
         """Send a message. Raises OSError."""
@@ -125,7 +120,7 @@ class FramedSocket:
     def _hello(self) -> bytes:
         if self._read(len(MAGIC)) != MAGIC:
             raise WrongKey
-        return self._read(_NONCE_BYTES)
+        return self._read(NONCE_BYTES)
 
     def _read(self, num_bytes: int) -> bytes:
         parts = bytearray()
@@ -135,7 +130,3 @@ class FramedSocket:
                 raise ConnectionError("the connection was closed by the other end")
             parts += part
         return bytes(parts)
-
-
-def _proof(key: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:
-    return hmac.new(key, role + asked + own, hashlib.sha256).digest()

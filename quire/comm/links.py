@@ -89,11 +89,26 @@ class Link:
             peer=peer,
             sends=sends,
         )
+        self._copier: _native.Pool | None = None
 
     def reject(self) -> None:
         """Let the other end reject the step too."""
         try:
             self.native.reject()
+        except _native.RankLost as error:
+            raise DeviceLost(str(error)) from error
+
+    def send_rows(self, rows: NDArray[np.uint8]) -> None:
+        """Send rows [rows, bytes] of the step that was begun."""
+        try:
+            self.native.send_rows(rows, self._pool())
+        except _native.RankLost as error:
+            raise DeviceLost(str(error)) from error
+
+    def receive_rows(self, rows: NDArray[np.uint8]) -> None:
+        """Fill rows [rows, bytes]. Raises ValueError where the other end rejects the step."""
+        try:
+            self.native.receive_rows(rows, self._pool())
         except _native.RankLost as error:
             raise DeviceLost(str(error)) from error
 
@@ -110,3 +125,9 @@ class Link:
             return self.native.receive_message()
         except _native.RankLost as error:
             raise DeviceLost(str(error)) from error
+
+    def _pool(self) -> _native.Pool:
+        """What copies rows, where it is not an operation of the compiled module: this thread."""
+        if self._copier is None:
+            self._copier = _native.Pool(1)
+        return self._copier

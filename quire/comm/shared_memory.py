@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,7 @@ class SharedMemoryRank:
         members: int = 0,
     ) -> None:
         self.rank, self.degree = rank, degree
+        self._on_abort: list[Callable[[], None]] = []
         try:
             self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         except (OSError, ValueError) as error:
@@ -123,6 +125,12 @@ class SharedMemoryRank:
     def abort(self) -> None:
         """See Communicator."""
         self.native.abort()
+        for call in self._on_abort:
+            call()
+
+    def on_abort(self, call: Callable[[], None]) -> None:
+        """Call this after every abort of this rank, in its thread."""
+        self._on_abort.append(call)
 
     def close(self) -> None:
         """See Communicator."""

@@ -48,7 +48,8 @@ class ExecutorConfig:
     tensor_parallel_size: int = setting(
         1,
         "tensor parallelism: processes (ranks) that compute each step together, with a share of "
-        "the weights, the KV cache and the threads; answers do not change (native executor)",
+        "the weights, the KV cache and the threads; answers do not change (native and torch "
+        "executors)",
         short_flag="-tp",
     )
     tp_mode: Literal["exact", "fast"] = setting(
@@ -83,7 +84,7 @@ class ExecutorConfig:
         1,
         "pipeline parallelism: groups of layers (stages) that compute several steps at once, each "
         "in a process of its own, or in as many as tensor_parallel_size says; answers do not "
-        "change (native executor)",
+        "change (native and torch executors)",
         short_flag="-pp",
     )
     context_parallel_size: int = setting(
@@ -145,12 +146,8 @@ class ExecutorConfig:
                 raise SettingError(f"num_threads is {self.num_threads}; at most 1024 are allowed")
         for name in _DEGREES:
             at_least(name, getattr(self, name), 1)
-        if self.num_ranks > 1 and self.executor != "native":
-            raise SettingError(
-                f"{self.ranks_text} and executor is "
-                f"{self.executor}: only the native executor computes with several ranks; take "
-                "--executor native, or leave it out"
-            )
+        if self.num_ranks > 1:
+            self._check_executor_of_ranks()
         self._check_experts()
         self._check_backend()
         at_least("data_parallel_size", self.data_parallel_size, 1)
@@ -163,6 +160,31 @@ class ExecutorConfig:
             self._check_offload(self.disk_offload_gb)
         if self.cpu_offload_gb is not None:
             self._check_cpu_offload(self.cpu_offload_gb)
+
+    def _check_executor_of_ranks(self) -> None:
+        if self.executor == "reference":
+            raise SettingError(
+                f"{self.ranks_text} and executor is reference: only the native executor and the "
+                "torch executor compute with several ranks; take one of them"
+            )
+        if self.executor != "torch":
+            return
+        if self.context_parallel_size > 1:
+            raise SettingError(
+                f"context_parallel_size is {self.context_parallel_size} and executor is torch: "
+                "only the native executor divides positions; take --tensor-parallel-size, or "
+                "--executor native"
+            )
+        if self.enable_expert_parallel:
+            raise SettingError(
+                "enable_expert_parallel is given and executor is torch, which computes no mixtures "
+                "of experts: take --executor native, or leave it out"
+            )
+        if self.distributed_executor_backend == "ray":
+            raise SettingError(
+                "distributed_executor_backend is ray and executor is torch: Ray starts ranks of "
+                "the native executor; take mp or external_launcher, or --executor native"
+            )
 
     @property
     def disk_offload_bytes(self) -> int | None:
@@ -180,10 +202,15 @@ class ExecutorConfig:
         given = f"cpu_offload_gb is {size}"
         if size != "auto" and not re.fullmatch(_GIB, size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
-        if self.executor != "torch" or self.num_ranks > 1:
+        if self.num_ranks > 1:
             raise SettingError(
-                f"{given}: it is memory of a GPU that is saved; take --executor torch and one "
-                "rank, or --disk-offload-gb for a model larger than a CPU's memory"
+                f"{given} and {self.ranks_text}: only one rank keeps layers in host memory for "
+                "now; leave one of them out"
+            )
+        if self.executor != "torch":
+            raise SettingError(
+                f"{given}: it is memory of a GPU that is saved; take --executor torch, or "
+                "--disk-offload-gb for a model larger than a CPU's memory"
             )
         if self.device == "cpu":
             raise SettingError(

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
+from quire.config.proposer_kinds import PROPOSERS, WITH_FILES, any_of
+
 _MODEL = "the model is given without a flag: quire serve MODEL"
 _REVISION = "a revision is part of the model's name: quire serve ORG/NAME@REVISION"
 _HF_REPO = "a model is given by its name: quire serve ORG/NAME, or ORG/NAME:FILE.gguf"
@@ -53,12 +55,12 @@ _LAYERS = (
 )
 _KERNELS = "kernels are chosen by --executor and --numerics; leave it out"
 _DRAFT = (
-    "speculative decoding is set by --speculate off, ngram, draft, self, medusa or eagle, with "
+    f"speculative decoding is set by --speculate {any_of(('off', *PROPOSERS))}, with "
     "--draft-model and --max-draft-tokens"
 )
 _DRAFT_MODEL = (
-    "a draft model is set by --draft-model, with --speculate draft (EAGLE-3 and Medusa heads with "
-    "eagle and medusa)"
+    "a draft model or draft heads are given by --draft-model, with --speculate "
+    f"{any_of(WITH_FILES)}"
 )
 _DRAFT_TOKENS = "the maximum number of draft tokens is --max-draft-tokens"
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"

@@ -48,7 +48,7 @@ class KVStoreConfig:
     kv_store_timeout_s: float = setting(
         2.0,
         "seconds after which a call to the store counts as failed; a request never waits longer "
-        "for it, and seldom longer than computing would take",
+        "for the next blocks, and seldom longer than computing them would take",
         flag="kv-store-timeout",
     )
     kv_store_encoding: Literal["none", "int8"] = setting(

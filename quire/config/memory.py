@@ -6,7 +6,7 @@ request of max_model_len tokens fits in the blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.base.errors import CapacityError
 from quire.config.machine import MachineMemory
@@ -21,21 +21,64 @@ OWN_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftNeeds:
-    """What a draft model, or draft heads, take besides; max_model_len: the longest context.
+class MemoryLine:
+    """One line of the sum."""
 
-    The KV cache has as many blocks as the model's, as far as requests can use them; token_bytes 0:
-    there is none. history_bytes: of earlier answers that prompt lookup keeps.
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNeeds:
+    """What a proposer takes besides the model; lines and errors call it `name`.
+
+    step_bytes: buffers of its largest pass, and what the runner keeps for it. token_bytes: KV of a
+    token; its cache has as many blocks as the model's, as far as requests of max_model_len can use
+    them; 0: there is none. host_bytes: tables in host memory, whatever computes the model, on a
+    line `host_what`. advice: what to change where there is too little memory.
     """
 
-    weights_bytes: int
-    step_bytes: int
-    token_bytes: int
-    max_model_len: int
-    history_bytes: int = 0
+    name: str
+    weights_bytes: int = 0
+    step_bytes: int = 0
+    token_bytes: int = 0
+    max_model_len: int = 0
+    host_bytes: int = 0
+    host_what: str = ""
+    advice: str = ""
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Return all but the KV cache."""
+        return self.weights_bytes + self.step_bytes + self.host_bytes
+
+    def on_device(self) -> DraftNeeds:
+        """Return what is needed of a device with memory of its own."""
+        return replace(self, host_bytes=0)
+
+    def fixed_lines(self) -> list[MemoryLine]:
+        """Return what is needed, without the KV cache."""
+        parts = (
+            ("weights", self.weights_bytes),
+            ("step buffers", self.step_bytes),
+            (self.host_what, self.host_bytes),
+        )
+        return [
+            MemoryLine(what=f"{self.name}: {what}", num_bytes=-num_bytes)
+            for what, num_bytes in parts
+            if num_bytes
+        ]
+
+    def lines(self, num_blocks: int, block_size: int) -> list[MemoryLine]:
+        """Return the lines of the sum, with a KV cache of `num_blocks` blocks."""
+        lines, kv_bytes = self.fixed_lines(), num_blocks * block_size * self.token_bytes
+        if kv_bytes:
+            what = f"{self.name}: KV cache ({num_blocks} blocks of {block_size} tokens)"
+            lines.append(MemoryLine(what=what, num_bytes=-kv_bytes))
+        return lines
 
 
-NO_DRAFT = DraftNeeds(weights_bytes=0, step_bytes=0, token_bytes=0, max_model_len=0)
+NO_DRAFT = DraftNeeds(name="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +101,10 @@ class MemoryNeeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLine:
-    """One line of the sum."""
-
-    what: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """The number of KV blocks, the maximum tokens of a request, and the sum that led to them.
 
-    draft_blocks: KV blocks of a draft model; kv_bytes does not include them.
+    draft_blocks: KV blocks of the proposer; kv_bytes does not include them.
     """
 
     num_blocks: int
@@ -97,7 +132,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     """
     draft = needs.draft
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
-    fixed_bytes += draft.weights_bytes + draft.step_bytes + draft.history_bytes
+    fixed_bytes += draft.fixed_bytes
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
     fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
@@ -111,8 +146,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
-            f"{', or leave the draft model out' if draft.weights_bytes else ''}"
-            f"{', or lower --speculate-history-tokens' if draft.history_bytes else ''}"
+            f"{f', or {draft.advice}' if draft.advice and draft.fixed_bytes else ''}"
         )
     num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
@@ -130,7 +164,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
             what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
             num_bytes=-num_blocks * block_bytes,
         ),
-        *_draft_lines(needs, draft_blocks),
+        *draft.lines(draft_blocks, needs.block_size),
         MemoryLine(
             what="left free",
             num_bytes=left_bytes - num_blocks * block_bytes - draft_blocks * draft_block_bytes,
@@ -148,7 +182,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
 
 
 def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> int:
-    """Return the blocks of the KV cache; a draft model's cache has as many at most."""
+    """Return the blocks of the KV cache; a proposer's cache has as many at most."""
     left_bytes = memory.available_bytes - fixed_bytes
     block_bytes = needs.block_size * needs.token_bytes
     draft_block_bytes = needs.block_size * needs.draft.token_bytes
@@ -163,7 +197,9 @@ def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> 
         with_drafts = needs.kv_cache_memory_bytes + num_blocks * draft_block_bytes
         if with_drafts > left_bytes:
             more = with_drafts - needs.kv_cache_memory_bytes
-            besides = f" (and {mib(more)} for as many tokens of the draft model)" if more else ""
+            besides = (
+                f" (and {mib(more)} for as many tokens of the {needs.draft.name})" if more else ""
+            )
             raise CapacityError(
                 f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}{besides}, but of "
                 f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
@@ -196,49 +232,20 @@ def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
     draft = needs.draft
     fitting_tokens = max(left_bytes, 0) // (needs.token_bytes + draft.token_bytes)
     num_tokens = min(needs.max_model_len or needs.model_max_len, fitting_tokens)
-    drafted_tokens = min(num_tokens, draft.max_model_len)  # in the draft model's mirror
+    drafted_tokens = min(num_tokens, draft.max_model_len)  # in the mirror of what drafts
     entries = num_tokens + _blocks(num_tokens, needs)
     draft_entries = drafted_tokens + _blocks(drafted_tokens, needs)
     return needs.max_num_seqs * (entries * SLOT_ENTRY_BYTES + draft_entries * SLOT_ENTRY_BYTES // 2)
 
 
 def _draft_text(needs: MemoryNeeds) -> str:
-    """Return what a draft model or a history takes, as part of an error; "" without."""
+    """Return what the proposer takes, as part of an error; "" if that is nothing."""
     draft = needs.draft
-    if draft.history_bytes:
-        return f"{mib(draft.history_bytes)} history of answers, "
-    if not draft.weights_bytes:
-        return ""
-    block_bytes = needs.block_size * draft.token_bytes
-    block = f" and {mib(block_bytes)} for one KV block" if block_bytes else ""
-    return (
-        f"{mib(draft.weights_bytes)} weights, {mib(draft.step_bytes)} step buffers{block} of the "
-        "draft model, "
-    )
-
-
-def _draft_lines(needs: MemoryNeeds, num_blocks: int) -> tuple[MemoryLine, ...]:
-    """Return the lines of a draft model, of a model that drafts itself, or of a history."""
-    draft = needs.draft
-    if draft.history_bytes:
-        return (MemoryLine(what="history of answers", num_bytes=-draft.history_bytes),)
-    if not draft.weights_bytes:
-        own = MemoryLine(what="step buffers of drafts", num_bytes=-draft.step_bytes)
-        return (own,) if draft.step_bytes else ()
-    kv_bytes = num_blocks * needs.block_size * draft.token_bytes
-    lines = (
-        MemoryLine(what="draft model: weights", num_bytes=-draft.weights_bytes),
-        MemoryLine(what="draft model: step buffers", num_bytes=-draft.step_bytes),
-    )
-    if not kv_bytes:
-        return lines
-    return (
-        *lines,
-        MemoryLine(
-            what=f"draft model: KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
-            num_bytes=-kv_bytes,
-        ),
-    )
+    parts = [f"{mib(-line.num_bytes)} {line.what}" for line in draft.fixed_lines()]
+    if draft.token_bytes:
+        block_bytes = needs.block_size * draft.token_bytes
+        parts.append(f"{mib(block_bytes)} for one KV block of the {draft.name}")
+    return "".join(f"{part}, " for part in parts)
 
 
 def _context(needs: MemoryNeeds, num_blocks: int) -> tuple[int, tuple[str, ...]]:

@@ -11,22 +11,25 @@ from typing import Literal
 
 from quire.base.errors import SettingError
 from quire.base.speculation_params import MAX_DRAFT_TOKENS
+from quire.config.proposer_kinds import (
+    HEADS,
+    PROPOSERS,
+    WITH_FILES,
+    ProposerName,
+    any_of,
+)
 from quire.config.settings import at_least, at_most, one_of, setting
-
-# Proposers of draft tokens, and none.
-SPECULATE = ("off", "ngram", "draft", "self", "medusa", "eagle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """Speculative decoding."""
 
-    speculate: Literal["off", "ngram", "draft", "self", "medusa", "eagle"] = setting(
+    speculate: Literal["off", ProposerName] = setting(
         "off",
-        "speculative decoding of requests that do not set it (field speculation): ngram proposes "
-        "what followed the last tokens earlier in the request, draft asks --draft-model, self asks "
-        "the model's own first layers, medusa and eagle ask heads trained for the model "
-        "(--draft-model); answers do not change",
+        "speculative decoding of requests that do not set it (field speculation): "
+        + ", ".join(f"{name} {kind.does}" for name, kind in PROPOSERS.items())
+        + "; answers do not change",
     )
     draft_model: str | None = setting(
         None,
@@ -51,7 +54,7 @@ class SpeculationConfig:
     )
 
     def __post_init__(self) -> None:
-        one_of("speculate", self.speculate, SPECULATE)
+        one_of("speculate", self.speculate, ("off", *PROPOSERS))
         if not 0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise SettingError(
                 f"max_draft_tokens is {self.max_draft_tokens}; it must be 0 to {MAX_DRAFT_TOKENS}"
@@ -80,28 +83,53 @@ class SpeculationConfig:
             return
         if not self.draft_model:
             raise SettingError("draft_model is empty; give a model, or leave it out")
-        if self.speculate in ("ngram", "self") or not self.max_draft_tokens:
+        uses_files = self.speculate == "off" or PROPOSERS[self.speculate].needs_files
+        if not uses_files or not self.max_draft_tokens:
             reason = f"speculate is {self.speculate}"
             reason = reason if self.max_draft_tokens else "max_draft_tokens is 0"
             raise SettingError(
                 f"draft_model is {self.draft_model} and {reason}, so that it would never be used; "
-                "set --speculate draft (medusa or eagle for heads), or leave it out"
+                f"set --speculate {any_of(name for name in WITH_FILES if name not in HEADS)} "
+                f"({any_of(HEADS)} for heads), or leave it out"
             )
 
     @property
-    def has_drafting(self) -> bool:
-        """Whether more than prompt lookup in the request itself proposes tokens."""
+    def is_set(self) -> bool:
+        """Whether the settings name a proposer. Without, requests that ask have prompt lookup."""
         return bool(
-            self.speculate not in ("off", "ngram")
+            self.speculate != "off"
             or self.draft_model is not None
             or self.self_draft_layers is not None
             or self.speculate_history_tokens
         )
 
     @property
-    def drafts_itself(self) -> bool:
-        """Whether the first layers of the model propose tokens."""
-        return self.speculate == "self" or self.self_draft_layers is not None
+    def proposer(self) -> ProposerName | None:
+        """Return the proposer of the engine; None where the files of draft_model decide it."""
+        if self.speculate != "off":
+            return self.speculate
+        if self.self_draft_layers is not None:
+            return "self"
+        return "ngram" if self.draft_model is None else None
+
+    @property
+    def candidates(self) -> tuple[ProposerName, ...]:
+        """Return the proposers of which one is the engine's, before files are read."""
+        return WITH_FILES if self.proposer is None else (self.proposer,)
+
+    @property
+    def asked(self) -> str:
+        """The setting that asks for a proposer, in words."""
+        if self.speculate == "off" and self.self_draft_layers is not None:
+            return f"self_draft_layers is {self.self_draft_layers}"
+        if self.speculate == "off" and self.draft_model is not None:
+            return f"draft_model is {self.draft_model}"
+        return f"speculate is {self.speculate}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether drafts are computed, by whatever computes them."""
+        return self.proposer is None or PROPOSERS[self.proposer].computes
 
     def _check_history(self) -> None:
         num = self.speculate_history_tokens

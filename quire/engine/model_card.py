@@ -30,6 +30,7 @@ class ModelCard:
     speculates: whether requests have drafts unless they say otherwise. pooling: how embeddings are
     made; None where none are. generates: whether the model has a head, so that it writes text.
     transfer: how KV blocks are exchanged with other engines; None where they are not.
+    num_parameters: numbers in the weights, 0 where that is not known.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelCard:
     pooling: PoolingSpec | None = None
     generates: bool = True
     transfer: TransferCard | None = None
+    num_parameters: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -102,12 +102,12 @@ def attention(
     """
     y = np.empty(q.shape, np.float32)
     for sequence, (start, end) in enumerate(pairwise(seq_starts)):
+        last = int(positions[start:end].max(initial=0))
+        cached = SequenceRows(keys, values, block_tables[sequence], heads=heads, end=last + 1)
         for row in range(start, end):
             y[row] = _attend_row(
                 q[row].reshape(heads, -1),
-                keys,
-                values,
-                block_tables[sequence],
+                cached,
                 int(positions[row]),
                 scale=np.float32(scale),
                 window=window,
@@ -119,9 +119,7 @@ def attention(
 
 def _attend_row(
     q: Float32s,
-    cache_k: PagedRows,
-    cache_v: PagedRows,
-    table: Int32s,
+    cached: SequenceRows,
     position: int,
     *,
     scale: np.float32,
@@ -132,12 +130,43 @@ def _attend_row(
     """One row's heads [heads, D] over its sequence."""
     merged: Part | None = None
     for _, seen in pieces_seen(position, window):
-        part = part_of_piece(
-            q, cache_k, cache_v, table, seen, scale=scale, soft_cap=soft_cap, dtype=dtype
-        )
+        part = part_of_piece(q, cached, seen, scale=scale, soft_cap=soft_cap, dtype=dtype)
         merged = part if merged is None else merged.merged(part)
     assert merged is not None, "a row sees its own position"
     return merged.y / merged.total
+
+
+class SequenceRows:
+    """Keys and values of one sequence, gathered by piece once for all rows of a step that see it.
+
+    heads: of the queries, which share the cache's. end: no row sees a position from here on.
+    """
+
+    def __init__(
+        self, keys: PagedRows, values: PagedRows, table: Int32s, *, heads: int, end: int
+    ) -> None:
+        self._arrays = (keys.values, values.values, keys.scales, values.scales)
+        self._table, self._heads, self._end = table, heads, end
+        self._pieces: dict[int, tuple[int, list[Float32s]]] = {}
+
+    def at(self, seen: NDArray[np.int64]) -> list[Float32s]:
+        """Return keys and values [heads, P, D] and their scales [heads, P] at positions of one
+        piece.
+        """
+        piece, first = int(seen[0]) // PIECE_POSITIONS, int(seen[0])
+        kept = self._pieces.get(piece)
+        if kept is None or first < kept[0]:
+            end = min((piece + 1) * PIECE_POSITIONS, self._end)
+            kept = self._pieces[piece] = first, self._gather(np.arange(first, end))
+        begin = first - kept[0]
+        return [array[:, begin : begin + len(seen)] for array in kept[1]]
+
+    def _gather(self, positions: NDArray[np.int64]) -> list[Float32s]:
+        """Return [heads, P, ...] of each array, repeated for the heads that share them."""
+        block_size, kv_heads = self._arrays[0].shape[1:3]
+        slots = self._table[positions // block_size], positions % block_size
+        group = self._heads // kv_heads
+        return [array[slots].swapaxes(0, 1).repeat(group, axis=0) for array in self._arrays]
 
 
 def pieces_seen(position: int, window: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -167,9 +196,7 @@ class Part:
 
 def part_of_piece(
     q: Float32s,
-    cache_k: PagedRows,
-    cache_v: PagedRows,
-    table: Int32s,
+    cached: SequenceRows,
     seen: NDArray[np.int64],
     *,
     scale: np.float32,
@@ -177,24 +204,15 @@ def part_of_piece(
     dtype: DType,
 ) -> Part:
     """Return the part of a row's heads [heads, D] over the positions `seen` of one piece."""
-    keys = _gather(cache_k.values, table, seen, len(q))  # [heads, P, D]
-    values = _gather(cache_v.values, table, seen, len(q))
+    keys, values, key_scales, value_scales = cached.at(seen)
     scores = np.matmul(keys, q[:, :, None])[:, :, 0]  # [heads, P]
-    scores = scores * _gather(cache_k.scales, table, seen, len(q)) * scale
+    scores = scores * key_scales * scale
     if soft_cap:
         scores = soft_cap * np.tanh(scores / soft_cap)
     highest = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - highest)
     total = weights.sum(axis=1, keepdims=True)
-    weights = weights * _gather(cache_v.scales, table, seen, len(q))
+    weights = weights * value_scales
     if dtype is DType.BF16:
         weights = round_to_bf16(weights)
     return Part(highest, total, np.matmul(weights[:, None, :], values)[:, 0, :])
-
-
-def _gather(cache: Float32s, table: Int32s, positions: NDArray[np.int64], heads: int) -> Float32s:
-    """Cache rows at `positions`, repeated for the heads that share them: [heads, P, ...]."""
-    block_size, kv_heads = cache.shape[1], cache.shape[2]
-    rows = cache[table[positions // block_size], positions % block_size]  # [P, kv_heads, ...]
-    by_head = np.repeat(np.moveaxis(rows, 1, 0), heads // kv_heads, axis=0)
-    return np.ascontiguousarray(by_head)

@@ -19,6 +19,7 @@ from quire.execute.reference_attention import (
     Int32s,
     PagedRows,
     Part,
+    SequenceRows,
     part_of_piece,
     pieces_seen,
 )
@@ -50,15 +51,15 @@ def context_attention(
     most = -(-(int(positions.max(initial=0)) // PIECE_POSITIONS + 1) // op.degree)
     own = np.zeros((len(q), most, op.heads, op.head_dim + 2), np.float32)
     for sequence, (start, end) in enumerate(pairwise(seq_starts)):
+        last = int(positions[start:end].max(initial=0))
+        cached = SequenceRows(keys, values, block_tables[sequence], heads=op.heads, end=last + 1)
         for row in range(start, end):
             for piece, seen in pieces_seen(int(positions[row]), op.window):
                 if piece % op.degree != op.rank:
                     continue
                 part = part_of_piece(
                     q[row].reshape(op.heads, -1),
-                    keys,
-                    values,
-                    block_tables[sequence],
+                    cached,
                     seen,
                     scale=np.float32(op.scale),
                     soft_cap=np.float32(op.soft_cap),

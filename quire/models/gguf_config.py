@@ -51,6 +51,13 @@ SWITCHED_OFF: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "use_parallel_residual": (False,),
     }
 )
+# Why another value is not supported, where more is to be said.
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "nextn_predict_layers": "layers that predict further tokens (MTP) are counted with the "
+        "model's here and not read yet; take its files in safetensors, which are read without them"
+    }
+)
 # Of a mixture of experts, and what config.json calls them.
 EXPERT_COUNTS: Mapping[str, str] = MappingProxyType(
     {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -92,7 +99,8 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
     for key, allowed in SWITCHED_OFF.items():
         if key in EXPERT_COUNTS and EXPERT_COUNTS[key] in values:
             continue
-        config.require(key, allowed, f"only {show(allowed[0])} is supported")
+        reason = REASONS.get(key, f"only {show(allowed[0])} is supported")
+        config.require(key, allowed, reason)
     config.pass_over(PASSED_OVER)
     config.finish()
 

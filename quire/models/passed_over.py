@@ -80,7 +80,10 @@ _POOLING = (
     "is_original_qwen3_reranker",
     "matryoshka_dimensions",
 )
-PASSED_OVER = (*_BOOKKEEPING, *_TRAINING, *_TOKENIZING, *_POOLING)
+# Of layers that predict further tokens (MTP), on which no answer depends: binding.py passes these
+# layers over, too.
+_DRAFTING = ("num_nextn_predict_layers",)
+PASSED_OVER = (*_BOOKKEEPING, *_TRAINING, *_TOKENIZING, *_POOLING, *_DRAFTING)
 
 # Keys with one supported value (null and absence count as that value), and why.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(

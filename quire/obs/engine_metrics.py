@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -24,6 +24,8 @@ from quire.base.kv_transfer import TransferStats
 
 # The device's busy share is of so much time before a scrape, from samples so far apart.
 BUSY_WINDOW_MS, BUSY_SAMPLE_MS = 60_000.0, 1_000.0
+# The label of drafts that are no proposer's of the engine.
+PREDICTION = "prediction"
 
 
 class BusyShare:
@@ -190,17 +192,6 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("quire_preemptions", "Requests preempted", stats.preemptions_total),
         ("quire_holds", "Times a request was held for its reader", stats.held_total),
         ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
-        (
-            "quire_drafting_seconds",
-            "Time in which a draft model was computed, between steps",
-            stats.drafting_ms_total / 1000.0,
-        ),
-        (
-            "quire_draft_rows",
-            "Rows with draft tokens that were verified, each of which yields one token more than "
-            "it has accepted drafts",
-            stats.draft_rows_total,
-        ),
         *_tier_counters(stats),
     )
 
@@ -228,21 +219,44 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _drafts(stats: EngineStats) -> Iterable[Metric]:
-    """Draft tokens by position: verified, and accepted. Each accepted one saves a row of a step."""
-    for name, text, counts in (
-        ("quire_draft_tokens", "Draft tokens verified", stats.draft_tokens_total),
-        (
-            "quire_accepted_draft_tokens",
-            "Draft tokens accepted; each saves its request a step",
-            stats.accepted_draft_tokens_total,
-        ),
+    """Drafts by proposer: the engine's once it had some, and the texts that requests predict."""
+    seconds = CounterMetricFamily(
+        "quire_drafting_seconds",
+        "Time in which drafts were computed, between steps: by a draft model, draft heads, or the "
+        "model's first layers; by proposer",
+        labels=("proposer",),
+    )
+    rows = CounterMetricFamily(
+        "quire_draft_rows",
+        "Rows with draft tokens that were verified, each of which yields one token more than it "
+        "has accepted drafts; by proposer",
+        labels=("proposer",),
+    )
+    drafted = CounterMetricFamily(
+        "quire_draft_tokens",
+        "Draft tokens verified, by position in the draft and proposer",
+        labels=("position", "proposer"),
+    )
+    accepted = CounterMetricFamily(
+        "quire_accepted_draft_tokens",
+        "Draft tokens accepted; each saves its request a step; by position in the draft and "
+        "proposer",
+        labels=("position", "proposer"),
+    )
+    predicted = stats.prediction_rows_total
+    rows.add_metric((PREDICTION,), predicted)
+    if stats.proposer:
+        seconds.add_metric((stats.proposer,), stats.drafting_ms_total / 1000.0)
+        rows.add_metric((stats.proposer,), stats.draft_rows_total - predicted)
+    for family, of_all, of_predictions in (
+        (drafted, stats.draft_tokens_total, stats.prediction_tokens_total),
+        (accepted, stats.accepted_draft_tokens_total, stats.accepted_prediction_tokens_total),
     ):
-        family = CounterMetricFamily(
-            name, f"{text}, by position in the draft", labels=("position",)
-        )
-        for position, count in enumerate(counts or (0,), start=1):
-            family.add_metric((str(position),), count)
-        yield family
+        pairs = zip_longest(of_all, of_predictions, fillvalue=0)
+        for position, (num, num_predicted) in enumerate(pairs, start=1):
+            family.add_metric((str(position), stats.proposer), num - num_predicted)
+            family.add_metric((str(position), PREDICTION), num_predicted)
+    return seconds, rows, drafted, accepted
 
 
 def _expert_tokens(stats: EngineStats) -> Metric:

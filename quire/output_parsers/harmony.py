@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable
 
-from quire.output_parsers.parsed_answer import Sink
+from quire.output_parsers.parsed_answer import PHASES, Sink
 from quire.output_parsers.reader import Markers, Parse, Reader, ignore
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -22,6 +22,7 @@ MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _BODY_ENDS = Markers((START, END, CALL, RETURN))
 _HEADER_ENDS = Markers((MESSAGE, START, END, CALL, RETURN))
 _TO = re.compile(r"\bto=([^\s<]+)")
+_PHASES = {"commentary": PHASES[0], "final": PHASES[1]}
 _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -82,7 +83,7 @@ def _body(reader: Reader, sink: Sink, header: str, begun_at: int, *, calls: bool
         mark = yield from reader.until(_BODY_ENDS, sink.reasoning)
         sink.reasoned.append((begun_at, reader.at_chars))
         return mark
-    sink.paragraph("content")
+    sink.paragraph("content", "" if channel is None else _PHASES.get(channel[1], ""))
     return (yield from reader.until(_BODY_ENDS, sink.content))
 
 

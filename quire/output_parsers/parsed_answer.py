@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+PHASES = ("commentary", "final_answer")  # OpenAI's names
 Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
@@ -18,12 +19,14 @@ Kind = Literal["reasoning", "content", "call", "arguments"]
 class AnswerPiece:
     """A piece of an answer.
 
-    text: of a call, its function's name. call: index of the call, from 0.
+    text: of a call, its function's name. call: index of the call, from 0. phase: of content, if
+    the model names it: of PHASES.
     """
 
     kind: Kind
     text: str
     call: int = -1
+    phase: str = ""
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ class Sink:
         self._space: dict[Kind, str] = {"content": "", "reasoning": ""}
         self._spoken: dict[Kind, bool] = {"content": False, "reasoning": False}
         self._bordered = False
+        self._phase = ""
 
     def taken(self) -> list[AnswerPiece]:
         """Return the pieces since the last call of this method."""
@@ -100,8 +104,14 @@ class Sink:
         self._space["content"] = ""
         self._bordered = True
 
-    def paragraph(self, kind: Literal["content", "reasoning"]) -> None:
-        """Begin a new paragraph: a line break precedes it unless it is the first."""
+    def paragraph(self, kind: Literal["content", "reasoning"], phase: str = "") -> None:
+        """Begin a new paragraph: a line break precedes it unless it is the first.
+
+        phase: of content.
+        """
+        if kind == "content" and phase != self._phase:
+            self._close()
+            self._phase = phase
         self._bordered = True
         self._space[kind] = "\n" if self._spoken[kind] else ""
 
@@ -155,5 +165,6 @@ class Sink:
     def _close(self) -> None:
         if self._parts:
             call = self.num_calls - 1 if self._kind == "arguments" else -1
-            self._pieces.append(AnswerPiece(self._kind, "".join(self._parts), call))
+            phase = self._phase if self._kind == "content" else ""
+            self._pieces.append(AnswerPiece(self._kind, "".join(self._parts), call, phase))
             self._parts = []

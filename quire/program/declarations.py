@@ -63,7 +63,8 @@ class Weight:
     count the bytes of a rank by whether it is empty (quire/sim/plan.py). What a rank has of a
     weight is decided by the operations that read it (quire/program/shard.py), not by this word.
     `offset` is added to each element while loading (norms that store weight - 1). `scheme` names
-    the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`.
+    the quantization of a matrix (quire.quant.scheme); "" keeps it in `dtype`. whole_rows: of the
+    undivided weight, where a rank has a share of its rows; 0 for a whole one.
     """
 
     name: str
@@ -75,6 +76,13 @@ class Weight:
     offset: float = 0.0
     scheme: str = ""
     experts: int = 0
+    whole_rows: int = 0
+
+    @property
+    def undivided_rows(self) -> int:
+        """Output features of the whole weight, by which executors choose how a sum is made: the
+        same at every degree."""
+        return self.whole_rows or self.rows
 
     @property
     def rows(self) -> int:

@@ -151,8 +151,9 @@ def _weight_to_plain(weight: Weight) -> Plain:
         "offset": weight.offset,
         "scheme": weight.scheme,
     }
-    # Left out of a weight without experts, so that digests of other programs stay what they are.
-    return plain | {"experts": weight.experts} if weight.experts else plain
+    # Left out where they are 0, so that digests of other programs stay what they are.
+    more = {"experts": weight.experts, "whole_rows": weight.whole_rows}
+    return plain | {name: count for name, count in more.items() if count}
 
 
 def _part_to_plain(part: WeightPart) -> list[Any]:
@@ -173,4 +174,5 @@ def _weight_from_plain(plain: Mapping[str, Any]) -> Weight:
         plain["offset"],
         plain["scheme"],
         plain.get("experts", 0),
+        plain.get("whole_rows", 0),
     )

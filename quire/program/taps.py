@@ -1,12 +1,19 @@
 """Hidden states of a program as outputs: the stream after chosen layers, and what the head reads.
 
-    with_taps(program, (2, 16, 29)).outputs["taps"]    # [T, 3 * H], f32
-    with_head_input(program).outputs["head_input"]     # [S, H], in the program's dtype
+    Rewrite           Output       Rows               Hidden state
+    with_taps         taps         all token rows     the residual stream after each of some layers,
+                      [T, n * H]                      side by side, in f32; the last layer's is that
+                                                      before the final norm
+    with_head_input   head_input   rows that sample   what the product onto the vocabulary reads,
+                      [S, H]                          after the final norm, in the program's dtype
 
-Rewrites; they load nothing. A copy follows the operation that completes the stream of a layer; what
-the head reads is only named. No other operation changes, so a tapped program gives the same answers
-in every bit. Knows no reader of the taps. Always holds: layer i is what lies from attention i to
-the next attention's inputs.
+    with_taps(program, (2, 16, 29)).outputs["taps"]
+    with_head_input(program).outputs["head_input"]
+
+The normed stream of all token rows is not among them. Rewrites; they load nothing. A copy follows
+the operation that completes the stream of a layer; what the head reads is only named. No other
+operation changes, so a tapped program gives the same answers in every bit. Knows no reader of the
+taps. Always holds: layer i is what lies from attention i to the next attention's inputs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ class WeightShares:
         else:
             own_name = f"{name}.share{suffix}"
         parts = tuple(part for span in spans for part in _rows_of(weight, span))
-        self.weights[own_name] = replace(weight, name=own_name, parts=parts, experts=experts)
+        own = replace(weight, name=own_name, parts=parts, experts=experts)
+        if not experts and own.rows != weight.rows:
+            own = replace(own, whole_rows=weight.undivided_rows)
+        self.weights[own_name] = own
         return own_name
 
     def columns(self, name: str, span: Span) -> None:

@@ -56,9 +56,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAgain:
-    """Run a segment on other sample rows of the last Run's batch."""
+    """Run a segment on other sample rows of the last Run's batch. first: where they begin in that
+    batch's own; -1 where they are others."""
 
     segment: int
+    first: int
     sample_rows: Int32s
 
 
@@ -90,4 +92,4 @@ def command_bytes(*, tokens: int, samples: int, sequences: int, positions: int) 
     """Return the size of the largest command: a batch of so many rows, with block tables for so
     many positions in the smallest blocks (4), or copies of as many blocks."""
     columns = sequences * (-(-positions // 4) + 1)
-    return OVERHEAD_BYTES + 4 * (5 * tokens + 2 * samples + sequences + 1 + 2 * columns)
+    return OVERHEAD_BYTES + 4 * (6 * tokens + 2 * samples + sequences + 1 + 2 * columns)

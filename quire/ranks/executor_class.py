@@ -1,8 +1,8 @@
 """RankedExecutorClass: an executor of several ranks, as one to what uses it.
 
 Sizes the memory of the ranks that share a machine; lets the other ranks begin
-and loads rank 0's share meanwhile. Always holds: its answers are those of the native executor, bit
-for bit (quire/program/shard.py).
+and loads rank 0's share meanwhile. Always holds: its answers are those of one process, bit for
+bit (quire/program/shard.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from quire.comm.shared_memory import (
     SharedMemoryRank,
     create_segment,
 )
+from quire.config.machine import MachineMemory
 from quire.execute.executor import (
     PART_TOKENS,
     ExecutorMemory,
     ExecutorOptions,
     StepLimits,
 )
-from quire.execute.native import NativeExecutor
-from quire.execute.native_limits import NativeSizing
 from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
@@ -41,7 +40,9 @@ from quire.program.serialize import to_plain
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
-from quire.ranks.other_ranks import OtherRanks, RankSite
+from quire.ranks.kinds import NATIVE, RankKind
+from quire.ranks.leading import LeadingExecutor
+from quire.ranks.other_ranks import RankSite
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
@@ -54,14 +55,8 @@ from quire.weights.checkpoint import Checkpoint
 _SLOT_BYTES = 1 << 20
 
 
-class RankedExecutor(MirroredExecutor):
-    """The executor of rank 0, with the processes of the others."""
-
-    processes: OtherRanks
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankedExecutorClass(NativeSizing):
+class RankedExecutorClass:
     """An ExecutorClass (see quire/execute/executor.py).
 
     degree: of all ranks of a stage; `context` of them at a time have the same heads and divide the
@@ -70,7 +65,8 @@ class RankedExecutorClass(NativeSizing):
     split by inputs too. binds: whether ranks are bound to processors. poison:
     fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
     responds. shares_blocks: whether blocks leave and enter the pool, whole, as of one process.
-    site: where the ranks run; None: in processes of this machine that rank 0 starts.
+    site: where the ranks run; None: in processes of this machine that rank 0 starts. kind: what
+    they compute with.
     """
 
     degree: int
@@ -83,6 +79,7 @@ class RankedExecutorClass(NativeSizing):
     timeout_s: float = TIMEOUT_S
     shares_blocks: bool = False
     site: RankSite | None = None
+    kind: RankKind = NATIVE
 
     @property
     def num_ranks(self) -> int:
@@ -92,21 +89,22 @@ class RankedExecutorClass(NativeSizing):
     def check_program(self, program: Program) -> None:
         """Raise SettingError where it cannot be split so, ModelError where a kernel lacks."""
         check_degree(program, self.degree, self.placement(program), self.context)
-        NativeExecutor.check_program(program)
+        self.kind.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """The memory of all ranks together; where they have several machines, of as many of the
-        largest ones as share this machine."""
+        largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
-        parts = [NativeExecutor.memory_for(own, limits) for own in programs]
+        parts = [self.kind.memory_for(own, limits) for own in programs]
         slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
-        if self.site is None:
+        if self.site is None and self.kind.shares_memory:
             return ExecutorMemory(
                 weights_bytes=sum(part.weights_bytes for part in parts),
                 step_bytes=sum(part.step_bytes for part in parts) + slots,
                 token_bytes=sum(part.token_bytes for part in parts),
             )
-        here = self.site.here  # each has its own slots
+        # Each has its own slots, or a device of its own.
+        here = self.site.here if self.site is not None and self.kind.shares_memory else 1
         return ExecutorMemory(
             weights_bytes=here * max(part.weights_bytes for part in parts),
             step_bytes=here * (max(part.step_bytes for part in parts) + slots),
@@ -136,11 +134,23 @@ class RankedExecutorClass(NativeSizing):
 
     def plans_in_flight(self) -> int:
         """See ExecutorClass."""
-        return NativeExecutor.plans_in_flight()
+        return self.kind.plans_in_flight()
+
+    def head_rows(self, max_sequences: int) -> int:
+        """See ExecutorClass."""
+        return self.kind.head_rows(max_sequences)
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorClass."""
+        return self.kind.full_step_tokens()
+
+    def available_memory(self) -> MachineMemory:
+        """See ExecutorClass."""
+        return self.kind.available_memory()
 
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
-    ) -> RankedExecutor:
+    ) -> LeadingExecutor:
         parts = self.programs(program)
         sizes = self._sizes(parts, options.limits)
         site = self.site or RankSite(launch=RankProcesses, here=self.num_ranks)
@@ -167,9 +177,10 @@ class RankedExecutorClass(NativeSizing):
                     others.start(replace(start, pool_file=pool_file), segment)
                 run_on(cpus[site.local])
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes)
-                executor.own_block_size = self.block_size
-                if self.shares_blocks:
-                    executor.share_blocks(pool_file, self.pool_shares(program))
+                if isinstance(executor, MirroredExecutor):
+                    executor.own_block_size = self.block_size
+                    if self.shares_blocks:
+                        executor.share_blocks(pool_file, self.pool_shares(program))
                 self._compare(executor, others.ready())
                 undo.pop_all()
         finally:
@@ -184,7 +195,7 @@ class RankedExecutorClass(NativeSizing):
         )
         weakref.finalize(executor, others.end)  # where a later part of the start fails
         executor.processes = others
-        executor.reason, executor.end = others.reason, others.end
+        executor.lead.reason, executor.lead.end = others.reason, others.end
         return executor
 
     def _threads(self, options: ExecutorOptions) -> int:
@@ -199,9 +210,9 @@ class RankedExecutorClass(NativeSizing):
         options: ExecutorOptions,
         group: SharedMemoryRank,
         sizes: SegmentSizes,
-    ) -> RankedExecutor:
+    ) -> LeadingExecutor:
         own = replace(options, num_threads=self._threads(options), beside=None)
-        return RankedExecutor(programs[0], checkpoint, own, group, poison=self.poison)
+        return self.kind.leading(programs[0], checkpoint, own, group, poison=self.poison)
 
     def _sizes(self, programs: Sequence[Program], limits: StepLimits) -> SegmentSizes:
         return SegmentSizes(
@@ -230,7 +241,7 @@ class RankedExecutorClass(NativeSizing):
         """Bytes of the segment beside what the group of ranks uses."""
         return 0
 
-    def _compare(self, executor: RankedExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
+    def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
         """Raise ModelError where a rank has loaded something else than rank 0."""
         loaded = ready_of(executor.recipe, executor.weights_digest)
         for rank, ready in ranks:
@@ -263,6 +274,7 @@ class RankedExecutorClass(NativeSizing):
             log_level=log_module.process_level,
             log_form=log_module.process_form,
             poison=self.poison,
+            torch=self.kind.start_fields(rank),
         )
 
 

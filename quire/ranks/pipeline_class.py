@@ -20,7 +20,8 @@ from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
 from quire.program.expert_parallel import mixtures
 from quire.program.program import Program
 from quire.program.split import check_stages, layers_of_stages, split
-from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.leading import LeadingExecutor
 from quire.ranks.shared_pools import PoolShare
 from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, StageLinks, row_sizes
@@ -28,10 +29,6 @@ from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
 from quire.weights.content import joined_digest
-
-
-class PipelineRanks(PipelineExecutor, RankedExecutor):
-    """The executor of rank 0, with the processes of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,7 @@ class PipelineExecutorClass(RankedExecutorClass):
 
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
-    ) -> RankedExecutor:
+    ) -> LeadingExecutor:
         bind(program, checkpoint)  # a stage does not know what else the checkpoint should have
         Log("engine").event("layers are divided", stages=self.shares(program))
         return super().__call__(program, checkpoint, options)
@@ -114,20 +111,21 @@ class PipelineExecutorClass(RankedExecutorClass):
         options: ExecutorOptions,
         group: SharedMemoryRank,
         sizes: SegmentSizes,
-    ) -> RankedExecutor:
+    ) -> LeadingExecutor:
         layout, rows = self.layout, _rows_of(sizes)
         layers = tuple(
             programs[layout.rank_at(stage, 0)].caches[0].layers for stage in range(self.stages)
         )
-        executor = PipelineRanks(
+        executor = self.kind.leading_stages(
             programs[0],
             checkpoint,
             replace(options, num_threads=self._threads(options), beside=None),
-            group,
             StageLinks(group, layout, rows, sizes),
             layers,
             poison=self.poison,
         )
+        if not isinstance(executor, PipelineExecutor):
+            return executor
         executor.early_experts = tuple(
             mixture.routing.width
             for stage in range(self.stages - 1)
@@ -161,7 +159,7 @@ class PipelineExecutorClass(RankedExecutorClass):
             start, stages=self.stages, row_slot_bytes=rows.slot_bytes, row_slots=rows.slots
         )
 
-    def _compare(self, executor: RankedExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
+    def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
         """Compare the ranks of each stage with each other, and all in what is not their weights;
         then let the executor have the digest of all weights."""
         layout = self.layout

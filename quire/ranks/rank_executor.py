@@ -9,7 +9,7 @@ lost a rank never computes again (DeviceLost).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,8 +30,9 @@ from quire.ranks.commands import (
     RunLayers,
     Stop,
     Touch,
-    command_wire,
 )
+from quire.ranks.leading import Lead
+from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import PoolShare, SharedPools, make_room, mapped, span_bytes
@@ -142,11 +143,9 @@ class RankExecutor(NativeExecutor):
 
 
 class MirroredExecutor(RankExecutor):
-    """The Executor of rank 0: what it does, all ranks do.
+    """The Executor of rank 0: what it does, all ranks do. processes: of the other ranks."""
 
-    reason: says why the group is lost, where a process is known to have ended. end: called once at
-    the end.
-    """
+    processes: OtherRanks
 
     def __init__(
         self,
@@ -161,10 +160,8 @@ class MirroredExecutor(RankExecutor):
         self._shares: Sequence[PoolShare] = ()
         self._span = 0  # bytes of each rank in the file of all pools
         self._pools: SharedPools | None = None
-        self._wire = command_wire()
+        self.lead = Lead(group)
         self.step = 0  # the number of the next Run
-        self.reason: Callable[[str], str] = str
-        self.end: Callable[[], None] = _nothing
 
     def share_blocks(self, pool_file: int, shares: Sequence[PoolShare]) -> None:
         """Keep the pools of all ranks in a file, so that blocks are whole here.
@@ -201,7 +198,7 @@ class MirroredExecutor(RankExecutor):
 
     def _send_allocation(self, num_blocks: int, block_size: int) -> None:
         """Let the other ranks allocate their caches."""
-        self._send(self.allocation(num_blocks, block_size))
+        self.lead.send(self.allocation(num_blocks, block_size))
 
     def allocation(self, num_blocks: int, block_size: int) -> Allocate:
         """Return the command that allocates the cache of another rank."""
@@ -219,7 +216,7 @@ class MirroredExecutor(RankExecutor):
         ):  # here: another rank may be late, and the block imported by then
             self._pools.touch(layer, first, last)
             return
-        self._send(Touch(layer=layer, first=first, last=last))
+        self.lead.send(Touch(layer=layer, first=first, last=last))
         super().touch_blocks(layer, first, last)
 
     @property
@@ -249,23 +246,18 @@ class MirroredExecutor(RankExecutor):
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """See Executor."""
         if len(copy_from):
-            self._send(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
+            self.lead.send(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
             super().copy_blocks(copy_from, copy_to)
 
     def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
         """See LayeredExecutor."""
-        self._send(RunLayers(batch=batch, first=first, end=end))
-        with _Lost(self):
+        self.lead.send(RunLayers(batch=batch, first=first, end=end))
+        with self.lead.in_step():
             super().run_layers(batch, first, end)
 
     def close(self) -> None:
         """Let the other ranks stop; free threads and memory."""
-        try:
-            if not self.group.native.is_aborted:
-                self.group.broadcast(self._wire.encode(Stop()))
-        except DeviceLost:
-            pass  # it is over in any case
-        self.end()
+        self.lead.stop()
         super().close()
         if self._pool_file != NO_FILE:
             os.close(self._pool_file)
@@ -275,49 +267,16 @@ class MirroredExecutor(RankExecutor):
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
         if segment != TRUNK:
-            self._send(RunAgain(segment=segment, sample_rows=sample_rows))
+            self.lead.send(RunAgain(segment=segment, first=0, sample_rows=sample_rows))
         else:
             plain = replace(batch, sample_rows=sample_rows, late_slots=NO_SLOTS)
             command = Run(
                 step=self.step, segment=TRUNK, then=then, batch=plain, sample_rows=sample_rows
             )
-            self._send(command)
-        with _Lost(self):
+            self.lead.send(command)
+        with self.lead.in_step():
             super()._run(segment, batch, sample_rows, then)
-
-    def _send(self, command: Command) -> None:
-        try:
-            self.group.broadcast(self._wire.encode(command))
-        except DeviceLost as error:
-            raise self.lost(str(error)) from error
 
     def lost(self, found: str) -> DeviceLost:
         """End the group; return the error that says why."""
-        self.group.abort()
-        return DeviceLost(
-            f"a rank of the model is lost: {self.reason(found)}; the engine ends, since no rank "
-            "can go on alone: start it again, after a look at the system's log for a process "
-            "ended for its memory"
-        )
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-class _Lost:
-    """Turns what ends a run at one rank only into the loss of the group. A batch that all ranks
-    reject (ValueError) leaves them in step."""
-
-    def __init__(self, executor: MirroredExecutor) -> None:
-        self._executor = executor
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
-        if error is None or isinstance(error, ValueError):
-            return
-        raise self._executor.lost(str(error)) from error
+        return self.lead.lost(found)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions, StepLimits
-from quire.ranks.commands import Stop, command_wire
+from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.rank_executor import RankExecutor
 from quire.ranks.stage_executor import StageExecutor
 from quire.ranks.start import RankStart, links_of, program_of, sizes_of
@@ -37,7 +38,20 @@ def group_of(start: RankStart, segment: int) -> SharedMemoryRank:
     )
 
 
-def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextCommand]:
+class Rank(Protocol):
+    """The executor of a rank above 0."""
+
+    recipe: str
+    weights_digest: str
+
+    def do(self, command: Command) -> None:
+        """Do what rank 0 does."""
+
+    def close(self) -> None:
+        """Free threads and memory."""
+
+
+def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
     """Load the weights; return the executor, and what waits for its next command."""
     cache = None
     if start.pack_cache is not None:
@@ -46,7 +60,17 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextC
         limits=StepLimits(**start.limits), num_threads=start.num_threads, pack_cache=cache
     )
     program, checkpoint = program_of(start), open_checkpoint(Path(start.checkpoint))
-    if start.stages == 1:
+    links = None if start.stages == 1 else links_of(start, group)
+    own = None if links is None else links.commands  # None in the last stage
+    next_command = (lambda: group.broadcast(None)) if own is None else own.receive
+    if start.torch is not None:
+        from quire.ranks.torch_kind import load_torch_rank  # one executor is loaded
+
+        torch_rank = load_torch_rank(
+            start.torch, program, checkpoint, options, group, links, poison=start.poison
+        )
+        return torch_rank, next_command
+    if links is None:
         executor = RankExecutor(
             program,
             checkpoint,
@@ -56,8 +80,7 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextC
             poison=start.poison,
             pool_file=start.pool_file,
         )
-        return executor, lambda: group.broadcast(None)
-    links = links_of(start, group)
+        return executor, next_command
     stage = StageExecutor(
         program,
         checkpoint,
@@ -68,12 +91,10 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[RankExecutor, NextC
         poison=start.poison,
         pool_file=start.pool_file,
     )
-    if links.commands is None:  # a rank of the last stage
-        return stage, lambda: group.broadcast(None)
-    return stage, links.commands.receive
+    return stage, next_command
 
 
-def do_commands(executor: RankExecutor, next_command: NextCommand) -> None:
+def do_commands(executor: Rank, next_command: NextCommand) -> None:
     """Do what rank 0 does until Stop. Raises DeviceLost where the group is lost."""
     wire = command_wire()
     while True:

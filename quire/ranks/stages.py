@@ -88,6 +88,7 @@ class StageLinks:
         rows: LinkSizes,
         sizes: SegmentSizes,
     ) -> None:
+        self.group = group
         used = sizes.total(layout.num_ranks)
         memory = LinkMemory(
             group,
@@ -124,6 +125,11 @@ class StageLinks:
             None if source is None else source.native,
             None if target is None else target.native,
         )
+
+    @property
+    def waited_ms(self) -> float:
+        """Milliseconds that rows of the stage before were waited for."""
+        return 0.0 if self.source is None else 1e-6 * self.source.native.waited_ns
 
     def begin(self, step: int) -> None:
         """Begin a step: the rows that are sent and received are its rows."""

@@ -28,7 +28,7 @@ class RankStart:
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
-    for all ranks' KV pools; -1 for none."""
+    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py)."""
 
     rank: int
     degree: int
@@ -50,6 +50,7 @@ class RankStart:
     row_slot_bytes: int = 0
     row_slots: int = 0
     pool_file: int = -1
+    torch: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

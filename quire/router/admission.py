@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 
+from quire.base.http_apis import AUTHORIZATION
 from quire.router.faults import Refusal
 from quire.router.fleet import Fleet
 
@@ -31,8 +32,11 @@ class Admission:
         self.num_open = 0
         self.is_draining = False
 
-    def admit(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """Count a request; return its key for `leave`. Raises Refusal."""
+    def admit(self, headers: list[tuple[bytes, bytes]], key: bytes) -> bytes:
+        """Count a request; return a digest of its key for `leave`. Raises Refusal.
+
+        A client without a key is known by another authorization, and without any one of many.
+        """
         if self.is_draining:
             raise Refusal(
                 503,
@@ -48,7 +52,8 @@ class Admission:
                 "(--max-open-requests); try again later",
                 retry_after_s=self.retry_after_s(),
             )
-        key = _key_of(headers)
+        sent = key or dict(headers).get(AUTHORIZATION, b"")
+        key = hashlib.blake2b(sent, digest_size=16).digest() if sent else b""
         most = self._settings.max_open_per_key
         if most and self._per_key[key] >= most:
             raise Refusal(
@@ -105,11 +110,3 @@ class Admission:
             f"no replica{of} is available: {self._fleet.why_none()}; try again later",
             retry_after_s=self.retry_after_s(),
         )
-
-
-def _key_of(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return a digest of the client's key; of none, all clients without a key are one."""
-    for name, value in headers:
-        if name in (b"authorization", b"x-api-key"):
-            return hashlib.blake2b(value, digest_size=16).digest()
-    return b""

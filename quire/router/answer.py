@@ -13,15 +13,16 @@ from collections import deque
 from dataclasses import dataclass
 
 from quire.router.admission import Admission
+from quire.router.api_forms import ErrorBody, read_error
 from quire.router.attempt import Attempt
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse
-from quire.router.event_blocks import ErrorBody, EventBlocks, error_in
+from quire.router.event_blocks import EventBlocks
 from quire.router.failures import Failures
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
 from quire.router.features import Features
 from quire.router.fleet import Fleet
-from quire.router.hedge_race import OVERLOADED, Race
+from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.model_choice import ModelChoice
 from quire.router.replica import ASLEEP, Replica
@@ -35,7 +36,6 @@ from quire.router.stored_responses import (
     home_unavailable,
     needed_id,
 )
-from quire.router.usage import used_tokens
 
 # Error codes of a replica that is ending: another can go on, and the request is not the cause.
 _LEAVING = frozenset({"shutting_down", "overloaded", "queue_timeout"})
@@ -125,9 +125,9 @@ class Answer:
 
     async def _race(self, hedger: Hedger, first: Attempt) -> bool:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
-        race = Race(hedger, first, self._request.body())
+        race = Race(hedger, self._request, first, self._request.body())
         try:
-            if await race.is_late(self._request):
+            if await race.is_late():
                 spare = self._spare(hedger, first.replica)
                 if spare is not None:
                     return await self._hedge(race, spare)
@@ -213,9 +213,9 @@ class Answer:
             await self._stream(attempt)
             return True
         body = attempt.early + await exchange.body()
-        status, error = exchange.status, error_in(body)
+        status, error = exchange.status, read_error(body) or ErrorBody()
         code = error.code if isinstance(error.code, str) else ""
-        if status in OVERLOADED or code in _LEAVING:
+        if request.form.is_overloaded(status) or code in _LEAVING:
             self._refused = (status, exchange.headers, body)
             self._is_refused = True
             if code == "shutting_down":  # known before the next probe
@@ -246,7 +246,7 @@ class Answer:
         """Read what the router needs of a whole answer before it is passed on."""
         request = self._request
         if self._features.counts_usage and not request.route.is_free:
-            used = used_tokens(body)
+            used = request.form.used_tokens(body)
             if used is not None:
                 request.used_prompt_tokens, request.used_output_tokens = used
             elif status != 200:
@@ -262,7 +262,7 @@ class Answer:
             await self._pass_on(attempt)
             return
         exchange = attempt.exchange
-        blocks = EventBlocks(shows_comments=request.shows_comments)
+        blocks = EventBlocks(request.form, shows_comments=request.shows_comments)
         received = attempt.early or await exchange.read()
         while received:
             for delta in blocks.push(received):
@@ -285,7 +285,7 @@ class Answer:
     async def _judged_stream(self, attempt: Attempt) -> bool:
         """Hold a stream until it is complete; as _try. The client has nothing of it before."""
         request, client, exchange = self._request, self._client, attempt.exchange
-        blocks = EventBlocks(shows_comments=request.shows_comments)
+        blocks = EventBlocks(request.form, shows_comments=request.shows_comments)
         held, num_tokens, is_complete = list[bytes](), 0, False
         received = attempt.early or await exchange.read()
         while received:
@@ -331,7 +331,7 @@ class Answer:
             await client.write(received)
         if not client.started:
             await client.start(200, exchange.headers)
-        if (used := used_tokens(b"".join(last))) is not None:
+        if (used := request.form.used_tokens(b"".join(last))) is not None:
             request.used_prompt_tokens, request.used_output_tokens = used
         await client.finish()
 

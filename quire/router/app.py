@@ -15,20 +15,20 @@ import msgspec
 
 from quire.base.log import Log
 from quire.router.admission import Admission
+from quire.router.api_forms import form_of
 from quire.router.client_response import ClientResponse, Message, Receive, Send
 from quire.router.dispatcher import Dispatcher, HandOver, LookUp
 from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.model_lists import ModelLists
-from quire.router.quotas import Reservation, key_in
+from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
-from quire.router.routes import LISTS, NOT_ROUTED, RESPONSES, ROUTES, STORED_PATH
+from quire.router.routes import LISTS, ROUTES, FoundRoute, find_route, reason_not_routed
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
-_STORED_METHODS = ("GET", "POST", "DELETE")
 
 
 class RouterApp:
@@ -73,9 +73,14 @@ class RouterApp:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path, client = scope["path"], ClientResponse(receive, send, scope["path"])
+        path = scope["path"]
+        client, found = ClientResponse(receive, send, form_of(path)), find_route(path)
         try:
-            await self._answer(scope, path, receive, client)
+            if found is None:
+                await self._answer(scope, path, client)
+            else:
+                _check(scope, path, found)
+                await self._dispatch(scope, path, receive, client)
         except ClientGone:
             return
         except Refusal as refusal:
@@ -83,32 +88,13 @@ class RouterApp:
             await client.refuse(refusal)
         finally:
             client.unwatch()
-            route = path if path in ROUTES else "other"
-            if STORED_PATH.fullmatch(path):
-                route = RESPONSES + "/ID"
+            route = "other" if found is None else found.route.metric or found.name
             self._metrics.requests.labels(route, str(client.status or "gone")).inc()
 
-    async def _answer(
-        self, scope: dict[str, Any], path: str, receive: Receive, client: ClientResponse
-    ) -> None:
+    async def _answer(self, scope: dict[str, Any], path: str, client: ClientResponse) -> None:
+        """Answer what no replica is asked for."""
         method = scope["method"]
-        if path in ROUTES:
-            wanted = ROUTES[path].method
-            if method != wanted:
-                raise Refusal(405, "method_not_allowed", f"{path} takes {wanted}, not {method}")
-            if scope["query_string"]:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    "the query has parameters; send them as fields of the body",
-                )
-            await self._dispatch(scope, path, receive, client)
-        elif STORED_PATH.fullmatch(path):
-            if method not in _STORED_METHODS:
-                allowed = ", ".join(_STORED_METHODS)
-                raise Refusal(405, "method_not_allowed", f"{path} takes {allowed}, not {method}")
-            await self._dispatch(scope, path, receive, client)
-        elif method != "GET":
+        if method != "GET":
             if path in ("/health", "/metrics", "/v1/models", *LISTS):
                 raise Refusal(405, "method_not_allowed", f"{path} takes GET, not {method}")
             raise _unknown(method, path)
@@ -130,7 +116,8 @@ class RouterApp:
         self, scope: dict[str, Any], path: str, receive: Receive, client: ClientResponse
     ) -> None:
         headers = _forwarded(scope)
-        key = self._admission.admit(headers)
+        sent = form_of(path).key_in(headers)
+        key = self._admission.admit(headers, sent)
         answering: asyncio.Task[None] | None = None
         reservation: Reservation | None = None
         request: RoutedRequest | None = None
@@ -144,7 +131,7 @@ class RouterApp:
                 method=scope["method"].encode(),
                 query=scope["query_string"],
             )
-            reservation = await self._reserve(headers, request)
+            reservation = await self._reserve(sent, request)
             answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key))
             await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -160,14 +147,12 @@ class RouterApp:
             if reservation is not None and request is not None:
                 await self._settle(reservation, request, client)
 
-    async def _reserve(
-        self, headers: list[tuple[bytes, bytes]], request: RoutedRequest
-    ) -> Reservation | None:
+    async def _reserve(self, key: bytes, request: RoutedRequest) -> Reservation | None:
         """Take the tokens that a request may use from its key's quota. Raises Refusal."""
         quotas = self._features.quotas
         if quotas is None:
             return None
-        reservation = await quotas.reserve(key_in(headers), request.reserved_tokens)
+        reservation = await quotas.reserve(key, request.reserved_tokens)
         if reservation is not None:
             self._metrics.quota_tokens.labels("reserved").inc(reservation.tokens)
         return reservation
@@ -242,11 +227,22 @@ def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
     return headers
 
 
+def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
+    """Refuse a method or a query that replicas do not take. Raises Refusal."""
+    method, allowed = scope["method"], found.route.methods
+    if method not in allowed:
+        shown = ", ".join(allowed)
+        raise Refusal(405, "method_not_allowed", f"{path[:100]} takes {shown}, not {method}")
+    if scope["query_string"] and not found.route.takes_query:
+        raise Refusal(
+            400, "invalid_value", "the query has parameters; send them as fields of the body"
+        )
+
+
 def _unknown(method: str, path: str) -> Refusal:
-    for top, why in NOT_ROUTED.items():
-        if path == top or path.startswith(f"{top}/"):
-            return Refusal(501, "not_routed", f"the router does not route {path[:100]}: {why}")
     shown = path[:100]
+    if why := reason_not_routed(path):
+        return Refusal(501, "not_routed", f"the router does not route {shown}: {why}")
     return Refusal(
         404,
         "unknown_url",

@@ -18,7 +18,6 @@ from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 
 _OUTPUT = b': {"output_ids":'
-_ENDS = (b'data: {"error":', b"data: [DONE]")
 
 
 class Attempt(AbstractContextManager["Attempt"]):
@@ -131,11 +130,12 @@ class Attempt(AbstractContextManager["Attempt"]):
 
         Raises ReplicaFault.
         """
-        exchange = await self.send(body)
+        exchange, form = await self.send(body), self._request.form
+        ends = [b"data: " + mark for mark in (form.stream_error, form.stream_end) if mark]
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received
-            if not received or any(end in self.early for end in _ENDS):
+            if not received or any(end in self.early for end in ends):
                 return
 
     def _end(self) -> None:

@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from quire.router.error_forms import error_body, error_event
+from quire.router.api_forms import ApiForm
 from quire.router.faults import ClientGone, Refusal
 from quire.router.http_client import gone
-from quire.router.routes import form_of
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -30,11 +29,11 @@ HOP_BY_HOP = frozenset(
 
 
 class ClientResponse:
-    """started: whether status and headers were sent. on_gone: what is called once the client has
-    left."""
+    """form: of errors. started: whether status and headers were sent. on_gone: what is called once
+    the client has left."""
 
-    def __init__(self, receive: Receive, send: Send, path: str) -> None:
-        self._path = path
+    def __init__(self, receive: Receive, send: Send, form: ApiForm) -> None:
+        self._form = form
         self.started = False
         self.status = 0
         self.on_gone: set[Callable[[Exception], None]] = set()
@@ -84,11 +83,11 @@ class ClientResponse:
 
     async def refuse(self, refusal: Refusal) -> None:
         """Send an error of the router: as a response, or as the last event of a stream."""
-        form = form_of(self._path)
         if self.started:
-            await self.finish(error_event(form, self._path, refusal))
+            await self.finish(self._form.error_event(refusal))
             return
         headers = [(b"content-type", b"application/json")]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(round(refusal.retry_after_s + 0.5), 1)))
-        await self.whole(refusal.status, headers, error_body(form, refusal))
+        body = self._form.error_body(refusal)
+        await self.whole(self._form.status_of(refusal), headers, body)

@@ -2,16 +2,18 @@
 
 A replica that is asked for `include_output_ids` writes a comment after the events of each delta.
 What is between two comments is one delta: it is passed on as a whole or not at all, so that the
-journal and the client always agree. Knows no request and no replica.
+journal and the client always agree. Knows no request and no replica. Is used for APIs with an end
+marker of streams.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from quire.router.api_forms import ApiForm, ErrorBody, read_error
+
 _CURSOR = b': {"output_ids":'
-_DONE = b"data: [DONE]"
-_ERROR = (b'data: {"error":', b'\ndata: {"error":')
+_DATA_LINE = b"data: "
 
 
 class CursorComment(msgspec.Struct, frozen=True):
@@ -23,30 +25,7 @@ class CursorComment(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` object of an event or a response, in the form of any API."""
-
-    message: str = ""
-    code: str | int | None = None
-    param: str | None = None
-    kind: str | None = msgspec.field(name="type", default=None)
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether prompt and output do not fit the context of the model."""
-        if self.code == "context_length_exceeded" or self.kind == "exceed_context_size_error":
-            return True
-        return self.message.startswith("prompt is too long: ")
-
-
-class ErrorEvent(msgspec.Struct, frozen=True):
-    """A body with an error."""
-
-    error: ErrorBody
-
-
 _read_cursor = msgspec.json.Decoder(CursorComment).decode
-_read_error = msgspec.json.Decoder(ErrorEvent).decode
 
 
 class Delta(msgspec.Struct):
@@ -62,7 +41,9 @@ class Delta(msgspec.Struct):
 class EventBlocks:
     """Splits the bytes of one stream. shows_comments: the client asked for them itself."""
 
-    def __init__(self, *, shows_comments: bool = False) -> None:
+    def __init__(self, form: ApiForm, *, shows_comments: bool = False) -> None:
+        self._end = _DATA_LINE + form.stream_end
+        self._error = _DATA_LINE + form.stream_error
         self._shows_comments = shows_comments
         self._rest = b""
         self._pending: list[bytes] = []
@@ -81,11 +62,11 @@ class EventBlocks:
                 if self._shows_comments:
                     self._pending.append(block)
                 found.append(Delta(self._take(), cursor))
-            elif block.endswith(_DONE):
+            elif block.endswith(self._end):
                 self._pending.append(block)
                 found.append(Delta(self._take(), is_last=True))
-            elif block.startswith(_ERROR[0]) or _ERROR[1] in block:
-                error = _error_of(block)
+            elif block.startswith(self._error) or b"\n" + self._error in block:
+                error = read_error(block[block.index(_DATA_LINE) + len(_DATA_LINE) :])
                 self._pending.append(block)
                 if error is not None:
                     found.append(Delta(self._take(), is_last=True, error=error))
@@ -98,25 +79,10 @@ class EventBlocks:
         return b"".join([block + b"\n\n" for block in pending])
 
 
-def error_in(body: bytes) -> ErrorBody:
-    """Return the error of a response's body, empty where it has none."""
-    try:
-        return _read_error(body).error
-    except msgspec.MsgspecError:
-        return ErrorBody()
-
-
 def _cursor_of(block: bytes) -> CursorComment | None:
     if not block.startswith(_CURSOR):
         return None
     try:
         return _read_cursor(block[2:])
-    except msgspec.MsgspecError:
-        return None
-
-
-def _error_of(block: bytes) -> ErrorBody | None:
-    try:
-        return _read_error(block[block.index(b"data: ") + 6 :]).error
     except msgspec.MsgspecError:
         return None

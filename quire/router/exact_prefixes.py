@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import InvalidParameter, SettingError
+from quire.base.http_apis import any_key_headers
 from quire.base.server_url import ServerUrl
 from quire.router.block_hashes import block_hashes
 from quire.router.discovery import replica_url
@@ -38,7 +39,7 @@ TOKENIZE_FIELDS = (
 )
 # Fields with which the prompt is another one, or its blocks are not published.
 _NOT_LOOKED_UP = ("cache_salt", "truncate_prompt_tokens", "suffix")
-_FORWARDED = (b"authorization", b"x-api-key", b"host", b"origin", b"x-forwarded-for")
+_FORWARDED = (*any_key_headers(), b"host", b"origin", b"x-forwarded-for")
 _MAX_TOKEN = 2**31 - 1
 # Of a prompt that are looked up, so that a long one does not hold up the event loop.
 _MAX_TOKENS = 65_536

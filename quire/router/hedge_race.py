@@ -14,23 +14,21 @@ from quire.router.faults import ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.routed_request import RoutedRequest
 
-# Statuses of a replica that is full; Anthropic's API has one of its own.
-OVERLOADED = (503, 529)
-
 
 class Race:
-    """first: the attempt that may be late. body: what both are sent."""
+    """first: the attempt of `request` that may be late. body: what both are sent."""
 
-    def __init__(self, hedger: Hedger, first: Attempt, body: bytes) -> None:
+    def __init__(self, hedger: Hedger, request: RoutedRequest, first: Attempt, body: bytes) -> None:
         self.first = first
+        self._request = request
         self._hedger = hedger
         self._body = body
         self._opening = {first: asyncio.ensure_future(first.open(body))}
 
-    async def is_late(self, request: RoutedRequest) -> bool:
+    async def is_late(self) -> bool:
         """Wait for the first attempt as long as is usual; return whether it needs longer."""
         opening = self._opening[self.first]
-        delay_s = self._hedger.delay_s(self.first.replica, request)
+        delay_s = self._hedger.delay_s(self.first.replica, self._request)
         if delay_s is None:
             return False
         usual = asyncio.ensure_future(self._hedger.wait(delay_s))
@@ -50,7 +48,7 @@ class Race:
     ) -> Attempt | None:
         """Return the attempt that has a response first; None where both have failed.
 
-        A refusal (503) of one does not count while the other can still answer.
+        A refusal of one that is full does not count while the other can still answer.
         """
         self._opening[second] = asyncio.ensure_future(second.open(self._body))
         refused: Attempt | None = None
@@ -63,7 +61,7 @@ class Race:
                 except ReplicaFault as fault:
                     on_fault(attempt, fault)
                     continue
-                if attempt.exchange.status not in OVERLOADED:
+                if not self._request.form.is_overloaded(attempt.exchange.status):
                     return attempt
                 refused = refused or attempt
         return refused

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.router.admission import Admission
+from quire.router.api_forms import ErrorBody
 from quire.router.cascade import Cascade, Judge
-from quire.router.event_blocks import ErrorBody
 from quire.router.faults import Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
-from quire.router.usage import used_tokens
 
 _MAX_NAMED = 20
 
@@ -40,7 +39,7 @@ class ModelChoice:
         self._shown: bytes | None = None
         self._events_of: Callable[[bytes], bytes] | None = None
         self._asked = request.model or features.names.default
-        if not request.fields or not isinstance(request.fields.get("model", ""), str | None):
+        if not request.names_model:
             return  # no object, or no name: replicas say what is wrong with it
         if not self._asked:
             self._check_unambiguous()
@@ -54,7 +53,7 @@ class ModelChoice:
     def is_changed_by(self, status: int, error: ErrorBody, body: bytes) -> bool:
         """Return whether this response is replaced: another model is asked then."""
         request = self._request
-        if status == 400 and self._longer and error.is_too_long:
+        if status == 400 and self._longer and request.form.is_too_long(error):
             self._metrics.longer.labels(request.model).inc()
             request.use_model(self._longer)
             self._longer = ""
@@ -63,7 +62,7 @@ class ModelChoice:
         if judge is None or self._cascade is None or status != 200:
             return False
         reason, self._shown = judge.verdict(body)
-        used = used_tokens(body)
+        used = request.form.used_tokens(body)
         spent = sum(max(one, 0) for one in used) if used is not None else request.prompt_tokens
         return self._is_escalated(self._cascade, judge, reason, spent)
 

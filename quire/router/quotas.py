@@ -136,12 +136,3 @@ class Quotas:
 
 def _quota(name: str, table: QuotaTable) -> Quota:
     return Quota(name, table.tokens_per_minute / 60, table.burst_tokens or table.tokens_per_minute)
-
-
-def key_in(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """Return the key that a client sent, without its scheme; b"" without one."""
-    found = {name: value for name, value in headers if name in (b"authorization", b"x-api-key")}
-    scheme, _, key = found.get(b"authorization", b"").partition(b" ")
-    if scheme.lower() == b"bearer" and key.strip():
-        return key.strip()
-    return found.get(b"x-api-key", b"").strip()

@@ -11,20 +11,19 @@ import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
+from quire.router.api_forms import form_of
 from quire.router.event_blocks import CursorComment
-from quire.router.routes import ROUTES, Route
+from quire.router.routes import Route, route_of
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import block_names
 
-# Of the paths below /v1/responses: they compute nothing anew.
-_STORED = Route(generates=False, is_free=True)
-_PROMPT_FIELDS = ("system", "instructions", "tools", "messages", "input", "prompt", "tokens")
-# Fields with the number of tokens that an answer may have, in the order in which they count.
-_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens", "n_predict")
 _BYTES_PER_TOKEN = 4
+# Of a path, beside letters and digits; all others are encoded.
+_PATH_CHARS = "/:@!$&'()*+,;=~-._"
 _USUAL_TOKENS = 256
 _MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
 _encode = msgspec.json.Encoder().encode
@@ -33,10 +32,12 @@ _encode = msgspec.json.Encoder().encode
 class RoutedRequest:
     """One request of a client.
 
-    model: "" for any. is_stream: whether its answer is streamed. why_not: why its stream cannot be
-    continued; "" if it can. output_ids: of the answer so far; cursor: where its stream stands.
-    output_tokens: expected, for the load of a replica. whole_tokens: that a whole answer may have;
-    0 for a stream. reserved_tokens: as many as it may use.
+    form: of its API. names_model: whether the model can be read: it is in the path, or the body is
+    an object in which it is a text or left out. model: "" for any. is_stream: whether its answer is
+    streamed. why_not: why its stream cannot be continued; "" if it can. output_ids: of the answer
+    so far; cursor: where its stream stands. output_tokens: expected, for the load of a replica.
+    whole_tokens: that a whole answer may have; 0 for a stream. reserved_tokens: as many as it may
+    use.
     used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
     an answer that a cascade has replaced. block_hashes: of the prompt's KV blocks of block_size
     tokens, where they are known. first_token_s: when a stream had its first tokens; 0 before.
@@ -53,14 +54,16 @@ class RoutedRequest:
     ) -> None:
         self.path = path
         self.method = method
-        self.target = path.encode() + (b"?" + query if query else b"")
-        self.route = ROUTES.get(path, _STORED)
+        self._query = query
+        self._found = route_of(path)
+        self.route, self.form = self._found.route, form_of(path)
         self.headers = headers
         self.raw = raw
         self.fields = _fields(raw)
-        model = self.fields.get("model")
-        if model is None and path == "/api/show":
-            model = self.fields.get("name")
+        named = [self._found.model, *map(self.fields.get, self.route.model_fields)]
+        model = next((one for one in named if one is not None), None)
+        is_object = bool(self.fields) or self._found.model is not None
+        self.names_model = is_object and isinstance(model, str | None)
         self.model = model if isinstance(model, str) else ""
         stream = self.fields.get("stream", self.route.streams)
         self.is_stream = stream is True or b"stream=true" in query.split(b"&")
@@ -78,7 +81,7 @@ class RoutedRequest:
         if not self.why_not and self.fields.get("seed") is None:
             self.fields["seed"] = secrets.randbits(31)
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
-        asked = _asked_tokens(self.fields)
+        asked = min(self.form.asked_tokens(self.fields, _USUAL_TOKENS), _MAX_TOKENS)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
         self.whole_tokens = 0 if self.is_stream else self.output_tokens * _num_answers(self.fields)
         self.reserved_tokens = 0
@@ -91,16 +94,23 @@ class RoutedRequest:
         self.block_size = 0
         self.first_token_s = 0.0
 
+    @property
+    def target(self) -> bytes:
+        """The path and the query as replicas are asked for them."""
+        path = quote(self.path, safe=_PATH_CHARS).encode()
+        return path + b"?" + self._query if self._query else path
+
     def use_model(self, model: str) -> None:
         """Ask replicas for another model than the client named."""
         if model != self.model:
             self.model = model
             self.block_hashes = ()  # of another tokenizer
-            self.fields["model"] = model
-            if self.path == "/api/show":
-                self.fields.pop("name", None)
-            if self.why_not:
-                self.raw = _encode(self.fields)
+            if self._found.model is not None:
+                self.path = self._found.path_of(model)
+                return
+            for name in self.route.model_fields[1:]:
+                self.fields.pop(name, None)
+            self.change(self.route.model_fields[0], model)
 
     def change(self, name: str, value: object) -> None:
         """Set a field of what replicas are asked; None: leave it out."""
@@ -119,7 +129,7 @@ class RoutedRequest:
     def key(self) -> RouteKey:
         """Return what policies read."""
         prompt = b"".join(
-            _encode(self.fields[name]) for name in _PROMPT_FIELDS if name in self.fields
+            _encode(self.fields[name]) for name in self.form.prompts if name in self.fields
         )
         salt = self.fields.get("cache_salt")
         scope = f"{self.model}\0{salt if isinstance(salt, str) else ''}"
@@ -183,15 +193,6 @@ def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
         if isinstance(given, list) and given and type(given[0]) is int:
             return len(given)
     return len(raw) // _BYTES_PER_TOKEN
-
-
-def _asked_tokens(fields: Mapping[str, Any]) -> int:
-    """Return how many tokens the answer may have; the usual number where it is not limited."""
-    options = fields.get("options")
-    given = [fields.get(name) for name in _LIMIT_FIELDS]
-    given.append(options.get("num_predict") if isinstance(options, dict) else None)
-    found = next((one for one in given if type(one) is int and one >= 0), _USUAL_TOKENS)
-    return min(found, _MAX_TOKENS)
 
 
 def _num_answers(fields: Mapping[str, Any]) -> int:

@@ -1,40 +1,76 @@
 """The routes that are sent to replicas, and what differs between them.
 
-Knows paths only: bodies are read by RoutedRequest. Always holds: a path that is here or of a
-stored response goes to a replica; of all others NOT_ROUTED says why not, or they are unknown.
+Knows paths only: bodies are read by RoutedRequest, and api_forms.py has what differs by API.
+Always holds: a path that matches a row here goes to a replica, under the rules of that row; of all
+others NOT_ROUTED says why not, or they are unknown.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
-OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP = "openai", "anthropic", "ollama", "llama.cpp"
+# What the parts of a path in braces may be. A path is decoded when it is matched, and encoded again
+# when it is sent.
+_PARTS = {"{id}": r"[A-Za-z0-9_-]{1,100}", "{model}": r"[^\x00-\x1f\x7f]{1,1000}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """form: of errors and events. streams: whether an answer is a stream unless the body has
-    `stream`. is_continuable: whether a stream can be continued from output_ids. generates: whether
-    it computes output tokens. is_free: it computes nothing, and no quota counts it."""
+    """streams: whether an answer is a stream unless the body has `stream`. is_continuable: whether
+    a stream can be continued from output_ids. generates: whether it computes output tokens.
+    is_free: it computes nothing, and no quota counts it. takes_query: replicas read parameters of
+    the query. model_fields: fields of the body with the model, the first that is given; a path with
+    {model} has it there instead. metric: its name in metrics; "" for its path."""
 
-    method: str = "POST"
-    form: str = OPENAI
+    methods: tuple[str, ...] = ("POST",)
     streams: bool = False
     is_continuable: bool = False
     generates: bool = True
     is_free: bool = False
+    takes_query: bool = False
+    model_fields: tuple[str, ...] = ("model",)
+    metric: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FoundRoute:
+    """The route of one path. name: its row of ROUTES. model: in the path; None where the body has
+    it."""
+
+    name: str
+    route: Route
+    model: str | None
+
+    def path_of(self, model: str) -> str:
+        """Return the path for another model."""
+        return self.name.replace("{model}", model)
+
+
+RESPONSES = "/v1/responses"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 _FREE = Route(generates=False, is_free=True)
 _VECTORS = Route(generates=False)
+# Of a response that one replica has stored: nothing is computed anew.
+_STORED = Route(
+    methods=("GET", "POST", "DELETE"),
+    generates=False,
+    is_free=True,
+    takes_query=True,
+    metric=f"{RESPONSES}/ID",
+)
 ROUTES: dict[str, Route] = {
     "/v1/chat/completions": Route(is_continuable=True),
     "/v1/completions": Route(is_continuable=True),
     "/generate": Route(is_continuable=True),
-    "/v1/responses": Route(),
-    "/v1/messages": Route(form=ANTHROPIC),
-    "/v1/messages/count_tokens": Route(form=ANTHROPIC, generates=False, is_free=True),
+    RESPONSES: Route(),
+    INPUT_TOKENS: _FREE,
+    f"{RESPONSES}/{{id}}": _STORED,
+    f"{RESPONSES}/{{id}}/cancel": _STORED,
+    f"{RESPONSES}/{{id}}/input_items": _STORED,
+    "/v1/messages": Route(),
+    "/v1/messages/count_tokens": _FREE,
     "/tokenize": _FREE,
     "/detokenize": _FREE,
     "/apply_template": _FREE,
@@ -43,21 +79,19 @@ ROUTES: dict[str, Route] = {
     "/pooling": _VECTORS,
     "/v1/score": _VECTORS,
     "/v1/rerank": _VECTORS,
-    "/api/chat": Route(form=OLLAMA, streams=True),
-    "/api/generate": Route(form=OLLAMA, streams=True),
-    "/api/embed": Route(form=OLLAMA, generates=False),
-    "/api/embeddings": Route(form=OLLAMA, generates=False),
-    "/api/show": Route(form=OLLAMA, generates=False, is_free=True),
-    "/api/version": Route(method="GET", form=OLLAMA, generates=False, is_free=True),
-    "/completion": Route(form=LLAMA_CPP),
-    "/infill": Route(form=LLAMA_CPP),
-    "/embedding": Route(form=LLAMA_CPP, generates=False),
+    "/v1/reranking": _VECTORS,
+    "/api/chat": Route(streams=True),
+    "/api/generate": Route(streams=True),
+    "/api/embed": _VECTORS,
+    "/api/embeddings": _VECTORS,
+    "/api/show": Route(generates=False, is_free=True, model_fields=("model", "name")),
+    "/api/version": Route(methods=("GET",), generates=False, is_free=True),
+    "/completion": Route(),
+    "/infill": Route(),
+    "/embedding": _VECTORS,
 }
 # Lists of the models that replicas serve, each put together from those of all replicas.
 LISTS = ("/api/tags", "/api/ps")
-RESPONSES = "/v1/responses"
-# Of a stored response. A path is decoded, so it must not hold what ends a request line.
-STORED_PATH = re.compile(r"/v1/responses/[A-Za-z0-9_-]{1,100}(?:/cancel|/input_items)?")
 
 NOT_ROUTED = {
     "/v1/requests": "requests are listed by the replica that has them; ask each replica",
@@ -76,9 +110,36 @@ NOT_ROUTED = {
 }
 
 
-def form_of(path: str) -> str:
-    """Return the form of the errors of a path."""
-    found = ROUTES.get(path)
-    if found is not None:
-        return found.form
-    return OLLAMA if path.startswith("/api/") else OPENAI
+def find_route(path: str) -> FoundRoute | None:
+    """Return the route of a path; None for a path that is not sent to replicas."""
+    if (route := ROUTES.get(path)) is not None and "{" not in path:
+        return FoundRoute(path, route, None)
+    for name, route in ROUTES.items():
+        if "{" in name and (match := _pattern(name).fullmatch(path)) is not None:
+            return FoundRoute(name, route, match.groupdict().get("model"))
+    return None
+
+
+def route_of(path: str) -> FoundRoute:
+    """Return the route of a path. Raises LookupError for one that is not sent to replicas."""
+    found = find_route(path)
+    if found is None:
+        raise LookupError(f"ROUTES has no row for the path {path[:100]!r}")
+    return found
+
+
+def reason_not_routed(path: str) -> str:
+    """Return why a path of the server is not routed; "" for an unknown path."""
+    for top, why in NOT_ROUTED.items():
+        if path == top or path.startswith(f"{top}/"):
+            return why
+    return ""
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of a row with parts in braces."""
+    found = re.escape(name)
+    for part, allowed in _PARTS.items():
+        found = found.replace(re.escape(part), f"(?P<{part[1:-1]}>{allowed})")
+    return re.compile(found)

@@ -17,7 +17,7 @@ from quire.router.faults import Refusal, ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import Replica
 from quire.router.routed_request import RoutedRequest
-from quire.router.routes import RESPONSES
+from quire.router.routes import INPUT_TOKENS, RESPONSES
 
 _MAX_IDS = 65_536
 _ASK_S = 5.0
@@ -36,10 +36,9 @@ def created_id(body: bytes) -> str:
 
 def needed_id(request: RoutedRequest) -> str:
     """Return the id of the stored response that a request needs; "" for none."""
-    if request.path.startswith(RESPONSES + "/"):
-        return request.path.removeprefix(RESPONSES + "/").partition("/")[0]
-    if request.path != RESPONSES:
-        return ""
+    if request.path not in (RESPONSES, INPUT_TOKENS):
+        _, below, rest = request.path.partition(RESPONSES + "/")
+        return rest.partition("/")[0] if below else ""
     previous = request.fields.get("previous_response_id")
     if isinstance(previous, str) and previous:
         return previous

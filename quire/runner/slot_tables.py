@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from quire.base.records import NO_FLOATS, NO_INTS, Admission, StepPlan
 from quire.base.token_table import TokenTable
 from quire.runner.beam_stops import BeamStops, WatchSource
-from quire.runner.drafts import put_drafts
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_params import RareParamsTables
+from quire.runner.verification import put_drafts
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]

@@ -28,12 +28,12 @@ from quire.base.records import (
     StepResult,
 )
 from quire.runner.batch_builder import SampledRows
-from quire.runner.drafts import drop_after_mismatch, take_back_drafts
 from quire.runner.grammar_rows import NO_FOLLOW
 from quire.runner.logprobs import ScoredRows, joined_scores, stacked
 from quire.runner.row_errors import row_errors
 from quire.runner.slot_tables import SlotTables
 from quire.runner.token_runs import TokenRuns, cut_runs
+from quire.runner.verification import drop_after_mismatch, take_back_drafts
 from quire.sampling.batch import TokenChoice
 
 Int32s = NDArray[np.int32]

@@ -1,8 +1,8 @@
 """TappedRunner: a ModelRunner that keeps hidden states of what it computes, for draft heads.
 
 After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
-the head read, by slot and position (FeatureRing). Knows no proposer. Always holds: rows are kept in
-the order of the plans; parts of prompts that are computed by layers leave none.
+the head read, by slot and position (HiddenStateRing). Knows no proposer. Always holds: rows are
+kept in the order of the plans; parts of prompts that are computed by layers leave none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.runner.grammar_rows import Masks
 from quire.runner.model_runner import ModelRunner
 from quire.runner.step_result import no_rows, step_result
 from quire.runner.step_run import RunnerResources, StepRun
-from quire.speculative.features import FeatureRing
+from quire.speculative.hidden_states import HiddenStateRing
 from quire.weights.dtypes import from_bf16_bits
 
 
@@ -31,7 +31,7 @@ class Taps:
     """Where hidden states go. of_layers: those of tapped layers, of all token rows; else what the
     head reads, of the rows that sample."""
 
-    ring: FeatureRing
+    ring: HiddenStateRing
     of_layers: bool
 
 

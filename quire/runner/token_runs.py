@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_BOOLS, Bools, Candidates
 from quire.runner.batch_builder import SampledRows
-from quire.runner.drafts import loops
 from quire.runner.grammar_rows import Follow
+from quire.runner.verification import loops
 from quire.sampling.batch import TokenChoice
 
 Index = NDArray[np.intp]

@@ -7,7 +7,7 @@ no object, or is not active; then none of its code runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,15 +57,20 @@ class DraftCost(NamedTuple):
 class DraftSource(Protocol):
     """Proposes tokens for running requests, by slot (quire.speculative.drafter).
 
-    max_drafts: most drafts of a request in one step. drafting_ms: milliseconds that computing them
-    took so far, inside `propose`. learns: whether `learn` is called. notes_plain_steps: whether
-    `note_step` is called for steps without drafts. rests: nothing is proposed in this step.
+    proposer_name: of the engine's proposer, in metrics. max_drafts: most drafts of a request in one
+    step. drafting_ms: milliseconds that computing them took so far, inside `propose`. learns,
+    uses_cache: whether `learn` and `note_kv` are called. notes_plain_steps: whether `note_step` is
+    called for steps without drafts. rests: nothing is proposed in this step. from_prediction: by
+    slot, whether its last drafts are of the text that its request predicts; None: none ever were.
     """
 
+    proposer_name: str
     max_drafts: int
     drafting_ms: float
     learns: bool
+    uses_cache: bool
     notes_plain_steps: bool
+    from_prediction: Bools | None
 
     @property
     def rests(self) -> bool: ...
@@ -75,6 +80,13 @@ class DraftSource(Protocol):
 
     def learn(self, slot: int, output: Int32s) -> None:
         """Note the output of the request in `slot`, which has ended; `end` follows."""
+
+    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
+        """Note the blocks of `slots`, which the next call of `propose` asks for.
+
+        block_tables [slots, columns]. capacities: drafts may be computed at positions before these;
+        the blocks that hold them were the slot's in an earlier plan, and nothing else has them.
+        """
 
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
@@ -98,18 +110,6 @@ class DraftSource(Protocol):
     def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
         """Note a step that takes about `step_ms` without drafts, and what time its drafts gained;
         None: it had none. computed_ms: computing drafts took so long since the last call."""
-
-
-@runtime_checkable
-class KVDraftSource(DraftSource, Protocol):
-    """A DraftSource that computes drafts with the target's KV cache."""
-
-    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
-        """Note the blocks of `slots`, which the next call of `propose` asks for.
-
-        block_tables [slots, columns]. capacities: drafts may be computed at positions before these;
-        the blocks that hold them were the slot's in an earlier plan, and nothing else has them.
-        """
 
 
 class DraftVerifier(Protocol):

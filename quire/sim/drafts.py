@@ -26,7 +26,7 @@ from quire.sim.runner import STOP_ID, PlannedOutput
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import Drafts, Proposer
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -106,8 +106,10 @@ def recorded_rates(path: Path) -> tuple[float, ...]:
     return tuple((accepted / tried).tolist())
 
 
-class PlannedDrafts:
-    """A Proposer that knows the planned answers, by request id."""
+class PlannedDrafts(Proposer):
+    """Knows the planned answers, by request id."""
+
+    name = "planned"
 
     def __init__(
         self, planned: Mapping[str, PlannedOutput], rates: tuple[float, ...], num_slots: int
@@ -140,9 +142,6 @@ class PlannedDrafts:
                 accepts = _uniform(planned.token_id, position) < rate
                 drafts.ids[row, place] = right if accepts else wrong
             drafts.counts[row] = num
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """Do nothing."""
 
 
 def planned_source(

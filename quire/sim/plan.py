@@ -18,10 +18,10 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
-from quire.engine.assembly.drafting import sized_drafting
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.precision import weights_if_there
 from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.proposers import sized_proposer
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, StepLimits
 from quire.execute.gpu.limits import FULL_STEP_TOKENS as GPU_STEP_TOKENS
@@ -163,15 +163,16 @@ class Planner:
         shares = shares_of(program, config.executor)
         sizing = replace(self._sizing, settings=config.executor)
         limits = step_limits(config, sizing)
-        drafting = sized_drafting(config, self.spec, program, self._checkpoint, sizing)
+        # Beside ranks too, what drafts is whole.
+        proposer = sized_proposer(config, self.spec, program, self._checkpoint, self._sizing)
         needs = memory_needs(
             config,
-            drafting.tap(program),
+            proposer.tap(program),
             sizing,
             limits,
             model_max_len=self.spec.max_positions,
             device_is_own=self.memory.is_own,
-            draft=drafting.needs,
+            draft=proposer.needs,
         )
         plan, problem = fitted(needs, self.memory, concurrency=merged.get("max_num_seqs"))
         return SizedModel(

@@ -1,4 +1,4 @@
-"""DraftBlocks: hands out the KV blocks of draft heads, by slot.
+"""DraftBlocks: hands out the KV blocks of a draft model or a head, by slot.
 
 Knows no executor. Always holds: a block has one owner; a slot's blocks hold `capacity` tokens.
 """

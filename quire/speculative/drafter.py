@@ -21,6 +21,7 @@ from quire.base.report import Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
 from quire.speculative.proposer import (
+    CacheProposer,
     CostlyProposer,
     Drafts,
     LearningProposer,
@@ -82,27 +83,33 @@ class Drafter:
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         self._lookup = proposer if isinstance(proposer, LookupProposer) else None
         self._learner = proposer if isinstance(proposer, LearningProposer) else None
-        self.learns = self._learner is not None
+        self._in_cache = proposer if isinstance(proposer, CacheProposer) else None
+        self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
+        self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
         self._balance = control.balance
         self._request_ids = [""] * num_slots
         self._rests = DraftRests()
         self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_predicting = 0  # requests that bring a prediction
+        # Which slots had their last drafts from a prediction; None before one was asked.
+        self.from_prediction: Bools | None = None
         # Which slots ask either proposer.
         self._asks_proposer = np.zeros(num_slots, np.bool_)
         self._asks_prediction = np.zeros(num_slots, np.bool_)
 
     def close(self) -> None:
-        """Free what the proposer holds."""
-        if self._costly is not None:
-            self._costly.close()
+        """Free what the proposers hold."""
+        for proposer, _ in self._proposers():
+            proposer.close()
 
     def begin(self, slot: int, request: Request) -> None:
         """See DraftSource."""
         speculation = request.speculation
         assert speculation is not None, "only requests that speculate begin"
         self._request_ids[slot] = request.request_id
+        if self.from_prediction is not None:
+            self.from_prediction[slot] = False
         self._rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
@@ -122,6 +129,11 @@ class Drafter:
                 self._learner.learn(slot, output)
             except Exception as error:  # noqa: BLE001  of whatever proposes: nothing is learned
                 self._give_up(slot, error)
+
+    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
+        """See DraftSource."""
+        assert self._in_cache is not None, "drafts are computed with the target's cache"
+        self._in_cache.note_kv(slots, block_tables, capacities)
 
     def end(self, slot: int) -> None:
         """See DraftSource."""
@@ -238,7 +250,16 @@ class Drafter:
             found = no_drafts(len(some), self.max_drafts)
             self._ask(proposer, tokens, index[some], limits[some], found)
             drafts.ids[some], drafts.counts[some] = found
+            if proposer is self._prediction:
+                self._note_predicted(index, index[some[found.counts > 0]])
         return drafts, may_compute
+
+    def _note_predicted(self, index: Index, predicted: Index) -> None:
+        """Note that of the drafts for slots `index` those of `predicted` come from predictions."""
+        if self.from_prediction is None:
+            self.from_prediction = np.zeros(len(self._asks_prediction), np.bool_)
+        self.from_prediction[index] = False
+        self.from_prediction[predicted] = True
 
     def _chosen(
         self,

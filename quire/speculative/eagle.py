@@ -6,37 +6,34 @@ the guess and the head's own hidden state in place of the target's. So a call fi
 rows that the target's last steps made possible, over those that were computed with guesses, and
 then a row per further draft.
 
-Hidden states are there for what the target computed lately (FeatureRing), not for cached prefixes
-and not for all of a long prompt. A request's rows begin at the first position of the newest
-unbroken run, its origin, and the head counts positions from there. Where it can count no further,
-they begin anew with the newest half of that. Always holds: the first
-`_computed[slot]` rows from the origin on are of known tokens and the target's hidden states; a
-request without the hidden states at L - 2, or without blocks, has no drafts. Letters: N rows.
+Hidden states are there for what the target computed lately (HiddenStateRing), not for cached
+prefixes and not for all of a long prompt. A request's rows begin at the first position of the
+newest unbroken run, its origin, and the head counts positions from there. Where it can count no
+further, they begin anew with the newest half of that. Always holds: the first `_computed[slot]`
+rows from the origin on are of known tokens and the target's hidden states; a request without the
+hidden states at L - 2, or without blocks, has no drafts. Letters: N rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.base.records import Request
 from quire.base.token_table import TokenTable
 from quire.speculative.draft_blocks import DraftBlocks
-from quire.speculative.draft_model import MIN_CATCH_UP, DraftLimits
-from quire.speculative.features import FeatureRing
-from quire.speculative.head_proposer import HeadModel, HeadRequests, HeadRows
+from quire.speculative.draft_heads import DraftHeadModel, HeadProposer, HeadRows
+from quire.speculative.hidden_states import HiddenStateRing
+from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import Drafts
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
-# Heads of the HeadModel: a row of the target's hidden states, and one of the head's own.
-FROM_TARGET, FROM_ITSELF = 0, 1
+HEAD = 0  # there is one
 
 
 class _Due(NamedTuple):
@@ -50,39 +47,29 @@ class _Due(NamedTuple):
     limits: Int32s
 
 
-class EagleProposer:
-    """A CostlyProposer over `model`. now_ms: times the passes."""
+class EagleProposer(HeadProposer):
+    """A CostlyProposer over the head of `model`. now_ms: times the passes."""
+
+    name = "eagle"
 
     def __init__(
         self,
-        model: HeadModel,
-        ring: FeatureRing,
+        model: DraftHeadModel,
+        ring: HiddenStateRing,
         limits: DraftLimits,
         now_ms: Callable[[], float],
     ) -> None:
         num_slots = limits.num_slots
-        self.requests = HeadRequests(model, num_slots, now_ms)
-        self._model, self._ring, self._limits = model, ring, limits
+        super().__init__(model, ring, num_slots, now_ms)
+        self._limits = limits
         self.blocks = DraftBlocks(num_slots, limits.num_blocks, limits.block_size, model.set_blocks)
-        self.drafting_ms = 0.0
-        self.catch_up_ms = math.inf
         self._origin: Int32s = np.zeros(num_slots, np.int32)
         self._computed: Int32s = np.zeros(num_slots, np.int32)
 
-    def close(self) -> None:
-        """Free the head."""
-        self._model.close()
-
-    def begin(self, slot: int, request: Request) -> None:
-        """See Proposer."""
-        self.end(slot)
-        self.requests.begin(slot, request)
-
     def end(self, slot: int) -> None:
         """See Proposer."""
-        self.requests.end(slot)
+        super().end(slot)
         self.blocks.release(slot)
-        self._ring.forget(slot)
         self._origin[slot] = self._computed[slot] = 0
 
     def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
@@ -94,31 +81,22 @@ class EagleProposer:
             room = np.minimum(room, held)
         return np.maximum(room, 0).astype(np.int32)
 
-    def pass_ms(self, num_requests: int) -> Float64s:
-        """See CostlyProposer."""
-        return self.requests.pass_times.table(num_requests)
-
     def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
         """See CostlyProposer: of rows beyond those that a pass for drafts computes anyway, at most
         those that hidden states are kept of."""
         next_ = self._origin[slots] + self._computed[slots]
         behind = np.clip(tokens.lengths[slots] - next_ - 3, 0, len(self._ring.rows))
-        behind_ms: Float64s = behind * self.requests.pass_times.token_ms
+        behind_ms: Float64s = behind * self.pass_times.token_ms
         return behind_ms
 
-    def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
-        """See Proposer."""
-        began_ms = self.requests.now_ms()
-        try:
-            lengths = self.requests.follow(tokens, slots)
-            due = self._due(slots, lengths, limits)
-            if len(due.places):
-                self._draft(due, drafts)
-        finally:
-            self.drafting_ms += self.requests.now_ms() - began_ms
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """Do nothing: rows of guesses are computed again with the target's hidden states."""
+    def _compute_drafts(
+        self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts
+    ) -> None:
+        """Compute what is due, and the drafts behind it."""
+        lengths = self.mirror.follow(tokens, slots)
+        due = self._due(slots, lengths, limits)
+        if len(due.places):
+            self._draft(due, drafts)
 
     def _due(self, slots: Index, lengths: Int32s, limits: Int32s) -> _Due:
         """Return what can be computed; take blocks."""
@@ -169,15 +147,15 @@ class EagleProposer:
 
     def _draft(self, due: _Due, drafts: Drafts) -> None:
         """Compute the rows that are due, then a row per further draft."""
-        counts = self._allotted(due.counts)
+        counts = self._allotted(due.counts, self._limits.max_tokens)
         some, rows = self._rows_of_target(due, counts)
         if not len(some):
             return
         slots, starts, counts = due.slots[some], due.starts[some], counts[some]
         limits, index = due.limits[some], due.places[some]
-        sampled, hidden = self.requests.compute(FROM_TARGET, rows)
+        sampled, hidden = self._pass(HEAD, rows)
         self._computed[slots] += counts
-        known = self.requests.known[slots]
+        known = self.mirror.known[slots]
         going = ((sampled >= 0) & (starts + counts == known - 1)).nonzero()[0]
         for place in range(int(limits.max(initial=0))):
             if not len(going):
@@ -196,9 +174,10 @@ class EagleProposer:
                 counts=np.ones(len(going), np.int32),
                 positions=positions + 1,
                 token_ids=ids,
-                features=hidden[going],
+                hidden_states=hidden[going],
+                fed_back=True,
             )
-            sampled[going], hidden[going] = self.requests.compute(FROM_ITSELF, rows)
+            sampled[going], hidden[going] = self._pass(HEAD, rows)
             going = going[sampled[going] >= 0]
 
     def _rows_of_target(self, due: _Due, counts: Int32s) -> tuple[Index, HeadRows]:
@@ -212,11 +191,11 @@ class EagleProposer:
         row_of = np.repeat(np.arange(len(slots)), counts)
         within = np.arange(len(row_of)) - (np.cumsum(counts) - counts)[row_of]
         positions = (starts[row_of] + within).astype(np.int32)
-        places, features = self._ring.take(slots[row_of], positions)
+        places, hidden_states = self._ring.take(slots[row_of], positions)
         is_whole = np.ones(len(slots), np.bool_)
         is_whole[row_of[places < 0]] = False
         if not is_whole.all():
-            features = features[is_whole[row_of[places >= 0]]]
+            hidden_states = hidden_states[is_whole[row_of[places >= 0]]]
             is_kept = is_whole[row_of]
             row_of, positions = row_of[is_kept], positions[is_kept]
         token_ids = self._model.tokens.at(slots[row_of], positions + 1)
@@ -227,17 +206,5 @@ class EagleProposer:
             counts=counts,
             positions=starts + counts + 1,
             token_ids=token_ids,
-            features=features,
+            hidden_states=hidden_states,
         )
-
-    def _allotted(self, pending: Int32s) -> Int32s:
-        """Return how many of its `pending` rows each request computes in this call: those with the
-        fewest come first."""
-        most, times = self._limits.max_tokens, self.requests.pass_times
-        behind = times.max_tokens(self.catch_up_ms, most)
-        num_rows = min(2 * len(pending) + max(behind, MIN_CATCH_UP), most)
-        order = np.argsort(pending, kind="stable")
-        before = np.cumsum(pending[order]) - pending[order]
-        counts = np.empty_like(pending)
-        counts[order] = np.clip(num_rows - before, 0, pending[order])
-        return counts

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from quire._native import TokenHistory
 from quire.base.records import Request
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.proposer import LearningProposer
 
 Int32s = NDArray[np.int32]
 # Tenants and salts with outputs that are kept; those that a request had last.
@@ -25,8 +26,8 @@ def history_bytes(max_tokens: int) -> int:
     return MAX_HISTORIES * TokenHistory.num_bytes(max_tokens) if max_tokens else 0
 
 
-class HistoryProposer(NgramProposer):
-    """A LearningProposer. max_tokens: that are kept of the outputs of each tenant and salt."""
+class HistoryProposer(NgramProposer, LearningProposer):
+    """max_tokens: that are kept of the outputs of each tenant and salt."""
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         super().__init__(num_slots)

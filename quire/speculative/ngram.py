@@ -1,8 +1,9 @@
 """NgramProposer: what followed the last tokens where they occurred before in the same request.
 
 Prompt lookup: answers repeat names, code and quotations of their prompt, and themselves. The index
-is native (native/src/suffix_index.cc) and follows the known tokens as they grow. Always holds: it
-reads the request's own tokens only.
+is native (native/src/suffix_index.cc) and follows the known tokens as they grow: chains of places
+by pairs of tokens, no suffix tree or automaton, and so no suffix decoding, which counts what
+followed in a tree of texts. Always holds: it reads the request's own tokens only.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from numpy.typing import NDArray
 from quire._native import SuffixIndex
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import Drafts, LookupProposer
 
+# Of the index, by token of a text: the place of the one before it, and two buckets at most.
+INDEX_TOKEN_BYTES = 12
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
-class NgramProposer:
-    """A LookupProposer for `num_slots` slots."""
+class NgramProposer(LookupProposer):
+    """For `num_slots` slots."""
+
+    name = "ngram"
 
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
@@ -47,6 +52,3 @@ class NgramProposer:
         """See Proposer."""
         lengths = tokens.lengths[slots]
         self._index.propose(tokens.tokens, slots, lengths, limits, drafts.ids, drafts.counts)
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """Do nothing: the text says it all."""

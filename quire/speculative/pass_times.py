@@ -25,6 +25,13 @@ class PassTimes:
         self._best: Float64s = np.zeros(num_sizes)
         self.token_ms = 0.0
 
+    def note_pass(self, num_requests: int, num_tokens: int, ms: float) -> None:
+        """Learn from a pass: of a draft if it has at most two tokens a request, else of tokens."""
+        if num_tokens <= 2 * num_requests:
+            self.note(num_requests, ms)
+        else:
+            self.note_tokens(num_tokens, ms)
+
     def note(self, num_requests: int, ms: float) -> None:
         """Learn from a pass for `num_requests` requests."""
         at, ms = _size(num_requests), max(ms, 1e-6)

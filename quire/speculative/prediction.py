@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from quire._native import SuffixIndex
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import Drafts, Proposer
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
-class PredictionProposer:
-    """A Proposer for `num_slots` slots."""
+class PredictionProposer(Proposer):
+    """For `num_slots` slots."""
+
+    name = "prediction"
 
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
@@ -47,6 +49,3 @@ class PredictionProposer:
             found = self._index.follow(slot, text, answer, int(limits[row]))
             drafts.ids[row, : len(found)] = found
             drafts.counts[row] = len(found)
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """Do nothing: the alignment follows the answer."""

@@ -1,14 +1,17 @@
-"""Proposer: where draft tokens come from. The interface of everything that guesses an answer.
+"""Proposer: where draft tokens come from. The base classes of everything that guesses an answer.
 
 A proposer reads the known tokens of running requests and guesses what follows. Whether a guess is
 right changes the speed of an answer and never its tokens: each draft is verified by the model. A
 proposer is asked for several requests at once, because a model that drafts computes them as one
-batch. Letters: B requests that are asked for, K most drafts of one.
+batch. What it can do besides is said by the classes below that it derives from; a method of the
+same name means nothing. Letters: B requests that are asked for, K most drafts of one.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +36,23 @@ def no_drafts(num_requests: int, max_drafts: int) -> Drafts:
     return Drafts(np.zeros((num_requests, max_drafts), np.int32), np.zeros(num_requests, np.int32))
 
 
-class Proposer(Protocol):
-    """Guesses tokens, by slot. May raise: the request then goes on without drafts."""
+class Proposer(ABC):
+    """Guesses tokens, by slot. May raise: the request then goes on without drafts.
 
+    name: in metrics; that of its kind in quire/config/proposer_kinds.py, if it has one.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""
 
+    @abstractmethod
     def end(self, slot: int) -> None:
         """Forget the request in `slot`."""
 
+    @abstractmethod
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """Fill `drafts` with at most limits[i] tokens that may follow the known ones of slots[i].
 
@@ -49,46 +60,58 @@ class Proposer(Protocol):
         used.
         """
 
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
+    def verified(  # noqa: B027  most need not know it
+        self, slots: Index, drafted: Int32s, accepted: Int32s
+    ) -> None:
         """Note that of drafted[i] drafts of slots[i] the first accepted[i] were right."""
 
+    def close(self) -> None:  # noqa: B027  lookups have nothing to free
+        """Free threads and memory; no further calls follow."""
 
-@runtime_checkable
-class CostlyProposer(Proposer, Protocol):
+
+class LookupProposer(Proposer):
+    """A Proposer that can say cheaply whether it finds anything."""
+
+    @abstractmethod
+    def may_find(self, tokens: TokenTable) -> bool:
+        """Return whether `propose` may find something now, for any slot that has begun."""
+
+
+class LearningProposer(Proposer):
+    """A Proposer that learns from answers that have ended."""
+
+    @abstractmethod
+    def learn(self, slot: int, output: Int32s) -> None:
+        """Note the output tokens of the request in `slot`, which has ended."""
+
+
+class CostlyProposer(Proposer):
     """A Proposer that computes its drafts, so that it is asked only for as many as pay.
 
     drafting_ms: milliseconds that it has computed so far. catch_up_ms: about how long a call may
     compute known tokens that the proposer lacks, which all requests of the step wait for.
     """
 
-    drafting_ms: float
-    catch_up_ms: float
+    drafting_ms = 0.0
+    catch_up_ms = math.inf
 
+    @abstractmethod
     def possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
         """Return how many drafts each of `slots` may get, at most limits[i]. Computes none."""
 
+    @abstractmethod
     def pass_ms(self, num_requests: int) -> Float64s:
         """Return the milliseconds of a pass that drafts a token for each of 0 to `num_requests`
         requests; 0 where no time is known."""
 
+    @abstractmethod
     def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
         """Return the milliseconds until each of `slots` is known well enough to draft for it."""
 
-    def close(self) -> None:
-        """Free threads and memory; no further calls follow."""
 
+class CacheProposer(CostlyProposer):
+    """A CostlyProposer that computes with the target's KV cache."""
 
-@runtime_checkable
-class LookupProposer(Proposer, Protocol):
-    """A Proposer that can say cheaply whether it finds anything."""
-
-    def may_find(self, tokens: TokenTable) -> bool:
-        """Return whether `propose` may find something now, for any slot that has begun."""
-
-
-@runtime_checkable
-class LearningProposer(Proposer, Protocol):
-    """A Proposer that learns from answers that have ended."""
-
-    def learn(self, slot: int, output: Int32s) -> None:
-        """Note the output tokens of the request in `slot`, which has ended."""
+    @abstractmethod
+    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
+        """Note the blocks of `slots` (see DraftSource in quire/scheduler/interfaces.py)."""

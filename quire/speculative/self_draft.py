@@ -16,26 +16,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.token_table import TokenTable
-from quire.speculative.draft_model import DraftLimits, DraftModel, ModelProposer
-from quire.speculative.drafter import Drafter
+from quire.speculative.draft_model import DraftModel, ModelProposer
+from quire.speculative.passes import DraftLimits
+from quire.speculative.proposer import CacheProposer
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
-class SelfProposer(ModelProposer):
-    """A CostlyProposer over `model`, which computes with the target's cache.
+class SelfProposer(ModelProposer, CacheProposer):
+    """A CacheProposer over `model`, which computes with the target's cache.
 
     limits: num_blocks is not used.
     """
+
+    name = "self"
 
     def __init__(self, model: DraftModel, limits: DraftLimits, now_ms: Callable[[], float]) -> None:
         super().__init__(model, limits._replace(num_blocks=0), now_ms)
         self._has_kv = False  # since `possible` was called last
 
     def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
-        """See KVDraftSource (quire/scheduler/interfaces.py)."""
-        self._capacity[slots] = capacities
+        """See CacheProposer."""
+        self.blocks.capacity[slots] = capacities
         columns = -(-int(capacities.max(initial=0)) // self._limits.block_size)
         tables = np.maximum(block_tables[:, :columns], 0)  # -1: behind the window, never read
         for slot, blocks in zip(slots.tolist(), tables, strict=True):
@@ -51,7 +54,7 @@ class SelfProposer(ModelProposer):
         room = np.minimum(limits, self._limits.max_model_len - lengths)
         if self._has_kv:
             self._has_kv = False
-            room = np.minimum(room, self._capacity[slots] - lengths + 1)
+            room = np.minimum(room, self.blocks.capacity[slots] - lengths + 1)
         return np.maximum(room, np.int32(0))
 
     def behind_ms(self, tokens: TokenTable, slots: Index) -> NDArray[np.float64]:
@@ -61,19 +64,10 @@ class SelfProposer(ModelProposer):
     def _follow(self, tokens: TokenTable, slots: Index) -> None:
         """Copy new known tokens to the mirror; all but the last are computed by the model."""
         super()._follow(tokens, slots)
-        self._computed[slots] = self._known[slots] - 1
+        self._computed[slots] = self.mirror.known[slots] - 1
 
     def _room(self, slots: Index, lengths: Int32s, limits: Int32s) -> Int32s:
         """Return how many drafts the blocks allow."""
         limits = np.minimum(limits, self._limits.max_model_len - lengths)
-        room: Int32s = np.minimum(limits, self._capacity[slots] - lengths + 1)
+        room: Int32s = np.minimum(limits, self.blocks.capacity[slots] - lengths + 1)
         return room
-
-
-class SelfDrafter(Drafter):
-    """A Drafter over a SelfProposer, with the target's cache: a KVDraftSource."""
-
-    def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
-        """See KVDraftSource."""
-        assert isinstance(self._proposer, SelfProposer), "it drafts with the target's cache"
-        self._proposer.note_kv(slots, block_tables, capacities)

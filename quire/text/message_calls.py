@@ -25,7 +25,7 @@ def check_calls(place: str, calls: Any) -> None:
             f"{place} is {show(calls)}; a list of objects is allowed", param="messages"
         )
     for index, call in enumerate(calls):
-        _check_call(f"{place}[{index}]", call)
+        check_call(f"{place}[{index}]", call)
 
 
 def check_results(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -92,8 +92,11 @@ class _Calls:
         )
 
 
-def _check_call(place: str, call: Mapping[str, Any]) -> None:
-    """Check a call of a function by name; some clients send arguments as an object."""
+def check_call(place: str, call: Mapping[str, Any]) -> None:
+    """Check a call of a function by name; some clients send arguments as an object.
+
+    place: its path. Raises InvalidParameter.
+    """
     if call.get("type", "function") != "function":
         raise InvalidParameter(
             f'{place}.type is {show(call["type"])}; "function" is allowed', param="messages"

@@ -11,9 +11,11 @@ from typing import Any
 
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.text.assistant_messages import assistant_message, function_result
 from quire.text.message_calls import check_calls, check_results
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_OTHER_FORMS = {"assistant": assistant_message, "function": function_result}
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _PART = '{"type": "text", "text": "..."}'
 
@@ -50,10 +52,11 @@ def _checked(at: int, message: Any) -> dict[str, Any]:
     checked = {**message, "role": "system" if role == "developer" else role}
     if message.get("tool_calls") is not None:
         check_calls(f"messages[{at}].tool_calls", message["tool_calls"])
-    content = message.get("content")
-    if content is None and role == "assistant":
-        # With tool calls, templates expect no content; otherwise the answer is empty.
-        return checked if message.get("tool_calls") else {**checked, "content": ""}
+    if role in _OTHER_FORMS:
+        checked = _OTHER_FORMS[role](f"messages[{at}]", checked)
+    content = checked.get("content")
+    if content is None and role == "assistant":  # beside its calls
+        return checked
     if isinstance(content, list | tuple):
         for part in content:
             _check_part(at, part)

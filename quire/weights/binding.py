@@ -161,6 +161,8 @@ def _some(rows: RowReader, first: int, count: int) -> Piece:
     )
 
 
+# Weights that only such layers have: of what joins a hidden state and an embedding.
+MTP_PARTS = (".eh_proj.weight", ".enorm.weight")
 # The number of a layer in a weight's name, as in model.layers.3.mlp, h.3.attn or blk.3.attn_q.
 _LAYER = re.compile(r"(?:[\w-]+\.)*?(?:layers|h|blk|blocks)\.(\d{1,6})\.")
 
@@ -172,6 +174,7 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
     names = _names(shapes, checkpoint)
     expected = {names[source]: shape for source, shape in shapes.items()}
     present = set(checkpoint.names)
+    mtp_layers = _mtp_layers(set(expected), present)
     tied_source = names.get(_tied_source(program) or "")
     problems = [
         f"{name} is missing (shape {list(shape)} is needed){_missing_reason(name)}"
@@ -194,9 +197,10 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                     f"{TIED_COPY} differs from {tied_source}, but config.json ties them; "
                     "set tie_word_embeddings to false, or remove it"
                 )
-        elif not (BUFFERS.fullmatch(name) or program.is_part):
+        elif not (BUFFERS.fullmatch(name) or program.is_part or _layer_of(name) in mtp_layers):
             problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
-    cause, layers = _other_layers(set(expected), present, checkpoint.described_by)
+    own = {name for name in present if _layer_of(name) not in mtp_layers}
+    cause, layers = _other_layers(set(expected), own, checkpoint.described_by)
     left = [one for one in problems if _layer_of(one) not in layers]
     if len(left) < len(problems) - 1:  # a layer has several weights
         problems = [cause, *left]
@@ -206,6 +210,16 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
         advice="They are of two models, or one is damaged: take both from one download",
     )
     return Binding(checkpoint, names)
+
+
+def _mtp_layers(expected: Set[str], present: Set[str]) -> frozenset[int]:
+    """Return the layers that predict further tokens (multi-token prediction, as in DeepSeek-V3).
+
+    They follow those of the model, which computes no answer with them.
+    """
+    asked = frozenset(map(_layer_of, expected))
+    marked = frozenset(_layer_of(name) for name in present if name.endswith(MTP_PARTS))
+    return frozenset(layer for layer in marked - asked if layer is not None)
 
 
 def _other_layers(

@@ -119,6 +119,50 @@ def test_a_batch_is_polled_and_its_results_read(client: Any) -> None:
         client.messages.batches.retrieve(batch.id)
 
 
+def test_models_are_listed_with_the_clients_key() -> None:
+    names = ("--served-model-name", "box", "--served-model-name", "other")
+    with RunningServer(BOX, "--threads", "1", *names, "--api-key", "secret-key-1") as server:
+        client = anthropic.Anthropic(base_url=server.url, api_key="secret-key-1", max_retries=0)
+        assert [model.id for model in client.models.list(limit=1)] == ["box", "other"]
+        (second,) = client.models.list(after_id="box").data
+        assert second == client.models.retrieve("other")
+        assert (second.lifecycle, second.max_input_tokens, second.max_tokens) == (
+            "active",
+            512,
+            512,
+        )
+        assert second.created_at.year > 2000
+        assert [model.id for model in client.beta.models.list()] == ["box", "other"]
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("none")
+        with pytest.raises(anthropic.AuthenticationError):
+            anthropic.Anthropic(base_url=server.url, api_key="no", max_retries=0).models.list()
+
+
+def test_the_beta_client_gets_the_same_message(client: Any) -> None:
+    plain = client.messages.create(**ASKED)
+    sent = {**ASKED, "speed": "standard", "betas": ["context-1m-2025-08-07"]}
+    beta = client.beta.messages.create(**sent)
+    assert beta.content[0].text == plain.content[0].text
+    with client.beta.messages.stream(**ASKED) as stream:
+        assert stream.get_final_message().content[0].text == plain.content[0].text
+    counted = client.beta.messages.count_tokens(model="box", messages=ASKED["messages"])
+    usage = beta.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+    assert (usage.service_tier, usage.speed) == ("standard", "standard")
+    assert usage.output_tokens_details.thinking_tokens == 0
+    assert list(client.beta.messages.batches.list(limit=1)) == []
+
+
+def test_a_message_without_output_fills_the_cache(client: Any) -> None:
+    said: Any = [{"role": "user", "content": "Ben has a red ball. " * 12}]
+    empty = client.messages.create(**{**ASKED, "messages": said, "max_tokens": 0})
+    assert (empty.content, empty.stop_reason) == ([], "max_tokens")
+    assert empty.usage.output_tokens == 0
+    after = client.messages.create(**{**ASKED, "messages": said}).usage
+    assert after.cache_read_input_tokens > 0
+
+
 def test_parallel_tools_are_called_and_their_results_sent() -> None:
     calls = call("weather", city="Oslo") + call("weather", city="Bergen")
     with ScriptedServer(TEMPLATE, [pieces(calls), ["Cold."]]) as server:

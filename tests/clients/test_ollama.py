@@ -78,9 +78,12 @@ def test_models_are_listed_shown_and_running(client: Any) -> None:
     (model,) = client.list().models
     assert (model.model, model.details.family) == ("box", "llama")
     assert model.size > 0
+    assert model.details.parameter_size.endswith(("K", "M"))
     (running,) = client.ps().models
     assert running.context_length == 512
-    shown = client.show("box")
+    assert running.expires_at.astimezone().year < 9999
+    shown = client.show("box:latest")
+    assert client.chat(**{**ASKED, "model": "box:latest"}) is not None
     assert shown.modelinfo["llama.context_length"] == 512
     assert shown.capabilities[0] == "completion"
 
@@ -97,6 +100,8 @@ def test_embeddings_are_those_of_openais_route() -> None:
         assert [*one.embeddings[0]] == wanted[1]["embedding"]
         plain = server.post("/v1/embeddings", {"input": texts[0], "normalize": False})[1]["data"]
         assert [*client.embeddings("box", texts[0]).embedding] == plain[0]["embedding"]
+        assert list(client.embed("box", "").embeddings) == []
+        assert client.show("box").capabilities[:2] == ["embedding", "completion"]
         with pytest.raises(ollama.ResponseError, match=r"options\.temperature"):
             client.embed("box", texts, options={"temperature": 1})
 

@@ -15,8 +15,13 @@ import pydantic
 import pytest
 
 from quire.base.errors import (
+    CapacityError,
     ContextTooLong,
+    ModelError,
     OverloadedError,
+    PoisonRequest,
+    QuireError,
+    SettingError,
     StepRowError,
     TenantLimit,
     TimedOut,
@@ -229,6 +234,77 @@ def test_permanent_errors_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> No
             client.chat.completions.create(**FAKE)
         assert slept == []
         assert len(server.engine.asked) == 1
+
+
+@pytest.mark.parametrize("kind", [ModelError, PoisonRequest, SettingError, CapacityError])
+def test_failures_that_would_recur_are_not_retried(
+    kind: type[QuireError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("openai._base_client.time.sleep", slept.append)
+    retries = openai.DEFAULT_MAX_RETRIES
+    with ScriptedServer(TEMPLATE, [["a"]]) as server, opened(server, max_retries=retries) as client:
+        server.engine.fails_with = kind("always")
+        with pytest.raises(openai.InternalServerError, match="always"):
+            client.chat.completions.create(**FAKE)
+        assert slept == []
+        assert len(server.engine.asked) == 1
+        server.engine.fails_with = WorkerError("for now")
+        with pytest.raises(openai.InternalServerError, match="for now"):
+            client.chat.completions.create(**FAKE)
+        assert len(slept) == retries
+
+
+def test_choices_stream_in_any_order() -> None:
+    with ScriptedServer(TEMPLATE, [["Hel", "lo"]]) as server, opened(server) as client:
+        generate = server.engine.generate
+
+        async def last_first(*args: Any, **options: Any) -> Any:
+            deltas = [delta async for delta in generate(*args, **options)]
+            for delta in sorted(deltas, key=lambda delta: -delta.index):
+                yield delta
+
+        server.engine.generate = last_first  # type: ignore[method-assign]
+        with client.chat.completions.stream(**FAKE, n=3) as stream:
+            choices = stream.get_final_completion().choices
+        assert [choice.message.content for choice in choices] == ["Hello"] * 3
+        assert [choice.index for choice in choices] == [0, 1, 2]
+
+
+def test_labels_and_counts_are_in_the_clients_types(client: openai.OpenAI) -> None:
+    labels: Any = {"metadata": {"a": "b"}, "service_tier": "auto"}
+    answer = client.chat.completions.create(**ASKED, **labels)
+    assert answer.service_tier == "default"
+    assert answer.to_dict()["metadata"] == {"a": "b"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+    for chunk in client.chat.completions.create(**ASKED, **labels, stream=True):
+        assert chunk.service_tier == "default"
+    (model,) = client.models.list()
+    assert model.to_dict()["shutdown_date"] is None
+
+
+def test_a_refusal_and_an_older_call_are_read(client: openai.OpenAI) -> None:
+    def num_tokens(*said: Any) -> int:
+        asked: Any = {**ASKED, "messages": [*MESSAGES, *said, *MESSAGES], "max_tokens": 1}
+        usage = client.chat.completions.create(**asked).usage
+        assert usage is not None
+        return usage.prompt_tokens
+
+    refused = {"role": "assistant", "content": None, "refusal": "No, no, no."}
+    assert num_tokens(refused) == num_tokens({"role": "assistant", "content": "No, no, no."})
+    audio = {"role": "assistant", "content": None, "audio": {"id": "a"}}
+    with pytest.raises(openai.BadRequestError, match="audio"):
+        num_tokens(audio)
+
+
+def test_a_completion_of_null_is_one_of_nothing(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "box", "seed": 3, "max_tokens": 4}
+    texts = [
+        client.completions.create(**asked, prompt=prompt).choices[0].text for prompt in (None, "")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_a_slow_server_raises_the_clients_timeout() -> None:

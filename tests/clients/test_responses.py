@@ -121,6 +121,72 @@ def test_stored_responses_are_retrieved_listed_continued_and_deleted(
         assert refused.value.code == "response_not_found"
 
 
+def test_a_conversation_is_made_continued_and_counted(client: openai.OpenAI) -> None:
+    made = client.conversations.create(
+        metadata={"a": "b"}, items=[{"type": "message", "role": "user", "content": "Who is Tom?"}]
+    )
+    first = client.responses.create(
+        model="box", conversation=made.id, max_output_tokens=24, store=False, extra_body={"seed": 3}
+    )
+    assert first.output_text == client.responses.create(**ASKED).output_text
+    items = list(client.conversations.items.list(made.id, order="asc"))
+    assert [item.type for item in items] == ["message", "message"]
+    # An item of the conversation alone, which no stored response has.
+    reference: Any = [{"type": "item_reference", "id": items[1].id}]
+    count = client.responses.input_tokens.count
+    counted = count(conversation=made.id, input=reference)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens > count(conversation=made.id).input_tokens > 0
+    assert client.conversations.update(made.id, metadata=None).metadata == {}
+    client.conversations.delete(made.id)
+
+
+def test_a_count_is_that_of_the_response(client: openai.OpenAI) -> None:
+    asked: Any = {"input": "Who is Tom?", "instructions": "Be short."}
+    response = client.responses.create(**{**ASKED, **asked})
+    assert response.usage is not None
+    counted = client.responses.input_tokens.count(model="box", **asked).input_tokens
+    assert counted == response.usage.input_tokens
+    with pytest.raises(openai.NotFoundError, match="not compacted"):
+        client.responses.compact(model="gpt-5", input="a")
+
+
+def test_reasoning_is_sealed_and_read_again() -> None:
+    template = TEMPLATE + "{# <think></think> #}"
+    with ScriptedServer(template, [["<think>Hm.</think>Yes."]]) as server, opened(server) as client:
+        first = client.responses.create(**FAKE, input="hi")
+        thought = first.output[0]
+        assert thought.type == "reasoning"
+        assert thought.encrypted_content
+        stored = client.responses.retrieve(first.id).output[0]
+        assert stored.type == "reasoning"
+        assert stored.encrypted_content is None
+        shown = client.responses.retrieve(first.id, include=["reasoning.encrypted_content"])
+        assert shown.output[0] == thought
+        sent: Any = [{"type": "reasoning", "encrypted_content": thought.encrypted_content}]
+        more = client.responses.create(**FAKE, input=[*sent, {"role": "user", "content": "And?"}])
+        (item, _) = client.responses.input_items.list(more.id, order="asc")
+        assert item.to_dict()["summary"] == []
+
+
+def test_labels_are_in_the_clients_types(client: openai.OpenAI) -> None:
+    labels: Any = {
+        "user": "me",
+        "safety_identifier": "id",
+        "prompt_cache_key": "key",
+        "prompt_cache_retention": "24h",
+        "max_tool_calls": 3,
+        "tools": [WEATHER],
+        "tool_choice": "none",
+        "reasoning": {"effort": "low"},
+    }
+    raw = client.responses.with_raw_response.create(**ASKED, **labels)
+    response = Response.model_validate_json(raw.text).to_dict()
+    assert {name: response[name] for name in labels if name != "reasoning"} == {
+        name: labels[name] for name in labels if name != "reasoning"
+    }
+
+
 def test_functions_run_until_there_is_an_answer() -> None:
     calls = call("weather", city="Oslo") + call("weather", city="Bérgen")
     scripts = [pieces(calls), ["Cold."]]

@@ -20,6 +20,7 @@ from tests.models.cases_experts import MIXTRAL, QWEN2_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_mistral import MISTRAL
 from tests.models.cases_qwen import QWEN3
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 
@@ -30,6 +31,13 @@ def tiny_parts() -> Iterator[None]:
         patch.setattr(layered, "TILE_TOKENS", 1)
         patch.setattr(layered, "WORTH", 0.0)
         patch.setattr(step_budget, "MIN_PROMPT_TOKENS", 2)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_ranks() -> Iterator[None]:
+    """Fork the processes of ranks from one that has their modules."""
+    with forked_children():
         yield
 
 

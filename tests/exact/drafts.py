@@ -18,13 +18,14 @@ from quire.base.token_table import TokenTable
 from quire.execute.executor import Executor
 from quire.runner.draft_runner import DraftRunner
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
-from quire.speculative.draft_model import DraftLimits, ModelProposer
+from quire.speculative.draft_model import ModelProposer
 from quire.speculative.drafter import Drafter
 from quire.speculative.history import HistoryProposer
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.passes import DraftLimits
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
-from quire.speculative.self_draft import SelfDrafter, SelfProposer
+from quire.speculative.self_draft import SelfProposer
 from tests.exact.workload import VOCAB_SIZE, Settings
 
 Answer = Callable[[Request], list[int]]
@@ -37,8 +38,10 @@ IS_RIGHT: dict[str, Callable[[int], bool]] = {
 }
 
 
-class OracleProposer:
+class OracleProposer(Proposer):
     """Proposes the tokens of the answer, changed where is_right is not true of their position."""
+
+    name = "oracle"
 
     def __init__(self, answer: Answer, is_right: Callable[[int], bool]) -> None:
         self._answer, self._is_right = answer, is_right
@@ -129,12 +132,16 @@ def draft_source(
     control: Control = FixedControl(settings.max_drafts)
     if settings.adaptive:
         control = AdaptiveControl(num_slots, settings.max_drafts)
-    proposer: Proposer = NgramProposer(num_slots) if model is None else model
-    if model is None and settings.max_drafts % 2:
-        proposer = HistoryProposer(num_slots, 64)
-    if settings.proposer in IS_RIGHT:
+    proposer: Proposer
+    if model is not None:
+        proposer = model
+    elif settings.proposer in IS_RIGHT:
         proposer = OracleProposer(answer, IS_RIGHT[settings.proposer])
-    return (SelfDrafter if settings.proposer == "self" else Drafter)(
+    elif settings.proposer == "history":
+        proposer = HistoryProposer(num_slots, 64)
+    else:  # ngram, and heads for an executor that hands out no hidden states
+        proposer = NgramProposer(num_slots)
+    return Drafter(
         proposer,
         PredictionProposer(num_slots),
         control,

@@ -21,13 +21,13 @@ from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, num_layers_of, with_head_input, with_taps
 from quire.program.tensors import DType
-from quire.runner.head_runner import HeadRunner
+from quire.runner.draft_head_runner import DraftHeadRunner
 from quire.runner.slot_tables import SlotTables
 from quire.runner.tapped_runner import Taps
-from quire.speculative.draft_model import DraftLimits
 from quire.speculative.eagle import EagleProposer
-from quire.speculative.features import FeatureRing
+from quire.speculative.hidden_states import HiddenStateRing
 from quire.speculative.medusa import MedusaProposer
+from quire.speculative.passes import DraftLimits
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.chosen_tensors import ChosenTensors
@@ -35,7 +35,6 @@ from tests.draft_heads import eagle_tensors, medusa_tensors, write_eagle, write_
 from tests.exact.workload import Settings
 
 NUM_MEDUSA_HEADS = 3
-HEADS = ("medusa", "eagle")
 MakeExecutor = Callable[[Program, Checkpoint], Executor]
 
 
@@ -75,15 +74,17 @@ class Heads:
             num_slots=num_slots, max_model_len=max_model_len, block_size=size, jump_ahead=False
         )
         is_eagle = self.kind == "eagle"
-        runner = HeadRunner(
+        runner = DraftHeadRunner(
             self.executors[:1] if is_eagle else self.executors,
             tables,
             max_samples=settings.max_samples,
             vocab_size=self.vocab_size,
             vocabulary=self.vocabulary,
             fuse=self.executors[1] if is_eagle else None,
+            feeds_back=is_eagle,
+            has_cache=is_eagle,
         )
-        ring = FeatureRing(10 * num_slots, self.width, num_slots)
+        ring = HiddenStateRing(10 * num_slots, self.width, num_slots)
         times = count()
 
         def now_ms() -> float:

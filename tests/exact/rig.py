@@ -34,6 +34,7 @@ from quire.base.records import (
 from quire.base.report import Field
 from quire.cache.manager import CacheManager
 from quire.cache.tier_map import TierMap
+from quire.config.proposer_kinds import HEADS
 from quire.engine.core import EngineCore
 from quire.execute.executor import (
     PART_TOKENS,
@@ -72,7 +73,7 @@ from quire.transfer.segment import segment_bytes
 from quire.transfer.store import BlockStore
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.exact.drafts import IS_RIGHT, draft_source, model_proposer, self_proposer
-from tests.exact.heads import HEADS, Heads
+from tests.exact.heads import Heads
 from tests.exact.letters import GRAMMARS, TEXTS
 from tests.exact.workload import (
     ALONE,
@@ -417,7 +418,7 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> tuple[Drafter | N
                 answers[request.request_id] = [token_id for token_id, _ in stream.tokens]
     settings, taps = case.settings, None
     drafts: CostlyProposer | None = None
-    if settings.proposer == "model":
+    if settings.proposer == "draft":
         drafts = model_proposer(model.draft_executor(), settings, settings.max_model_len)
     if settings.proposer == "self":
         drafts = self_proposer(first_layers_of(model, settings), settings, settings.max_model_len)
@@ -431,7 +432,7 @@ def first_layers_of(model: Model, settings: Settings) -> SharedCache:
     return model.first_layers(
         settings.num_threads,
         is_beside=settings.plans_in_flight > 1,
-        is_whole=settings.max_drafts % 2 == 1,
+        is_whole=settings.all_layers,
     )
 
 

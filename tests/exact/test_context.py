@@ -22,7 +22,14 @@ from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import Model
-from tests.exact.test_ranks import GOALS, MAX_SHOWN, NUM_CASES, SIZE, case_for_ranks
+from tests.exact.test_ranks import (
+    GOALS,
+    MAX_SHOWN,
+    NUM_CASES,
+    SIZE,
+    case_for_ranks,
+    without_refused,
+)
 from tests.exact.workload import VOCAB_SIZE, Arrival, Case
 from tests.models.cases_experts import MIXTRAL
 from tests.models.cases_gemma import GEMMA3
@@ -62,8 +69,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
     """Return a case of which most requests begin with one of two long texts."""
     case = case_for_ranks(number, num_models)
-    if case.settings.proposer in ("model", "medusa", "eagle"):  # have no blocks of such a size
-        case = replace(case, settings=replace(case.settings, proposer="ngram"))
+    case = replace(case, settings=without_refused(case.settings, "context_parallel_size"))
     rng = random.Random(f"context {number}")
     texts = [
         np.array([rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))], np.int32)

@@ -15,13 +15,15 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import Request
+from quire.config.proposer_kinds import PROPOSERS as KINDS
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
 from quire.program.batch import CacheRows, ForwardBatch
 from tests.conftest import SHOWN
 from tests.exact.conftest import VOCAB_SIZE
+from tests.exact.drafts import IS_RIGHT
 from tests.exact.rig import AloneRuns, Model, Outcome, differences, run_case
-from tests.exact.workload import draw_case
+from tests.exact.workload import PROPOSERS, draw_case
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_CASES", "80"))
 FIRST_CASE = int(os.environ.get("QUIRE_EXACT_FIRST", "0"))
@@ -50,8 +52,9 @@ GOALS = {
     "rescored": 0.003,  # about one in a hundred; the scheduler tests provoke it directly
 }
 MAX_SHOWN = 10
-NUM_COMPARED_WITH_REFERENCE = 30  # for each model
-NUM_SCORED_WITH_REFERENCE = 20
+# For each model; the reference executor takes longest.
+NUM_COMPARED_WITH_REFERENCE = 30 if NUM_CASES > ENOUGH_FOR_COVERAGE else 12
+NUM_SCORED_WITH_REFERENCE = 20 if NUM_CASES > ENOUGH_FOR_COVERAGE else 8
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,14 @@ def test_drawn_cases_reach_the_coverage_goals(
         pytest.skip(f"{len(outcomes)} cases are too few to measure shares")
     missed = {name: shares[name] for name, goal in GOALS.items() if shares[name] < goal}
     assert not missed, f"shares below their goals: {missed}"
+
+
+def test_every_kind_of_proposer_is_drawn() -> None:
+    assert sum(PROPOSERS.values()) == 100
+    assert {*KINDS, *IS_RIGHT, "history"} == {*PROPOSERS}
+    cases = (draw_case(number, num_models=2, vocab_size=VOCAB_SIZE) for number in range(80))
+    drawn = {case.settings.proposer for case in cases}
+    assert drawn == {*PROPOSERS, ""}
 
 
 def test_requests_run_alone_match_the_reference_executor(

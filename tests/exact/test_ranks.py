@@ -15,6 +15,13 @@ from itertools import count, islice
 
 import pytest
 
+from quire.config.proposer_kinds import (
+    HEADS,
+    PROPOSERS,
+    WITH_FILES,
+    RankSetting,
+    refusal_beside,
+)
 from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
@@ -26,7 +33,7 @@ from quire.ranks.shared_pools import PoolShare
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
-from tests.exact.workload import VOCAB_SIZE, Case, draw_case
+from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
@@ -82,9 +89,13 @@ def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
     settings = replace(case.settings, tier_in_host=False)
-    if settings.proposer == "self":
-        settings = replace(settings, proposer="ngram")
-    return replace(case, settings=settings)
+    return replace(case, settings=without_refused(settings, "tensor_parallel_size"))
+
+
+def without_refused(settings: Settings, asked: RankSetting) -> Settings:
+    """Return settings with a proposer that goes with such ranks."""
+    refused = [name for name in PROPOSERS if refusal_beside(name, [asked])]
+    return replace(settings, proposer="ngram") if settings.proposer in refused else settings
 
 
 @pytest.mark.parametrize(("degree", "num_cases"), [(2, NUM_CASES), (4, NUM_CASES_OF_FOUR)])
@@ -107,7 +118,7 @@ def drafted_cases(cases: Iterable[Case], proposer: str, count: int) -> list[Case
     return list(islice(found, count))
 
 
-@pytest.mark.parametrize("proposer", ["model", "medusa", "eagle"])
+@pytest.mark.parametrize("proposer", WITH_FILES)
 def test_drafts_computed_beside_ranks_change_no_answer(wholes: list[Model], proposer: str) -> None:
     cases = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, NUM_DRAFTED)
     lines, reached = compare_with_one_process(
@@ -117,7 +128,7 @@ def test_drafts_computed_beside_ranks_change_no_answer(wholes: list[Model], prop
     assert any(reached.values()), reached
 
 
-@pytest.mark.parametrize("proposer", ["medusa", "eagle"])
+@pytest.mark.parametrize("proposer", HEADS)
 def test_heads_read_the_hidden_states_of_one_process(wholes: list[Model], proposer: str) -> None:
     """So that they draft the same tokens."""
     [case] = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, 1)

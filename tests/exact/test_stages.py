@@ -27,7 +27,7 @@ from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
-from tests.exact.test_ranks import drafted_cases
+from tests.exact.test_ranks import drafted_cases, without_refused
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -35,7 +35,6 @@ from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
-COMPUTED = ("self", "medusa", "eagle")  # proposers that one process computes
 GOALS = (
     *("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected"),
     *("saved", "fetched"),
@@ -100,9 +99,7 @@ def case_for_stages(number: int, num_models: int, stages: int) -> Case:
         plans_in_flight=stages,
         micro_batches=stages,
     )
-    if settings.proposer in COMPUTED:
-        settings = replace(settings, proposer="ngram")
-    return replace(case, settings=settings)
+    return replace(case, settings=without_refused(settings, "pipeline_parallel_size"))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,7 @@ def test_a_draft_model_beside_stages_changes_no_answer(wholes: list[Model]) -> N
     cases = (case_for_stages(number, 1, 2) for number in count())
     lines, reached = compare_with_one_process(
         [DividedModel(wholes[1], made)],
-        drafted_cases(cases, "model", 2),
+        drafted_cases(cases, "draft", 2),
         ("accepted", "rejected"),
         runner_type=PipelinedRunner,
     )

@@ -7,6 +7,7 @@ to be hard: few blocks, small step budgets, up to three plans in flight. Most ca
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -59,6 +60,12 @@ GRAMMARS = (
     ),
 )
 BLOCK_SIZES = (16, 16, 16, 32)
+# What proposes in cases with drafts, and in how many of a hundred: those of servers by
+# their kind, of which prompt lookup has two forms, and ones that know the answer (drafts.py).
+PROPOSERS: Mapping[str, int] = {
+    **{"ngram": 4, "history": 4, "draft": 12, "self": 20, "medusa": 10, "eagle": 10},
+    **{"right": 16, "wrong": 8, "alternating": 8, "sometimes": 8},
+}
 THREADS = (1, 1, 1, 1, 2, 3)  # threads mostly wait for each other on a busy machine
 
 
@@ -84,6 +91,7 @@ class Settings:
     jump_ahead: bool = True  # append forced tokens; a request alone takes a step per token
     proposer: str = ""  # of draft tokens (drafts.py); "" for none
     draft_blocks: int = 0  # KV blocks of the draft model or head, where that is the proposer
+    all_layers: bool = False  # all layers draft, not half of them, where these are the proposer
     draft_noise: bool = True  # the draft model samples with the noise of the target
     max_drafts: int = 0
     adaptive: bool = False  # as many drafts as the control chooses, instead of all
@@ -189,30 +197,15 @@ def _with_drafts(
     rng: random.Random, settings: Settings, arrivals: tuple[Arrival, ...], vocab_size: int
 ) -> tuple[Settings, tuple[Arrival, ...]]:
     """Add a proposer, and requests that speculate, most of them; some predict their answer."""
-    proposer = rng.choice(("right", "right", "wrong", "alternating", "sometimes", "ngram"))
     settings = replace(
         settings,
-        proposer=proposer,
+        proposer=rng.choices([*PROPOSERS], [*PROPOSERS.values()])[0],
         max_drafts=rng.choice((1, 2, 3, 5, 8)),
         adaptive=rng.random() < 0.25,
+        draft_blocks=rng.choice((3, 20, 100)),
+        draft_noise=rng.random() < 0.7,
+        all_layers=rng.random() < 0.6,
     )
-    if rng.random() < 0.2:
-        settings = replace(
-            settings,
-            proposer="model",
-            draft_blocks=rng.choice((3, 20, 100)),
-            draft_noise=rng.random() < 0.7,
-        )
-    if rng.random() < 0.25:
-        settings = replace(settings, proposer="self")
-
-    heads = random.Random(f"heads {arrivals[0].requests[0].request_id}")
-    if heads.random() < 0.2:
-        settings = replace(
-            settings,
-            proposer=heads.choice(("medusa", "eagle")),
-            draft_blocks=heads.choice((3, 20, 100)),
-        )
 
     def speculating(request: Request) -> Request:
         own = random.Random(f"drafts {request.group_id}")

@@ -49,7 +49,7 @@ from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-PROPOSERS = ("sometimes", "self", "model")
+PROPOSERS = ("sometimes", "self", "draft")
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
 SAMPLING = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1),

@@ -1,7 +1,8 @@
 """The Row Rule, kernel by kernel: row i of a result equals the one-row result bit for bit.
 
 Holds for 1 to 65 rows, 1 to 3 threads, every instruction set and any content of the other rows; and
-for 150 of 2,048 rows. Attention is in test_attention_rows.py.
+for 150 of 2,048 rows. In the default suite each case has a third of these numbers, and all
+cases together have all. Attention is in test_attention_rows.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.weights.dtypes import round_to_bf16
+from tests.drawn import each_third
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Tokens
 from tests.kernels.attention_cases import Rows as Calls
 from tests.kernels.isas import EVERY_ISA, ISAS
@@ -259,11 +261,13 @@ def test_a_row_does_not_depend_on_row_or_thread_counts(isa: str, name: str) -> N
     case = CASES[name]
     expected = case.alone(isa, case.inputs)
     for num_threads in (1, 2, 3):
-        op, large = case.op(isa, num_threads, 65), case.op(isa, num_threads, NUM_ROWS)
-        for count in range(1, 66) if num_threads == 1 else SOME_COUNTS:
+        op = case.op(isa, num_threads, 65)
+        counts = range(1, 66) if num_threads == 1 else SOME_COUNTS
+        for count in each_third(counts, isa, name, num_threads):
             found = case.run(op, 0, count, case.inputs)
             assert np.array_equal(found, expected[:count]), f"{count} rows, {num_threads} threads"
-        found = case.run(large, 0, NUM_ROWS, case.inputs)
+    for num_threads in each_third((1, 2, 3), isa, name):
+        found = case.run(case.op(isa, num_threads, NUM_ROWS), 0, NUM_ROWS, case.inputs)
         assert np.array_equal(found[ALONE], expected), f"{NUM_ROWS} rows, {num_threads} threads"
 
 
@@ -281,7 +285,7 @@ def test_a_row_does_not_depend_on_the_content_of_other_rows(isa: str, name: str)
     plain = case.run(case.op(isa, 1, count), 0, count, case.inputs)
     assert np.array_equal(alone[::2], plain[::2])
     for num_threads in (1, 3):
-        for rows in (2, 3, 5, 8, 17, 33, count):
+        for rows in each_third((2, 3, 5, 8, 17, 33, count), isa, name, num_threads):
             found = case.run(case.op(isa, num_threads, rows), 0, rows, mixed)
             assert np.array_equal(found[::2], alone[:rows:2]), f"{rows} rows, {num_threads} threads"
             both_nan = np.isnan(found.view(np.float32)) & np.isnan(alone[:rows].view(np.float32))

@@ -20,7 +20,7 @@ _TEXT = (
     *(*_CODE, ".md", ".toml", ".txt", ".sh", ".cfg", ".ini", ".yml", ".yaml", ".cmake", ""),
     *(".conf", ".service"),
 )
-_NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_draft")
+_NOT_OURS = ("__pycache__", "checkpoints", "results", "recorded", "box", "box_draft", "box_eagle")
 
 
 def code_files(*folders: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from tests.repository.source_files import ROOT, code_files, name_of
 PAGES = ROOT / "docs" / "packages"
 # Subpackages with a page of their own; their files are not listed on the parent's page.
 INNER = {
+    "anthropic": "quire/api/anthropic",
     "gpu": "quire/execute/gpu",
+    "llama_cpp": "quire/api/llama_cpp",
+    "ollama": "quire/api/ollama",
     "responses": "quire/api/openai/responses",
     "rpc": "quire/api/rpc",
 }
@@ -40,6 +44,22 @@ def test_every_package_has_a_short_page_and_every_page_is_linked() -> None:
     assert not long
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert not [name for name in pages if f"packages/{name}.md" not in text]
+
+
+def test_pages_say_the_layer_that_the_import_contract_gives() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = contracts["tool"]["importlinter"]["contracts"][0]["layers"]
+    given = {
+        package.strip().removeprefix("quire."): len(layers) - 1 - at
+        for at, layer in enumerate(layers)
+        for package in layer.split("|")
+    }
+    said = {}
+    for page in PAGES.glob("*.md"):
+        if found := re.search(r"^Layer (\d+)\.", page.read_text(encoding="utf-8"), re.M):
+            said[page.stem] = int(found[1])
+    assert said == {name: given[name] for name in said}
+    assert len(said) >= 20
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -15,6 +15,7 @@ from quire.base.engine_stats import EngineStats
 from quire.base.kv_store import KVStoreStats
 from quire.base.kv_transfer import TransferStats
 from quire.cli.serve import add_arguments
+from quire.config.proposer_kinds import COMPUTED, PROPOSERS
 from quire.obs.metrics import Metrics
 from tests.repository.source_files import ROOT
 
@@ -55,6 +56,17 @@ def test_a_changed_field_makes_its_page_stale(monkeypatch: pytest.MonkeyPatch) -
     script = _script()
     monkeypatch.setattr(script, "GROUPS", {"Input": {"prompt": "", "messages": ""}})
     assert "request-fields.md" in [p.name for p, text, wanted in script.pages() if text != wanted]
+
+
+def test_pages_name_every_kind_of_proposer() -> None:
+    speculation, parallel = (
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("speculation", "parallel")
+    )
+    sources = speculation[: speculation.index("\nAnswers that repeat")]
+    assert not [name for name in PROPOSERS if f"`--speculate {name}`" not in sources]
+    row = next(line for line in parallel.splitlines() if line.startswith("| `--speculate "))
+    assert not [name for name in COMPUTED if name not in row]
 
 
 def test_every_metric_named_by_a_page_exists() -> None:

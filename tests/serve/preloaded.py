@@ -6,7 +6,8 @@ Nearly all of a start's CPU time is imports, and the suite starts dozens of serv
 imports happen once in each process of tests. Everything after them is as in a start of its own:
 the command's process and its children, their arguments, environment, descriptors, parents, signals
 and exit codes. Children of a server (engines, API workers, ranks) are copies of a template, which
-is forked before the server has run a line.
+is forked before the server has run a line. Within `forked_children()` the engines and ranks that
+this process itself starts are forked as well.
 
 `shared_server`, and every start that is about loading, limits or what is read on import, has a
 fresh interpreter (see running_server.py). Always holds: the preloading process and the templates
@@ -29,8 +30,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -45,6 +46,7 @@ NAMES = {
     ENGINE: "quire-engine",
     "quire.api.workers.worker": "quire-worker",
     "quire.ranks.main": "quire-rank",
+    "tests.connected_ranks": "quire-rank",
 }
 TEMPLATE_NAME = "quire-template"
 # What a server and its children import; the rest comes with these.
@@ -110,6 +112,7 @@ class Loader:
 
     def __init__(self) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._using = threading.Lock()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.serve.preloaded", str(theirs.fileno())],
@@ -124,21 +127,31 @@ class Loader:
     ) -> Preloaded:
         """Run the command with these words; files: its output, errors, and input if any."""
         order = {"start": list(words), "environment": {**os.environ, **environment}}
-        socket.send_fds(self._orders, [json.dumps(order).encode()], files)
-        return Preloaded(self._answer(), self)
+        return Preloaded(self._answer(order, files), self)
+
+    def copy(self, order: dict[str, Any], descriptors: list[int]) -> int:
+        """Start a module in a copy that is a child of this process; return its process id."""
+        own = [number for number in (1, 2) if number not in order["numbers"]]
+        order = {**order, "numbers": [*order["numbers"], *own]}
+        _prctl(_SET_CHILD_SUBREAPER, 1)
+        try:
+            return self._answer(order, [*descriptors, *own])
+        finally:
+            _prctl(_SET_CHILD_SUBREAPER, 0)
 
     def reap(self, pid: int) -> int:
         """Return the exit code of a process that has ended."""
-        self._orders.send(json.dumps({"reap": pid}).encode())
-        return self._answer()
+        return self._answer({"reap": pid}, ())
 
     def close(self) -> None:
         """End the process."""
         self._orders.close()
         self.process.wait(GIVE_UP_S)
 
-    def _answer(self) -> int:
-        raw = self._orders.recv(_MAX_BYTES)
+    def _answer(self, order: dict[str, Any], descriptors: Sequence[int]) -> int:
+        with self._using:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+            raw = self._orders.recv(_MAX_BYTES)
         assert raw, f"the preloading process has ended: {self.process.wait()}"
         return int(raw)
 
@@ -180,6 +193,17 @@ def run(*words: str, given: bytes = b"", **environment: str) -> subprocess.Compl
     return subprocess.CompletedProcess(words, code, *texts)
 
 
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Fork the engines and ranks that this process starts meanwhile."""
+    start_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    _start_from(_loader().copy)
+    try:
+        yield
+    finally:
+        subprocess.Popen._execute_child = start_fresh  # type: ignore[attr-defined]
+
+
 # ---- the preloading process, and its forks
 
 
@@ -198,10 +222,12 @@ def main() -> int:
         if "reap" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["reap"], 0)[1])
         else:
-            answer = os.fork()
+            answer = os.fork() if "start" in order else _fork_orphan()
             if answer == 0:
                 orders.close()
-                return _run(order["start"], order["environment"], descriptors)
+                if "start" in order:
+                    return _run(order["start"], order["environment"], descriptors)
+                return _be_copy(order, descriptors, has_ranks=False)
             for descriptor in descriptors:
                 os.close(descriptor)
         orders.send(str(answer).encode())
@@ -213,7 +239,7 @@ def _run(words: list[str], environment: Mapping[str, str], descriptors: list[int
     if "--api-processes" in words and words[words.index("--api-processes") + 1] != "1":
         _count_in_files()
     if words[0] == "serve":
-        _start_from(_Template(has_ranks=not RANK_FLAGS.isdisjoint(words)))
+        _start_from(_Template(has_ranks=not RANK_FLAGS.isdisjoint(words)).start)
     sys.argv = ["quire", *words]
     code: int = import_module("quire.cli.main").main(words)
     return code
@@ -249,22 +275,33 @@ def _copy_on_order(orders: socket.socket, *, has_ranks: bool) -> int:
         raw, descriptors, _, _ = socket.recv_fds(orders, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not raw:
             return 0
-        reading, writing = os.pipe()
-        between = os.fork()
-        if between == 0:
-            copy = os.fork()
-            if copy:
-                os.write(writing, str(copy).encode())
-                os._exit(0)
+        copy = _fork_orphan()
+        if copy == 0:
             orders.close()
-            os.close(reading)
-            os.close(writing)
             return _be_copy(json.loads(raw), descriptors, has_ranks=has_ranks)
-        for descriptor in (writing, *descriptors):
+        for descriptor in descriptors:
             os.close(descriptor)
+        orders.send(str(copy).encode())
+
+
+def _fork_orphan() -> int:
+    """Fork a process that is a child of the next one above that adopts orphans.
+
+    Return its id, and 0 in the process itself.
+    """
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        copy = os.fork()
+        if copy:
+            os.write(writing, str(copy).encode())
+            os._exit(0)
+    else:
         os.waitpid(between, 0)  # from here on the copy has its parent
-        orders.send(os.read(reading, 64))
-        os.close(reading)
+        copy = int(os.read(reading, 64))
+    os.close(reading)
+    os.close(writing)
+    return copy
 
 
 def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) -> int:
@@ -272,7 +309,7 @@ def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) 
     module = order["module"]
     _prctl(_SET_NAME, ctypes.c_char_p(NAMES[module].encode()))
     if has_ranks and module == ENGINE:
-        _start_from(_Template(has_ranks=False))
+        _start_from(_Template(has_ranks=False).start)
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         _count_in_files()
     sys.argv = ["-c", *order["words"]]
@@ -280,8 +317,8 @@ def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) 
     return code
 
 
-def _start_from(template: _Template) -> None:
-    """Let `subprocess` start processes of ours from this template."""
+def _start_from(start_copy: Callable[[dict[str, Any], list[int]], int]) -> None:
+    """Let `subprocess` start processes of ours by this function."""
     command: list[str] = import_module("quire.base.child_process").command_of("")[:-1]
     start_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -300,7 +337,7 @@ def _start_from(template: _Template) -> None:
             "environment": dict(os.environ if environment is None else environment),
             "numbers": list(numbers),
         }
-        self.pid = template.start(order, list(numbers.values()))
+        self.pid = start_copy(order, list(numbers.values()))
         self._child_created = True
         self._close_pipe_fds(read_0, write_0, read_1, write_1, read_2, write_2)
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.serve.running_server import ROOT, RunningServer
@@ -94,7 +95,15 @@ class PageRun:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close_what_is_open()
         self._exits.close()
+
+    def _close_what_is_open(self) -> None:
+        """Close streams and clients of the page's Python, which a script leaves to its end."""
+        for value in reversed(self._names.values()):
+            close = getattr(value, "close", None)
+            if callable(close) and not isinstance(value, type | ModuleType):
+                close()
 
     def run(self, text: str, *, all_marked: bool) -> int:
         """Run the marked blocks of a page, and return their number.

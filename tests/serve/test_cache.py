@@ -54,6 +54,7 @@ def test_a_response_states_where_its_prompt_diverges_from_the_nearest_cached_one
     _, answer = server.post(COMPLETIONS, {"prompt": other, **asked})
     assert answer["usage"]["prompt_tokens_details"] == {
         "cached_tokens": 32,
+        "cache_write_tokens": 0,
         "cached_tokens_details": {
             "pool": 32,
             "host": 0,

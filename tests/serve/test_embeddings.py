@@ -250,7 +250,7 @@ def test_ollamas_form_cuts_inputs_beyond_the_context_unless_asked_not_to(
     [
         ("/api/embed", {}, "input is missing"),
         ("/api/embed", {"input": [5, 6]}, "/v1/embeddings also takes token ids"),
-        ("/api/embed", {"input": []}, "list of texts is needed"),
+        ("/api/embed", {"input": {}}, "list of texts is needed"),
         ("/api/embed", {"input": "a", "options": {"temperature": 1}}, "options.temperature"),
         ("/api/embed", {"input": "a", "options": {"num_predict": 4}}, "options.num_predict"),
         ("/api/embed", {"input": "a", "options": {"num_gpu": "all"}}, "options.num_gpu"),

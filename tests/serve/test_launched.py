@@ -1,5 +1,7 @@
 """A server with ranks that a launcher has started: each runs one command, with RANK and WORLD_SIZE
-in its environment, as under torchrun. Rank 0 serves; a lost rank ends all."""
+in its environment, as under torchrun. Rank 0 serves; a lost rank ends all.
+
+The first layout starts from fresh interpreters, the others from preloaded processes."""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve import preloaded
 from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
 from tests.serve.serve_command import serve
 from tests.serve.test_ranks import COMPLETIONS, LONG
@@ -60,15 +63,20 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 class Rank:
     """A process of a rank above 0."""
 
-    def __init__(self, model: Path, *flags: str, **variables: str) -> None:
+    def __init__(self, model: Path, *flags: str, fresh: bool = False, **variables: str) -> None:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire", "serve", str(model), *BACKEND, *flags],
-            stdout=self._err,
-            stderr=self._err,
-            cwd=ROOT,
-            env={**os.environ, **variables},
-        )
+        self.process: subprocess.Popen[bytes] | preloaded.Preloaded
+        words = ["serve", str(model), *BACKEND, *flags]
+        if fresh:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "quire", *words],
+                stdout=self._err,
+                stderr=self._err,
+                cwd=ROOT,
+                env={**os.environ, **variables},
+            )
+        else:
+            self.process = preloaded.start(words, self._err, self._err, variables)
 
     def exit_code(self) -> int:
         """Return the exit code; fail instead of waiting forever."""
@@ -89,16 +97,17 @@ class Rank:
 
 @contextmanager
 def launched(
-    model: Path, world_size: int, *flags: str
+    model: Path, world_size: int, *flags: str, fresh: bool = False
 ) -> Iterator[tuple[RunningServer, list[Rank]]]:
     """Run a server of so many ranks, and these ranks."""
     port = free_port()
     ranks = [
-        Rank(model, *flags, **environment(rank, world_size, port)) for rank in range(1, world_size)
+        Rank(model, *flags, fresh=fresh, **environment(rank, world_size, port))
+        for rank in range(1, world_size)
     ]
     try:
         own = environment(0, world_size, port)
-        with RunningServer(model, *BACKEND, *flags, environment=own) as server:
+        with RunningServer(model, *BACKEND, *flags, fresh=fresh, environment=own) as server:
             yield server, ranks
     finally:
         for rank in ranks:
@@ -124,7 +133,8 @@ def test_ranks_of_a_launcher_answer_as_one_process_and_end_together(
     model: Path, wanted: dict[str, object], layout: str
 ) -> None:
     world_size = 4 if len(LAYOUTS[layout]) > 2 else 2
-    with launched(model, world_size, *LAYOUTS[layout]) as (server, ranks):
+    fresh = layout == "two ranks"
+    with launched(model, world_size, *LAYOUTS[layout], fresh=fresh) as (server, ranks):
         assert answer_of(server) == wanted
         for rank in ranks:
             rank.process.send_signal(signal.SIGTERM)  # as a launcher does to all: rank 0 ends them
@@ -181,6 +191,7 @@ def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -
         *flags,
         *("--distributed-key-file", str(keys[0])),
         wait=False,
+        fresh=False,
         environment=environment(0, 2, port),
     )
     assert server.exit_code() == 1
@@ -195,8 +206,9 @@ def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -
 def test_a_port_in_use_is_refused(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        own = environment(0, 2, port)
         server = RunningServer(
-            model, *BACKEND, "-tp", "2", wait=False, environment=environment(0, 2, port)
+            model, *BACKEND, "-tp", "2", wait=False, fresh=False, environment=own
         )
         assert server.exit_code() != 0
         assert f"rank 0 cannot listen at 127.0.0.1:{port}" in server.stderr()

@@ -36,6 +36,19 @@ def test_a_grammar_holds_and_a_prompt_is_computed_without_output(server: Running
     assert (status, nothing["content"], nothing["tokens_predicted"]) == (200, "", 0)
 
 
+def test_an_answer_that_its_lines_end_is_a_beginning(server: RunningServer) -> None:
+    sent = {"prompt": "Once upon a time", "n_predict": 64, "seed": 5, "temperature": 2}
+    whole = server.post("/completion", sent)[1]
+    assert "\n" in whole["content"]
+    status, cut = server.post("/completion", {**sent, "n_indent": 64})
+    assert (status, cut["stop_type"], cut["truncated"]) == (200, "limit", False)
+    assert whole["content"].startswith(cut["content"])
+    assert cut["content"].count("\n") == 1
+    paths = ["content", "generation_settings/seed"]
+    parts = server.post("/completion", {**sent, "response_fields": paths})[1]
+    assert parts == {"content": whole["content"], "generation_settings/seed": 5}
+
+
 def test_pieces_of_content_make_its_text(server: RunningServer) -> None:
     status, answer = server.post("/tokenize", {"content": "the sea", "with_pieces": True})
     assert status == 200

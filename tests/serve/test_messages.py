@@ -22,7 +22,7 @@ def test_a_message_has_the_text_and_the_prompt_of_the_same_chat(server: RunningS
     status, message = server.post(MESSAGES, ASKED)
     assert status == 200, message
     (block,) = message["content"]
-    assert block == {"type": "text", "text": chat["choices"][0]["message"]["content"]}
+    assert block["text"] == chat["choices"][0]["message"]["content"]
     usage = message["usage"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"] == 24
     prompt_tokens = usage["input_tokens"] + usage["cache_read_input_tokens"]

@@ -32,6 +32,22 @@ def test_a_chat_has_the_tokens_of_the_same_chat_of_openai(server: RunningServer)
     assert server.post("/api/chat", whole)[1]["message"]["content"] == text
 
 
+def test_old_messages_are_left_out_and_the_model_is_counted(server: RunningServer) -> None:
+    card = server.get("/v1/models")[1]["data"][0]
+    text = "Tom has a dog. " * (card["max_model_len"] // 40)
+    turn = [{"role": role, "content": text} for role in ("user", "assistant")]
+    sent = {"messages": [*turn * 8, *SAID], "stream": False, "options": {"num_predict": 4}}
+    status, answer = server.post("/api/chat", sent)
+    assert (status, "maximum context length" in answer["error"]) == (400, True)
+    cut = {**sent, "model": f"{card['id']}:latest", "truncate": True}
+    status, answer = server.post("/api/chat", cut)
+    assert status == 200, answer
+    assert answer["prompt_eval_count"] + 4 <= card["max_model_len"]
+    _, shown = server.post("/api/show", {"model": card["id"]})
+    number = shown["model_info"]["general.parameter_count"]
+    assert number * 2 <= server.get("/api/tags")[1]["models"][0]["size"] <= number * 4 + 100_000
+
+
 def test_a_raw_prompt_has_the_tokens_of_the_same_completion(server: RunningServer) -> None:
     asked = {"prompt": "the sea", "max_tokens": 24, "seed": 4, "ignore_eos": True}
     status, completion = server.post("/v1/completions", {**asked, "return_token_ids": True})

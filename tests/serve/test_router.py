@@ -181,7 +181,7 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
             ("POST", "/admin/drain", {}, 501, "not_routed"),
             ("POST", "/v1/files", {}, 501, "not_routed"),
             ("GET", "/v1/batches/x", None, 501, "not_routed"),
-            ("GET", "/props", None, 501, "not_routed"),
+            ("GET", "/props", None, 501, 501),  # in the form of llama.cpp
             ("GET", "/v1/responses/resp_1", None, 404, "response_not_found"),
             ("GET", "/v1/responses/a%0d%0ab", None, 404, "unknown_url"),
             ("POST", "/v1/embeddings", {"input": 7}, 400, "invalid_value"),  # the replica's refusal

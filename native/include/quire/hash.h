@@ -25,12 +25,14 @@ void hash_chain(const int32_t* tokens, int64_t num_blocks, int64_t block_size, D
 // A large content, digested in pieces so that threads can share it: take() each once, in any order.
 // The digest is SipHash over the length and the pieces' digests in order. A piece is read once, in
 // stripes of eight words like XXH3, with SipHash at the end: at memory speed, and one changed word
-// always changes a sum. Detects accidents and edits; no defence against forgery.
+// always changes a sum. Detects accidents and edits; no defence against forgery. Where there is an
+// `out`, pieces are copied there while they are read; what is digested is what was copied, even if
+// another process writes `bytes` meanwhile.
 class Content {
   public:
     static constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
-    Content(const uint8_t* bytes, int64_t size);
+    Content(const uint8_t* bytes, int64_t size, uint8_t* out = nullptr);
 
     const uint8_t* bytes() const { return bytes_; }
     int64_t pieces() const { return static_cast<int64_t>(digests_.size()); }
@@ -40,6 +42,7 @@ class Content {
   private:
     const uint8_t* bytes_;
     int64_t size_;
+    uint8_t* out_;
     std::vector<Digest> digests_;
 };
 

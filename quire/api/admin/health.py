@@ -2,12 +2,14 @@
 
 Health means progress: 200 only in state "ready", and only while steps advance if work is pending;
 else 503 with the state ("starting", "ready", "paused", "draining", "restarting", "asleep", "dead")
-and the reason, and with `retry-after` where it is known when requests are taken again.
+and the reason, and with `retry-after` where it is known when requests are taken again. `status` and
+`error` are what clients of llama.cpp's server read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +18,7 @@ from starlette.responses import Response
 from quire.api.http.errors import error_headers
 from quire.api.server_state import ServerState
 from quire.base.errors import QuireError
+from quire.engine.model_card import Health
 from quire.obs.metrics import CONTENT_TYPE
 
 
@@ -29,7 +32,7 @@ class HealthRoutes:
         """Return state, reason, open streams and steps so far."""
         health = self._server_state.health()
         return Response(
-            msgspec.json.encode(dataclasses.asdict(health)),
+            msgspec.json.encode({**dataclasses.asdict(health), **_status(health)}),
             status_code=200 if health.ok else 503,
             headers={"cache-control": "no-store"} | ({} if health.ok else self._retry_after()),
             media_type="application/json",
@@ -46,3 +49,12 @@ class HealthRoutes:
         except QuireError as refusal:
             return error_headers(refusal)
         return {}
+
+
+def _status(health: Health) -> dict[str, Any]:
+    """Return the health in the form of llama.cpp's server."""
+    if health.ok:
+        return {"status": "ok"}
+    message = health.reason or f"the server is {health.state}"
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return {"status": health.state, "error": error}

@@ -11,9 +11,11 @@ from starlette.responses import Response
 
 from quire.base.version import installed_version
 
-OVERVIEW = """Quire serves a language model here, with OpenAI's API.
+OVERVIEW = """Quire serves a language model here, with OpenAI's API and those of others.
 
-POST /v1/chat/completions, /v1/completions, /generate, /tokenize, /detokenize, /apply_template
+POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/messages
+     (Anthropic's), /api/chat, /api/generate (Ollama's), /completion (llama.cpp's)
+     /generate, /tokenize, /detokenize, /apply_template
 GET  /v1/models, /tokenizer_info, /v1/requests/ID, /v1/requests/ID/timeline,
      /health, /metrics, /version
      /docs: a page of all of them; /openapi.json

@@ -1,7 +1,8 @@
 """Content blocks of an answer: thinking, text, tool_use, as events of a stream and whole.
 
 A whole answer is the events of its blocks joined, so both have the same blocks. Thinking is signed
-with a digest of its text; requests that send it back are not checked for it. Arguments of a call
+with a digest of its text, which may be left out; requests that send it back are not checked for it.
+Keys that have no meaning here are null, for clients that read them. Arguments of a call
 that are not a JSON object are returned as {"INVALID_JSON": text}, the form that Anthropic
 recommends.
 """
@@ -22,8 +23,10 @@ Event = dict[str, Any]
 
 _BLOCKS: dict[str, Event] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
-    "content": {"type": "text", "text": ""},
+    "content": {"type": "text", "text": "", "citations": None},
 }
+# Of a call: the model itself makes it, and tools are not in sets.
+_CALL: Event = {"type": "tool_use", "caller": {"type": "direct"}, "toolset_name": None}
 # The type of a delta, and its key that has the text.
 _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -33,10 +36,12 @@ _DELTAS = {
 
 
 class BlockEvents:
-    """The events of the content blocks of one answer. call_id: returns the id of a call."""
+    """The events of the content blocks of one answer. call_id: returns the id of a call.
+    hides_thinking: blocks of thinking have their signature only."""
 
-    def __init__(self, call_id: Callable[[int], str]) -> None:
+    def __init__(self, call_id: Callable[[int], str], *, hides_thinking: bool = False) -> None:
         self._call_id = call_id
+        self._hides_thinking = hides_thinking
         self._index = -1
         self._kind = ""  # of the open block; "" between blocks
         self._digest = hashlib.sha256()
@@ -45,13 +50,15 @@ class BlockEvents:
         """Yield the events of more pieces of the answer."""
         for piece in pieces:
             if piece.kind == "call":
-                named = {"type": "tool_use", "id": self._call_id(piece.call), "name": piece.text}
-                yield from self._open("arguments", {**named, "input": {}})
+                named = {"id": self._call_id(piece.call), "name": piece.text, "input": {}}
+                yield from self._open("arguments", {**_CALL, **named})
                 continue
             if piece.kind != self._kind:
                 yield from self._open(piece.kind, dict(_BLOCKS[piece.kind]))
             if piece.kind == "reasoning":
                 self._digest.update(piece.text.encode(errors="surrogatepass"))
+                if self._hides_thinking:
+                    continue
             yield self._delta(piece.kind, piece.text)
 
     def of_text(self, text: str) -> Event | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire.api.anthropic.paging import page_query
 from quire.api.batches import message_batches as rows
 from quire.api.batches.parted_response import PartedResponse
 from quire.api.batches.stored_batches import ENDED, StoredBatch, move_to
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 PATH = "/v1/messages/batches"
 MAX_REQUESTS, MAX_LISTED, NUM_LISTED = 100_000, 1000, 20
 CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_QUERY = ("limit", "before_id", "after_id")
 
 
 class MessageBatchRoutes:
@@ -79,19 +78,9 @@ class MessageBatchRoutes:
 
     async def list(self, request: Request) -> Response:
         """Return a page of the batches of a key, the newest first."""
-        query, key = request.query_params, request.state.key
-        for name in query:
-            if name not in _QUERY:
-                raise InvalidParameter(
-                    f"{show(name)} is a parameter of the query, and {', '.join(_QUERY)} are known; "
-                    "leave it out",
-                    param=name[:64],
-                )
-        limit, before, after = _limit(query), query.get("before_id"), query.get("after_id")
-        if before is not None and after is not None:
-            raise InvalidParameter(
-                "before_id and after_id are both given; give one of them", param="before_id"
-            )
+        key = request.state.key
+        query = page_query(request, num_listed=NUM_LISTED, max_listed=MAX_LISTED)
+        limit, before, after = query.limit, query.before, query.after
         found = await self._journal.run(
             lambda db: rows.page(db, key, before=before, after=after, limit=limit + 1)
         )
@@ -188,17 +177,6 @@ def _checked(path: str, entry: Any, seen: set[str]) -> str:
 
 def _fault(message: str, param: str = "requests") -> InvalidParameter:
     return InvalidParameter(message, param=param[:64])
-
-
-def _limit(query: Mapping[str, str]) -> int:
-    text = query.get("limit", str(NUM_LISTED))
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED))
-    if not is_number or not 1 <= int(text) <= MAX_LISTED:
-        raise InvalidParameter(
-            f"limit is {show(text)}; a whole number from 1 to {MAX_LISTED} is allowed",
-            param="limit",
-        )
-    return int(text)
 
 
 def _as_json(batch: StoredBatch) -> dict[str, Any]:

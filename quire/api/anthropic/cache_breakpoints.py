@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 from quire.api.anthropic.history import beginning_of, check_cache_control
@@ -44,18 +44,19 @@ def breakpoints_of(given: Mapping[str, Any]) -> list[Breakpoint]:
 
     Only for a request with tools, system and messages of an allowed form.
     """
-    found = [*_of_tools(given), *_of_system(given), *_of_messages(given)]
+    marked = chain(_of_tools(given), _of_system(given), _of_messages(given))
+    found = list(islice(marked, MAX_BREAKPOINTS + 1))  # each has a copy of what comes up to it
     check_cache_control("cache_control", given.get("cache_control"))
     if given.get("cache_control") is not None:  # the last block has one
-        ttl = given["cache_control"].get("ttl", "5m")
+        ttl = given["cache_control"].get("ttl") or "5m"
         found.append(Breakpoint(path="cache_control", ttl=ttl, messages=given["messages"]))
     param = "messages"
     if found:
         param = found[-1].path.partition("[")[0].partition(".")[0]
     if len(found) > MAX_BREAKPOINTS:
         raise InvalidParameter(
-            f"{len(found)} blocks have cache_control, the last {found[-1].path}; at most "
-            f"{MAX_BREAKPOINTS} are allowed",
+            f"at most {MAX_BREAKPOINTS} blocks may have cache_control; leave it out from "
+            f"{found[MAX_BREAKPOINTS].path} on",
             param=param,
         )
     for before, after in pairwise(found):
@@ -195,7 +196,7 @@ def _of_messages(given: Mapping[str, Any]) -> Iterator[Breakpoint]:
 
 def _ttl(block: Mapping[str, Any]) -> str | None:
     control = block.get("cache_control")
-    return None if control is None else str(control.get("ttl", "5m"))
+    return None if control is None else str(control.get("ttl") or "5m")
 
 
 def _check_text(path: str, block: Mapping[str, Any], param: str) -> None:

@@ -9,11 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.anthropic.dialect import ANTHROPIC
+from quire.api.anthropic.beta_query import without_beta
 from quire.api.anthropic.fields import COUNT_TOKENS
 from quire.api.anthropic.request import as_named_here, read_prompt
 from quire.api.generation.fields import flag
-from quire.api.generation.request_context import RequestContext, check_text_bytes, open_request
+from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
@@ -28,7 +29,10 @@ class CountTokensRoute:
     async def post(self, request: Request) -> Response:
         """Answer one request."""
         context = await open_request(
-            self._server_state, request, honoured=COUNT_TOKENS, id_prefix="count_"
+            self._server_state,
+            without_beta(request),
+            honoured=COUNT_TOKENS,
+            id_prefix="count_",
         )
         num_tokens = await run_until_disconnect(
             _counted(context),
@@ -37,15 +41,7 @@ class CountTokensRoute:
             deadline=context.deadline,
         )
         body = msgspec.json.encode({"input_tokens": num_tokens})
-        return with_id_header(
-            Response(body, headers=context.headers(), media_type="application/json")
-        )
-
-
-def with_id_header(response: Response) -> Response:
-    """Return a response with the request's id in the header of this API too."""
-    response.headers[ANTHROPIC.id_header] = response.headers["x-request-id"]
-    return response
+        return Response(body, headers=context.headers(), media_type="application/json")
 
 
 async def _counted(context: RequestContext) -> int:

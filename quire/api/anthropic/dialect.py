@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.api.http.dialect import Headers
 from quire.api.http.errors import ErrorReport
+from quire.base import http_apis
 from quire.base.errors import NotAuthorized
 
 OVERLOADED = 529
@@ -20,6 +21,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     504: "timeout_error",
@@ -59,16 +61,12 @@ class AnthropicDialect:
 
         Raises NotAuthorized.
         """
-        found = {name: value for name, value in headers if name in (b"x-api-key", b"authorization")}
-        key = found.get(b"x-api-key", b"").strip()
-        if key:
-            return key
-        scheme, _, key = found.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
+        key = http_apis.key_in(headers, http_apis.KEY_HEADERS[http_apis.ANTHROPIC])
+        if not key:
             raise NotAuthorized(
                 "no API key was sent; send `x-api-key: KEY`, or `Authorization: Bearer KEY`"
             )
-        return key.strip()
+        return key
 
     def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
         """Return the status and the body."""

@@ -6,7 +6,8 @@ left out: a message has no place for them.
 
 from __future__ import annotations
 
-from quire.api.generation.fields import SAMPLING, SCHEDULING
+from quire.api.generation.field_set import FieldSet
+from quire.api.generation.fields import CHAT, SAMPLING, SCHEDULING
 
 # Several choices, log-probabilities, and what has another name or form here.
 _NOT_CARRIED = frozenset(
@@ -25,7 +26,7 @@ _NOT_CARRIED = frozenset(
     }
 )
 # Fields that change the prompt, and the model's name.
-COUNT_TOKENS = frozenset(
+_OF_PROMPTS = frozenset(
     {
         "model",
         "messages",
@@ -40,7 +41,7 @@ COUNT_TOKENS = frozenset(
     }
 )
 MESSAGES = (
-    COUNT_TOKENS
+    _OF_PROMPTS
     | (SAMPLING | SCHEDULING) - _NOT_CARRIED
     | {
         "stop_sequences",
@@ -52,6 +53,16 @@ MESSAGES = (
         "speculation",
         "prediction",
     }
+)
+_MESSAGES_ONLY = CHAT | {"stop_sequences", "metadata", "service_tier"}
+COUNT_TOKENS = FieldSet(
+    _OF_PROMPTS,
+    advice=lambda name: (
+        ", which counts the tokens of a prompt; it belongs to POST /v1/messages and changes no "
+        "prompt: leave it out"
+        if name in _MESSAGES_ONLY
+        else None
+    ),
 )
 # Our names of fields that have another one here.
 OWN_NAMES = {

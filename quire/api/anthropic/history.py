@@ -2,8 +2,9 @@
 
 Text, tool_use, tool_result and thinking blocks become the content, tool_calls, tool messages and
 reasoning_content of OpenAI's form. Consecutive messages of a role are one turn, as in Anthropic's
-API. redacted_thinking is left out: only Anthropic can decrypt it. Always holds: a block or a key
-that would change the prompt is converted, or refused with its path.
+API. A system message among them stays in its place. redacted_thinking is left out: only Anthropic
+can decrypt it. Always holds: a block or a key that would change the prompt is converted, or refused
+with its path.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.generation.conversation import MAX_MESSAGES
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -28,7 +28,10 @@ _KEYS: Mapping[str, Mapping[str, Any]] = {
     "thinking": {"thinking": ..., "signature": ...},
     "redacted_thinking": {"data": ...},
 }
+# As in Anthropic's API.
+MAX_MESSAGES = 100_000
 _OF_ROLE = {
+    "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
@@ -67,7 +70,10 @@ def _said(system: Any, turns: list[tuple[str, list[Block]]]) -> list[dict[str, A
     names: dict[str, str] = {}  # of tools, by the id of the call
     said = [{"role": "system", "content": text} for text in _system(system)]
     for role, blocks in turns:
-        said += _assistant(blocks, names) if role == "assistant" else _user(blocks, names)
+        if role == "system":
+            said.append({"role": role, "content": _content(blocks)})
+        else:
+            said += _assistant(blocks, names) if role == "assistant" else _user(blocks, names)
     return said
 
 
@@ -78,7 +84,7 @@ def check_cache_control(path: str, value: Any) -> None:
     if (
         not isinstance(value, dict)
         or value.get("type") != "ephemeral"
-        or value.get("ttl", "5m") not in _TTLS
+        or (value.get("ttl") or "5m") not in _TTLS
         or value.keys() - {"type", "ttl"}
     ):
         raise InvalidParameter(
@@ -117,9 +123,8 @@ def _turns(messages: Any) -> list[tuple[str, list[Block]]]:
         if not isinstance(message, dict):
             raise _fault(f"{place} is {show(message)}; an object with role and content is allowed")
         role = message.get("role")
-        if role not in ("user", "assistant"):
-            also = "; system is a field of the request" if role == "system" else ""
-            raise _fault(f"{place}.role is {show(role)}; user and assistant are allowed{also}")
+        if not isinstance(role, str) or role not in _OF_ROLE:
+            raise _fault(f"{place}.role is {show(role)}; user, assistant and system are allowed")
         for key in message.keys() - {"role", "content"}:
             if message[key] is not None:
                 raise _fault(f"{place} has {show(key)}; role and content are allowed")
@@ -252,7 +257,8 @@ def _assistant(blocks: list[Block], names: dict[str, str]) -> Iterator[dict[str,
             case "text":
                 texts.append((path, block))
             case "thinking":
-                thoughts.append(_text(path, block, "thinking"))
+                if thought := _text(path, block, "thinking"):  # "" if its display was omitted
+                    thoughts.append(thought)
                 if not isinstance(block.get("signature"), str | None):
                     _text(path, block, "signature")
             case "redacted_thinking":

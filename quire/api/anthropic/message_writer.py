@@ -1,7 +1,8 @@
 """Write an answer as a message of Anthropic's API, whole or as events.
 
 answer_blocks.py writes the content. A stream is message_start, the events of the blocks,
-message_delta with the stop reason and the usage, and the message_stop of its framing.
+message_delta with the stop reason and the usage, and the message_stop of its framing. What only
+Anthropic's servers have (containers, tools of their own, regions) is null.
 """
 
 from __future__ import annotations
@@ -21,23 +22,34 @@ from quire.output_parsers.parsed_answer import AnswerPiece
 
 _TTLS = {lifetime_ms: ttl for ttl, lifetime_ms in LIFETIMES_MS.items()}
 
+# Tiers of an answer's usage.
+STANDARD, BATCH = "standard", "batch"
+
 
 class MessageWriter:
     """Write one answer.
 
     parser: None if the answer has neither reasoning nor calls. fills_context: max_tokens was more
     than the context has room for, so that the length of the answer is the context's.
+    hides_thinking: as of BlockEvents. tier: that of the usage.
     """
 
     def __init__(
-        self, envelope: Envelope, parser: ChatOutputParser | None, *, fills_context: bool
+        self,
+        envelope: Envelope,
+        parser: ChatOutputParser | None,
+        *,
+        fills_context: bool,
+        hides_thinking: bool = False,
+        tier: str = STANDARD,
     ) -> None:
+        self._tier = tier
         self._envelope = envelope
         self._parser = None if parser is None else parser.choice(0)
         self._at_length = "model_context_window_exceeded" if fills_context else "max_tokens"
-        self._blocks = BlockEvents(self._call_id)
+        self._blocks = BlockEvents(self._call_id, hides_thinking=hides_thinking)
         self._begun = False
-        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._end = _ended(None)
 
     def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
         """Return the message."""
@@ -45,7 +57,7 @@ class MessageWriter:
         pieces = self._pieces(choice.text, choice.token_chars, ends=True)
         content = joined_blocks([*self._blocks.of_pieces(pieces), *self._blocks.close()])
         end = self._end_of(choice.finish_reason, choice.stop_reason)
-        return {**self._message(content, end, _usage(usage)), "seed": choice.seed}
+        return {**self._message(content, end, self._usage(usage)), "seed": choice.seed}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield message_start before the first text, and the events of the content."""
@@ -57,7 +69,7 @@ class MessageWriter:
                 cached_tokens=delta.cached_tokens,
                 cache_uses=() if delta.cache_use is None else (delta.cache_use,),
             )
-            message = self._message([], self._end, _usage(usage))
+            message = self._message([], self._end, self._usage(usage, ends=False))
             yield {"type": "message_start", "message": {**message, "seed": delta.seed}}
         ends = delta.finish_reason is not None
         yield from self._blocks.of_pieces(self._pieces(delta.text, delta.token_chars, ends=ends))
@@ -79,7 +91,7 @@ class MessageWriter:
 
     def of_usage(self, usage: Usage) -> dict[str, Any]:
         """Return message_delta."""
-        return {"type": "message_delta", "delta": self._end, "usage": _usage(usage)}
+        return {"type": "message_delta", "delta": self._end, "usage": self._usage(usage)}
 
     def _pieces(self, text: str, token_chars: Sequence[int], *, ends: bool) -> list[AnswerPiece]:
         if self._parser is not None:
@@ -100,22 +112,45 @@ class MessageWriter:
             "model": self._envelope.model,
             "content": content,
             **end,
+            "diagnostics": None,
             "usage": usage,
+        }
+
+    def _usage(self, usage: Usage, *, ends: bool = True) -> dict[str, Any]:
+        """Return the object of `usage`. ends: the answer has ended, so that its parts are known."""
+        reasoning = 0 if self._parser is None else self._parser.reasoning_tokens
+        return {
+            **_counts(usage),
+            "output_tokens_details": {"thinking_tokens": reasoning} if ends else None,
+            "server_tool_use": None,
+            "service_tier": self._tier,
+            "inference_geo": None,
+            "speed": "standard",
         }
 
     def _end_of(
         self, reason: FinishReason | None, stopped_by: str | int | None
     ) -> dict[str, str | None]:
         if reason is FinishReason.LENGTH:
-            return {"stop_reason": self._at_length, "stop_sequence": None}
+            return _ended(self._at_length)
         if isinstance(stopped_by, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
+            return _ended("stop_sequence", stopped_by)
         calls = self._parser is not None and self._parser.has_complete_calls
-        return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+        return _ended("tool_use" if calls else "end_turn")
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    """Return the object of `usage`.
+def _ended(reason: str | None, sequence: str | None = None) -> dict[str, str | None]:
+    """Return the keys of a message that say why it ended."""
+    return {
+        "stop_reason": reason,
+        "stop_sequence": sequence,
+        "stop_details": None,
+        "container": None,
+    }
+
+
+def _counts(usage: Usage) -> dict[str, Any]:
+    """Return the counts of tokens.
 
     cache_creation has the tokens that were not cached and are pinned; input_tokens are the others
     that were not cached.

@@ -2,26 +2,30 @@
 
 The prompt, the parameters and so the tokens are those of the same chat at /v1/chat/completions.
 max_tokens may exceed the room of the context: the answer then ends where the context is full, with
-the stop reason "model_context_window_exceeded".
+the stop reason "model_context_window_exceeded". With max_tokens: 0 only the prompt is computed, so
+that it is cached.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quire.api.anthropic.beta_query import without_beta
 from quire.api.anthropic.cache_breakpoints import pins_of
-from quire.api.anthropic.count_tokens import CountTokensRoute, with_id_header
+from quire.api.anthropic.count_tokens import CountTokensRoute
 from quire.api.anthropic.dialect import ANTHROPIC
 from quire.api.anthropic.fields import MESSAGES
-from quire.api.anthropic.message_writer import MessageWriter
+from quire.api.anthropic.message_writer import BATCH, STANDARD, MessageWriter
 from quire.api.anthropic.request import (
     as_named_here,
     budget_of,
     check_metadata,
+    hides_thinking,
     read_prompt,
     sampling_fields,
 )
@@ -29,6 +33,7 @@ from quire.api.generation.choice_streams import Prompt
 from quire.api.generation.conversation import parsing_of
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import (
+    BACKGROUND,
     GenerationJob,
     GenerationRequest,
     GenerationRoute,
@@ -57,24 +62,31 @@ class MessagesRoute:
 
     def __init__(self, server_state: ServerState) -> None:
         self._server_state = server_state
-        self._route = GenerationRoute(
-            honoured=MESSAGES, id_prefix="msg_", read=read_job, dialect=ANTHROPIC
+        self._route, self._batch_route = (
+            GenerationRoute(
+                honoured=MESSAGES,
+                id_prefix="msg_",
+                read=partial(read_job, tier=tier),
+                dialect=ANTHROPIC,
+            )
+            for tier in (STANDARD, BATCH)
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return with_id_header(await generate(self._server_state, request, self._route))
+        route = self._batch_route if BACKGROUND in request.scope else self._route
+        return await generate(self._server_state, without_beta(request), route)
 
 
-async def read_job(request: GenerationRequest) -> GenerationJob:
-    """Check all fields. Raises RequestError naming the field."""
+async def read_job(request: GenerationRequest, *, tier: str) -> GenerationJob:
+    """Check all fields. tier: of the usage. Raises RequestError naming the field."""
     try:
-        return await _read_job(request)
+        return await _read_job(request, tier)
     except InvalidParameter as error:
         raise as_named_here(error) from error
 
 
-async def _read_job(request: GenerationRequest) -> GenerationJob:
+async def _read_job(request: GenerationRequest, tier: str) -> GenerationJob:
     given, engine = request.given, request.engine
     check_metadata(given)
     sampling = sampling_of(
@@ -97,6 +109,7 @@ async def _read_job(request: GenerationRequest) -> GenerationJob:
         request.context,
         prompt.conversation.text,
         add_special_tokens=flag(given, "add_special_tokens"),
+        min_output=int(sampling.max_tokens != 0),
         param="messages",
     )
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
@@ -106,7 +119,13 @@ async def _read_job(request: GenerationRequest) -> GenerationJob:
     if fills_context:
         sampling = replace(sampling, max_tokens=room_tokens)
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
-    writer = MessageWriter(request.envelope, parser, fills_context=fills_context)
+    writer = MessageWriter(
+        request.envelope,
+        parser,
+        fills_context=fills_context,
+        hides_thinking=hides_thinking(given),
+        tier=tier,
+    )
     points, conversation = prompt.breakpoints, prompt.conversation
     pins: tuple[CachePin, ...] = ()
     if points:

@@ -25,7 +25,9 @@ from quire.base.show import show
 
 TIERS = ("auto", "standard_only", "default")
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
-_MAX_USER_CHARS = 256
+THINKING_DISPLAYS = ("summarized", "omitted")
+# So many are converted within some milliseconds.
+_FEW_MESSAGES = 1024
 _BUDGET = "thinking.budget_tokens"
 
 
@@ -42,7 +44,12 @@ class MessagePrompt:
 async def read_prompt(context: RequestContext) -> MessagePrompt:
     """Check the fields that make the prompt, and render it. Raises RequestError."""
     given = context.given
-    history, offer = history_of(given.get("system"), given.get("messages")), tool_offer(given)
+    system, messages = given.get("system"), given.get("messages")
+    if isinstance(messages, list) and len(messages) > _FEW_MESSAGES:
+        history = await context.run_in_thread(history_of, system, messages)
+    else:
+        history = history_of(system, messages)
+    offer = tool_offer(given)
     breakpoints = breakpoints_of(given)
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
@@ -82,8 +89,8 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
             "max_tokens is missing; give the largest number of tokens of the answer",
             param="max_tokens",
         )
-    if given["max_tokens"] == 0:  # a number that only scores of a prompt may have
-        raise InvalidParameter("max_tokens is 0; at least 1 is needed", param="max_tokens")
+    if given["max_tokens"] == 0:  # the prompt is computed, so that it is cached
+        fields["prompt_logprobs"] = 0
     temperature = given.get("temperature", 0)
     if isinstance(temperature, int | float) and temperature > 1:
         raise InvalidParameter(
@@ -121,6 +128,11 @@ def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:
     return AskedBudget(tokens, _BUDGET)
 
 
+def hides_thinking(given: Mapping[str, Any]) -> bool:
+    """Return whether blocks of thinking are returned without their text. As of budget_of."""
+    return bool(given.get("thinking", {}).get("display") == "omitted")
+
+
 def check_metadata(given: Mapping[str, Any]) -> None:
     """Check metadata and service_tier, which have no effect."""
     tier = given.get("service_tier", TIERS[0])
@@ -135,11 +147,9 @@ def check_metadata(given: Mapping[str, Any]) -> None:
         not isinstance(metadata, dict)
         or metadata.keys() - {"user_id"}
         or not isinstance(user, str | None)
-        or len(user or "") > _MAX_USER_CHARS
     ):
         raise InvalidParameter(
-            f"metadata is {show(metadata)}; an object with a user_id of at most "
-            f"{_MAX_USER_CHARS} characters is allowed",
+            f"metadata is {show(metadata)}; an object with a user_id, a text, is allowed",
             param="metadata",
         )
 
@@ -168,10 +178,12 @@ def _effort(given: Mapping[str, Any]) -> str | None:
     if thinking is None:
         return effort
     kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if kind not in THINKING_TYPES or thinking.keys() - {"type", "budget_tokens"}:
+    known = kind in THINKING_TYPES and _set_keys(thinking) <= {"type", "budget_tokens", "display"}
+    if not known or thinking.get("display") not in (None, *THINKING_DISPLAYS):
         raise InvalidParameter(
             f"thinking is {show(thinking)}; an object with the type {', '.join(THINKING_TYPES)} is "
-            "allowed",
+            f"allowed, and a display of {' or '.join(THINKING_DISPLAYS)} (a model thinks before "
+            "its answer, not between calls of tools)",
             param="thinking",
         )
     if kind == "disabled" and thinking.get("budget_tokens") is not None:
@@ -185,7 +197,7 @@ def _effort(given: Mapping[str, Any]) -> str | None:
 
 def _output_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     config = given.get("output_config", {})
-    if not isinstance(config, dict) or config.keys() - {"effort", "format"}:
+    if not isinstance(config, dict) or _set_keys(config) - {"effort", "format"}:
         raise InvalidParameter(
             f"output_config is {show(config)}; an object with effort and format is allowed",
             param="output_config",
@@ -193,10 +205,15 @@ def _output_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return config
 
 
+def _set_keys(value: Mapping[str, Any]) -> set[str]:
+    """Return the keys of an object that are not null."""
+    return {key for key, inner in value.items() if inner is not None}
+
+
 def _response_format(requested: Any) -> dict[str, Any]:
     """Return the format in OpenAI's form."""
     kind = requested.get("type") if isinstance(requested, dict) else None
-    if kind != "json_schema" or requested.keys() != {"type", "schema"}:
+    if kind != "json_schema" or _set_keys(requested) != {"type", "schema"}:
         raise InvalidParameter(
             f"output_config.format is {show(requested)}; "
             '{"type": "json_schema", "schema": {...}} is allowed',

@@ -44,7 +44,8 @@ def tool_offer(given: Mapping[str, Any]) -> ToolOffer | None:
         return offer_of(fields)
     except InvalidParameter as error:  # paths of the form that was converted to
         said = str(error).replace(".function.parameters", ".input_schema")
-        raise InvalidParameter(said.replace(".function", ""), param=error.param) from error
+        said = said.replace(".function", "").replace(".allowed_tools.tools[0]", "")
+        raise InvalidParameter(said, param=error.param) from error
 
 
 def _fault(message: str, param: str = "tools") -> InvalidParameter:
@@ -90,7 +91,9 @@ def _choice(choice: Any) -> tuple[Any, bool]:
     kind = choice.get("type") if isinstance(choice, dict) else None
     keys = {"type", *(("name",) if kind == "tool" else ())}
     keys |= set() if kind == "none" else {"disable_parallel_tool_use"}
-    if kind not in (*_CHOICES, "tool") or choice.keys() - keys:
+    if kind not in (*_CHOICES, "tool") or any(
+        value is not None and key not in keys for key, value in choice.items()
+    ):
         raise _fault(
             f'tool_choice is {show(choice)}; {{"type": "auto"}}, "any", "none" and '
             '{"type": "tool", "name": ...} are allowed, with disable_parallel_tool_use',
@@ -104,4 +107,7 @@ def _choice(choice: Any) -> tuple[Any, bool]:
         )
     if kind != "tool":
         return _CHOICES[kind], not alone
-    return {"type": "function", "function": {"name": choice.get("name")}}, not alone
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    if alone:  # one call of this tool; else one or several
+        return named, False
+    return {"type": "allowed_tools", "mode": "required", "tools": [named]}, True

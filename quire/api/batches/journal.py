@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key BLOB, endpoint TEXT, input TEXT,
     status TEXT, created INTEGER, expires INTEGER, metadata TEXT, times TEXT, errors TEXT,
     output TEXT, error TEXT, total INTEGER, completed INTEGER, failed INTEGER,
-    output_bytes INTEGER, error_bytes INTEGER
+    output_bytes INTEGER, error_bytes INTEGER, model TEXT, input_tokens INTEGER,
+    cached_tokens INTEGER, output_tokens INTEGER, reasoning_tokens INTEGER
 );
 CREATE INDEX IF NOT EXISTS batches_by_key ON batches (key, seq);
 CREATE TABLE IF NOT EXISTS lines (
@@ -43,6 +44,13 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE UNIQUE INDEX IF NOT EXISTS custom_ids ON lines (batch, custom_id);
 CREATE INDEX IF NOT EXISTS begun ON lines (batch) WHERE attempts > 0 AND result IS NULL;
 """
+# Columns that journals of older servers lack; these servers read newer journals too.
+_ADDED = {
+    "model": "TEXT",
+    **dict.fromkeys(
+        ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), "INTEGER"
+    ),
+}
 # A line that ran when the server was killed has one attempt more than before.
 _RECOVER = """
 DELETE FROM chunks WHERE file IN (SELECT id FROM files WHERE NOT ready);
@@ -103,6 +111,9 @@ def _opened(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.executescript(_SCHEMA + _RECOVER)
+        columns = {row[1] for row in database.execute("PRAGMA table_info(batches)")}
+        for name in _ADDED.keys() - columns:
+            database.execute(f"ALTER TABLE batches ADD COLUMN {name} {_ADDED[name]}")
         database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         database.commit()
     except (OSError, sqlite3.Error) as error:

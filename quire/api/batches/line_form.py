@@ -6,7 +6,7 @@ with a line break.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,16 +41,36 @@ EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
 
 
 @dataclass(frozen=True, slots=True)
+class LineUsage:
+    """What a line used: its model, and tokens. cached: of the prompt. reasoning: of the output."""
+
+    model: str | None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BatchEndpoint:
-    """The route of a line, and the form of its result."""
+    """The route of a line, and the form of its result.
+
+    usage_of: reads the usage in the body of an answer; None: batches report none.
+    """
 
     route: Route
     form: LineForm
+    usage_of: Callable[[bytes], LineUsage] | None = None
 
 
 def by_path(
-    routes: Iterable[Route], paths: Iterable[str], form: LineForm
+    routes: Iterable[Route],
+    paths: Iterable[str],
+    form: LineForm,
+    usage_of: Callable[[bytes], LineUsage] | None = None,
 ) -> dict[str, BatchEndpoint]:
     """Return the endpoints at these paths."""
     wanted = set(paths)
-    return {route.path: BatchEndpoint(route, form) for route in routes if route.path in wanted}
+    return {
+        route.path: BatchEndpoint(route, form, usage_of) for route in routes if route.path in wanted
+    }

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from sqlite3 import Connection
 from typing import Any
 
+from quire.api.batches.line_form import LineUsage
 from quire.api.batches.stored_files import find_file, new_id
 from quire.api.http.errors import UnknownBatch
 from quire.base.errors import InvalidParameter, TenantLimit
@@ -28,13 +29,15 @@ _OUTPUT, _ERROR = 0, 1
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 COLUMNS = (
     "seq, id, key, endpoint, input, status, created, expires, metadata, times, errors, output, "
-    "error, total, completed, failed"
+    "error, total, completed, failed, model, input_tokens, cached_tokens, output_tokens, "
+    "reasoning_tokens"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBatch:
-    """A batch, as its columns are."""
+    """A batch, as its columns are. model, tokens: of the answers so far; None in journals of
+    servers that did not count them."""
 
     seq: int
     id: str
@@ -52,6 +55,11 @@ class StoredBatch:
     total: int
     completed: int
     failed: int
+    model: str | None
+    input_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    reasoning_tokens: int | None
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's batch object."""
@@ -61,6 +69,7 @@ class StoredBatch:
             "object": "batch",
             "endpoint": self.endpoint,
             "errors": {"object": "list", "data": errors} if errors else None,
+            "model": self.model,
             "input_file_id": self.input,
             "completion_window": "24h",
             "status": self.status,
@@ -74,7 +83,19 @@ class StoredBatch:
                 "completed": self.completed,
                 "failed": self.failed,
             },
+            "usage": self._usage(),
             "metadata": json.loads(self.metadata),
+        }
+
+    def _usage(self) -> dict[str, Any] | None:
+        if self.input_tokens is None or self.output_tokens is None:
+            return None
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
         }
 
 
@@ -114,8 +135,9 @@ def create_batch(
     now_s = int(time.time())
     row = database.execute(
         "INSERT INTO batches (id, key, endpoint, input, status, created, expires, metadata, times, "
-        "errors, total, completed, failed, output_bytes, error_bytes) "
-        "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, '{}', '[]', 0, 0, 0, 0, 0) "
+        "errors, total, completed, failed, output_bytes, error_bytes, input_tokens, "
+        "cached_tokens, output_tokens, reasoning_tokens) "
+        "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, '{}', '[]', 0, 0, 0, 0, 0, 0, 0, 0, 0) "
         f"RETURNING {COLUMNS}",
         (new_id("batch_"), key, endpoint, input_id, now_s, now_s + WINDOW_S, json.dumps(metadata)),
     ).fetchone()
@@ -232,17 +254,35 @@ def begin_attempt(database: Connection, id_: str, number: int) -> None:
     )
 
 
-def save_result(database: Connection, id_: str, number: int, result: bytes, failed: int) -> None:
-    """Write the result of a line, unless it has one. failed: 0 if the line succeeded."""
+def save_result(
+    database: Connection,
+    id_: str,
+    number: int,
+    result: bytes,
+    failed: int,
+    usage: LineUsage | None = None,
+) -> None:
+    """Write the result of a line, unless it has one. failed: 0 if the line succeeded.
+
+    usage: of the line, which its batch counts.
+    """
     saved = database.execute(
         "UPDATE lines SET result = ?, failed = ? WHERE batch = ? AND number = ? AND result IS NULL",
         (result, failed, id_, number),
     )
-    if saved.rowcount:
-        count, size = ("failed", "error_bytes") if failed else ("completed", "output_bytes")
+    if not saved.rowcount:
+        return
+    count, size = ("failed", "error_bytes") if failed else ("completed", "output_bytes")
+    database.execute(
+        f"UPDATE batches SET {count} = {count} + 1, {size} = {size} + ? WHERE id = ?",
+        (len(result), id_),
+    )
+    if usage is not None:
+        counts = {name: value for name, value in asdict(usage).items() if name != "model"}
+        sums = ", ".join(f"{name} = {name} + :{name}" for name in counts)
         database.execute(
-            f"UPDATE batches SET {count} = {count} + 1, {size} = {size} + ? WHERE id = ?",
-            (len(result), id_),
+            f"UPDATE batches SET model = coalesce(model, :model), {sums} WHERE id = :id",
+            {**asdict(usage), "id": id_},
         )
 
 

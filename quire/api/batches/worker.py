@@ -226,7 +226,8 @@ class BatchWorker:
             except NotNow:
                 await asyncio.sleep(_AGAIN_S)
         result, failed = endpoint.form.answered(line.custom_id, *answer), int(answer[0] != 200)
-        await self._in_journal(save_result, batch.id, line.number, result, failed)
+        usage = None if failed or not endpoint.usage_of else endpoint.usage_of(answer[2])
+        await self._in_journal(save_result, batch.id, line.number, result, failed, usage)
 
     async def _save_error(self, batch: StoredBatch, line: Line, code: str, message: str) -> None:
         form = self._endpoints[batch.endpoint].form

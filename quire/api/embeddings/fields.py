@@ -6,6 +6,8 @@ is generated.
 
 from __future__ import annotations
 
+from quire.api.generation.field_set import FieldSet
+
 _EVERYWHERE = frozenset(
     {
         "model",
@@ -17,11 +19,16 @@ _EVERYWHERE = frozenset(
         "deadline_ms",
     }
 )
-EMBEDDINGS = _EVERYWHERE | {"input", "encoding_format", "dimensions", "normalize", "prompt_name"}
-POOLING = EMBEDDINGS | {"task"}
+EMBEDDINGS = FieldSet(
+    _EVERYWHERE | {"input", "encoding_format", "dimensions", "normalize", "prompt_name"},
+    takes="input",
+)
+POOLING = FieldSet(EMBEDDINGS | {"task"}, takes="input")
 _PAIRS = _EVERYWHERE | {"instruction"}
-SCORE = _PAIRS | {"text_1", "text_2"}
-RERANK = _PAIRS | {"query", "documents", "top_n", "return_documents"}
+SCORE = FieldSet(_PAIRS | {"text_1", "text_2"}, takes="text_1 and text_2")
+RERANK = FieldSet(
+    _PAIRS | {"query", "documents", "top_n", "return_documents"}, takes="query and documents"
+)
 
 ENCODINGS = ("float", "base64")
 SIDES = ("right", "left")

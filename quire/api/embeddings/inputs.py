@@ -14,12 +14,8 @@ from typing import Any
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import flag
-from quire.api.generation.request_context import (
-    RequestContext,
-    check_text_bytes,
-    checked_ids,
-    encode,
-)
+from quire.api.generation.request_context import RequestContext, checked_ids, encode
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.generation.truncation import kept_tokens
 from quire.base.errors import InvalidParameter
 from quire.base.show import show

@@ -27,11 +27,12 @@ from quire.api.server_state import ServerState
 
 Reader = Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
 
+_RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
 _ROUTES: tuple[tuple[tuple[str, ...], frozenset[str], str, Reader], ...] = (
     (("/v1/embeddings",), EMBEDDINGS, "embd-", read_embeddings),
     (("/pooling",), POOLING, "pool-", read_pooling),
     (("/v1/score", "/score"), SCORE, "score-", read_score),
-    (("/v1/rerank", "/v2/rerank", "/rerank"), RERANK, "rerank-", read_rerank),
+    (_RERANK_PATHS, RERANK, "rerank-", read_rerank),
 )
 
 

@@ -21,7 +21,7 @@ from quire.api.embeddings.inputs import (
     input_ids,
     listed_texts,
 )
-from quire.api.generation.answer_json import usage_json
+from quire.api.generation.answer_json import prompt_usage_json
 from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import (
@@ -31,7 +31,8 @@ from quire.api.generation.generate import (
     GenerationRequest,
     StreamOptions,
 )
-from quire.api.generation.request_context import check_text_bytes, checked_ids
+from quire.api.generation.request_context import checked_ids
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.generation.usage import Usage
 from quire.base.errors import InvalidParameter, ModelError, WorkerError
 from quire.base.sampling_params import SamplingParams
@@ -73,7 +74,7 @@ class ScoreWriter(ChunkWriter):
             {"object": "score", "index": index, "score": score}
             for index, score in enumerate(self.scores(choices))
         ]
-        return {**self._frame, "data": written, "usage": usage_json(usage)}
+        return {**self._frame, "data": written, "usage": prompt_usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield nothing: scores are not streamed."""
@@ -123,7 +124,7 @@ class RerankWriter(ScoreWriter):
             {"index": index, "relevance_score": scores[index], **self._document(index)}
             for index in order[: self._top_n]
         ]
-        return {**self._frame, "results": results, "usage": usage_json(usage)}
+        return {**self._frame, "results": results, "usage": prompt_usage_json(usage)}
 
     def _document(self, index: int) -> dict[str, Any]:
         return {"document": {"text": self._documents[index]}} if self._returns_documents else {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.api.embeddings.fields import ENCODINGS, TASKS
 from quire.api.embeddings.inputs import breathe, cutting_of, input_ids, listed_inputs
-from quire.api.generation.answer_json import usage_json
+from quire.api.generation.answer_json import prompt_usage_json
 from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import (
@@ -68,7 +68,7 @@ class VectorWriter(ChunkWriter):
             {"object": self._form.kind, "index": index, key: self._written(choice)}
             for index, (choice,) in enumerate(choices)
         ]
-        return {**self._frame, "data": written, "usage": usage_json(usage)}
+        return {**self._frame, "data": written, "usage": prompt_usage_json(usage)}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield nothing: vectors are not streamed."""

@@ -87,23 +87,43 @@ def _ranked(token: TokenText) -> dict[str, Any]:
 
 
 def speeds_json(usage: Usage) -> dict[str, Any]:
-    """Return `timings`, which goes beside `usage`, if it was requested."""
-    return {"timings": msgspec.to_builtins(usage.speeds)} if usage.speeds else {}
+    """Return `timings`, which goes beside `usage`, if it was requested.
+
+    Of an answer with proposed tokens it has their numbers, as in llama.cpp.
+    """
+    if not usage.speeds:
+        return {}
+    timings = msgspec.to_builtins(usage.speeds)
+    if num_drafts := usage.accepted_drafts + usage.rejected_drafts:
+        timings |= {"draft_n": num_drafts, "draft_n_accepted": usage.accepted_drafts}
+    return {"timings": timings}
 
 
-def usage_json(usage: Usage, *, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Return the object of `usage`. reasoning_tokens: None if answers have no reasoning."""
-    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
-    if usage.accepted_drafts or usage.rejected_drafts:
-        details["accepted_prediction_tokens"] = usage.accepted_drafts
-        details["rejected_prediction_tokens"] = usage.rejected_drafts
+def usage_json(usage: Usage, *, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """Return the object of `usage` of generated answers.
+
+    reasoning_tokens: of answers that were parsed for reasoning. cache_write_tokens counts tokens
+    that a request pins, which one of this form cannot.
+    """
+    counts = prompt_usage_json(usage)
+    counts["prompt_tokens_details"]["cache_write_tokens"] = 0
+    details = counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    if usage.has_prediction or usage.accepted_drafts or usage.rejected_drafts:
+        kind = "prediction" if usage.has_prediction else "draft"
+        details[f"accepted_{kind}_tokens"] = usage.accepted_drafts
+        details[f"rejected_{kind}_tokens"] = usage.rejected_drafts
+    if usage.timings:
+        counts["timings"] = msgspec.to_builtins(usage.timings)
+    return counts
+
+
+def prompt_usage_json(usage: Usage) -> dict[str, Any]:
+    """Return the object of `usage` of prompts alone."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **_cache_json(usage)},
-        **({"completion_tokens_details": details} if details else {}),
-        **({"timings": msgspec.to_builtins(usage.timings)} if usage.timings else {}),
     }
 
 

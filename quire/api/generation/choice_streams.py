@@ -165,6 +165,7 @@ class ChoiceStreams:
             timings=self.timings if self._usage_options.timings else None,
             accepted_drafts=sum(delta.accepted_drafts for delta in self._last.values()),
             rejected_drafts=sum(delta.rejected_drafts for delta in self._last.values()),
+            has_prediction=bool(self._terms.speculation and self._terms.speculation.prediction_ids),
         )
         if self._usage_options.speeds:
             usage = replace(usage, speeds=speeds_of(usage, self.timings))

@@ -123,6 +123,8 @@ _CHAT_ONLY = {
     "top_logprobs",
     "parallel_tool_calls",
     "include_reasoning",
+    "metadata",
+    "service_tier",
     "prediction",
     "thinking_token_budget",
 }

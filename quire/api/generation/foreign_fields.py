@@ -1,11 +1,12 @@
 """Request fields that other servers and clients define, and what this server does with each.
 
-One declarative table in five parts, beside the lists of samplers (sampler_order.py);
+One declarative table in six parts, beside the lists of samplers (sampler_order.py);
 `documented()` turns it into rows for the documentation:
 
 - SYNONYMS: other names of honoured fields with exactly the same meaning; they are renamed.
 - NO_EFFECT: fields that cannot change the answer, accepted at any value of their type.
 - UNSERVED: fields accepted only at values that ask for nothing, and why others are refused.
+- OPTIONS: objects with such keys, as UNSERVED has fields.
 - HINTS: fields that ask for less than an exact result; accepted and listed in a response header.
 
 unknown_fields.py says what to write in place of any other name.
@@ -30,6 +31,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "repeat_penalty": ("repetition_penalty",),
     "rep_pen": ("repetition_penalty",),
     "num_return_sequences": ("n",),
+    "n_cmpl": ("n",),
     "sampler_seed": ("seed",),
     "random_seed": ("seed",),
     "typical": ("typical_p",),
@@ -76,7 +78,6 @@ NO_EFFECT: Mapping[str, str] = {
     "safety_identifier": "string",
     "prompt_cache_key": "string",
     "prompt_cache_retention": "string",
-    "prompt_cache_options": "object",
     "request_id": "string",
     "rid": "string",
     "session_id": "string",
@@ -85,6 +86,7 @@ NO_EFFECT: Mapping[str, str] = {
     "cache_prompt": "boolean",
     "n_cache_reuse": "number",
     "n_keep": "number",
+    "n_discard": "number",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -144,6 +146,7 @@ UNSERVED: Mapping[str, Unserved] = {
     "audio": Unserved(allowed=(), why=_TEXT_ONLY),
     "moderation": Unserved(allowed=(), why="nothing is moderated here"),
     "web_search_options": Unserved(allowed=(), why="the server searches nothing"),
+    "personality": Unserved(allowed=(), why="write the style as instructions, or as a message"),
     # vLLM
     "prompt_embeds": Unserved(allowed=(), why="prompts are text or token ids"),
     "logits_processors": Unserved(allowed=([],), why="code in requests is never run"),
@@ -171,6 +174,10 @@ UNSERVED: Mapping[str, Unserved] = {
         allowed=([], {}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
         why="the conversation is used as it was sent",
     ),
+    "speed": Unserved(allowed=("standard",), why="there is one speed"),
+    "diagnostics": Unserved(
+        allowed=({}, {"previous_message_id": None}), why="messages are not compared"
+    ),
     # llama.cpp
     "id_slot": Unserved(allowed=(-1,), why="the scheduler places requests"),
     "slot_id": Unserved(allowed=(-1,), why="the scheduler places requests"),
@@ -185,7 +192,6 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "n_indent": Unserved(allowed=(0,), why="indentation does not limit an answer"),
     "t_max_predict_ms": Unserved(allowed=(0, -1), why="write it as deadline_ms"),
-    "t_max_prompt_ms": Unserved(allowed=(0, -1), why="write it as ttft_slo_ms"),
     "grammar_lazy": Unserved(allowed=(False,), why="a grammar holds from the first token on"),
     "grammar_triggers": Unserved(allowed=([],), why="write it as a structural tag"),
     "preserved_tokens": Unserved(allowed=([],), why="write it as skip_special_tokens: false"),
@@ -239,6 +245,39 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
 }
 
+# Prefixes are found wherever prompts begin alike, with breakpoints or without.
+_LIFETIME = Unserved(allowed=("30m", "12h"), why="it is one of the lifetimes of OpenAI's cache")
+# Keys of a text part's prompt_cache_breakpoint.
+BREAKPOINT: Mapping[str, Unserved] = {
+    "mode": Unserved(allowed=("explicit",), why="it is the mode of every breakpoint"),
+    "ttl": _LIFETIME,
+}
+OPTIONS: Mapping[str, Mapping[str, Unserved]] = {
+    "prompt_cache_options": {
+        "mode": Unserved(
+            allowed=("implicit", "explicit"),
+            why="prefixes are found in either mode; there is no other",
+        ),
+        "ttl": _LIFETIME,
+        "prewarm": Unserved(
+            allowed=(False,),
+            why="a prompt is computed with an answer only",
+            instead="send the prompt with a limit of one token",
+        ),
+        "comparison_response_id": Unserved(
+            allowed=(), why="responses are not compared; chats have return_cached_tokens_details"
+        ),
+    },
+    "background_options": {
+        "completion_window": Unserved(
+            allowed=("soonest",), why="background responses begin at once; batches take 24 hours"
+        ),
+        "continuation_id": Unserved(allowed=(), why="write it as priority"),
+    },
+    "image": {"context_compression": Unserved(allowed=("auto", "disabled"), why=_TEXT_ONLY)},
+    "access_programs": {"cyber": Unserved(allowed=("standard",), why="there is one program")},
+}
+
 # Values that ask for nothing; at others the name is listed in the response header.
 HINTS: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
@@ -247,6 +286,12 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "truncation_length": (),
     "num_ctx": (),
     "keep_alive": (),
+    "inference_geo": (),
+    "t_max_prompt_ms": (0, -1),
+    "sse_ping_interval": (),
+    "speculative.n_max": (),
+    "speculative.n_min": (),
+    "speculative.p_min": (),
 }
 
 
@@ -283,7 +328,9 @@ def take_foreign(
         elif name in ORDERS and "temperature" in honoured:
             given[name] = value  # checked against the parameters
         elif name in UNSERVED:
-            _check_unserved(name, value, body)
+            check_unserved(name, value, body)
+        elif name in OPTIONS:
+            check_options(name, value, OPTIONS[name])
         elif name in NO_EFFECT:
             _check_type(name, value)
         elif name in HINTS:
@@ -355,17 +402,39 @@ def _check_hint(name: str, value: Any) -> None:
         )
 
 
-def _check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
+def check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
+    """Refuse a field of UNSERVED at a value that asks for something. body: the other fields."""
     rule = UNSERVED[name]
-    if any(same_json(value, allowed) for allowed in rule.allowed):
-        return
     if rule.unless is not None:
         neutral, other, of_other = rule.unless
         if same_json(value, neutral) and same_json(body.get(other), of_other):
             return
+    _check(name, value, rule, name)
+
+
+def check_options(
+    path: str, value: Any, keys: Mapping[str, Unserved], *, param: str | None = None
+) -> None:
+    """Refuse an object with other keys, or a value of one that asks for something.
+
+    param: the field that has the object at `path`; by default the path.
+    """
+    param = param or path
+    if not isinstance(value, dict) or value.keys() - keys.keys():
+        raise InvalidParameter(
+            f"{path} is {show(value)}; an object of {', '.join(keys)} is allowed", param=param
+        )
+    for key in value:
+        if value[key] is not None:
+            _check(f"{path}.{key}", value[key], keys[key], param)
+
+
+def _check(path: str, value: Any, rule: Unserved, param: str) -> None:
+    if any(same_json(value, allowed) for allowed in rule.allowed):
+        return
     allowed = " or ".join(["null", *map(show, rule.allowed)])
     raise InvalidParameter(
-        f"{name} is {show(value)}: {rule.why}; {rule.instead} ({allowed} is accepted)", param=name
+        f"{path} is {show(value)}: {rule.why}; {rule.instead} ({allowed} is accepted)", param=param
     )
 
 
@@ -383,6 +452,12 @@ def documented() -> Iterator[tuple[str, str]]:
     for name, rule in UNSERVED.items():
         values = " or ".join(f"`{value!r}`" for value in rule.allowed) or "`null`"
         yield f"`{name}`", f"accepted at {values}; otherwise refused: {rule.why}"
+    for name, keys in OPTIONS.items():
+        values = "; ".join(
+            f"`{key}` at {' or '.join(f'`{one!r}`' for one in rule.allowed) or '`null`'}"
+            for key, rule in keys.items()
+        )
+        yield f"`{name}`", f"accepted with {values}; otherwise refused"
     for name in ORDERS:
         yield f"`{name}`", "accepted if the steps that change the answer are applied in this order"
     for name in HINTS:

@@ -9,7 +9,6 @@ whatever salts are sent.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.answer_json import speeds_json, usage_json
-from quire.api.generation.choice_streams import Choice, ChoiceStreams, Prompt, PromptState
+from quire.api.generation.choice_streams import ChoiceStreams, Prompt, PromptState
 from quire.api.generation.continued_answer import (
     CONTINUATION,
     Cursor,
@@ -30,10 +29,10 @@ from quire.api.generation.continued_answer import (
 )
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.kv_transfer import with_transfer
-from quire.api.generation.parted_answer import PartedAnswer, parts_of
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
 from quire.api.generation.usage import Usage, UsageOptions
+from quire.api.generation.whole_answer import whole_answer
 from quire.api.http.dialect import Dialect
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
@@ -42,7 +41,6 @@ from quire.api.streaming.event_stream import Events, EventStream, Writer
 from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
 from quire.base.errors import InvalidParameter, QuireError
 from quire.base.rare_records import CachePin
-from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.base.show import show
@@ -129,12 +127,13 @@ class ChunkWriter:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
     """A request after the check of all its fields. respond: returns the response, if the request
-    continues without its client. cache_pins: prefixes of the prompt to keep."""
+    continues without its client. cache_pins: prefixes of the prompt to keep. streams: runs it."""
 
     prompts: Sequence[Prompt]
     writer: Writer
     respond: Callable[[ChoiceStreams], Response] | None = None
     cache_pins: tuple[CachePin, ...] = ()
+    streams: Callable[..., ChoiceStreams] = ChoiceStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +169,8 @@ class GenerationRoute:
 
     honoured: the names of its fields. id_prefix: of answer ids. read: checks the fields; raises
     RequestError. dialect: as in app.DIALECTS for its path. implied: flags that default to true.
+    always_streams: without a field `stream`. query_params: parameters of the query that are taken,
+    as `context.query`. path_model: the part of the path with the model; "": a field has it.
     """
 
     honoured: frozenset[str]
@@ -177,14 +178,15 @@ class GenerationRoute:
     read: Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
     dialect: Dialect
     implied: frozenset[str] = frozenset()
+    always_streams: bool = False
+    query_params: frozenset[str] = frozenset()
+    path_model: str = ""
 
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
     """Answer a generation request. Raises RequestError and the engine's errors."""
-    context = await open_request(
-        server_state, request, honoured=route.honoured, id_prefix=route.id_prefix
-    )
-    given, engine = {**dict.fromkeys(route.implied, True), **context.given}, context.engine
+    context, given = await _opened(server_state, request, route)
+    engine = context.engine
     cache_salt = cache_salt_of(given, tenant := request.state.tenant)
     terms = scheduling_params_of(given, tenant, background=BACKGROUND in request.scope)
     if "speculation" in given or "prediction" in given:
@@ -228,7 +230,9 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if job.respond is not None:
             return job.respond(answers)
         if not stream:
-            return await _whole(server_state, job, answers, context, open_)
+            return await whole_answer(
+                server_state, job.prompts, job.writer, answers, context, open_
+            )
         events = _events_of(job, generation_request)(
             answers,
             job.writer,
@@ -261,12 +265,28 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
+async def _opened(
+    server_state: ServerState, request: Request, route: GenerationRoute
+) -> tuple[RequestContext, dict[str, Any]]:
+    """Return the context of a request, and its fields with those that the route implies."""
+    context = await open_request(
+        server_state,
+        request,
+        honoured=route.honoured,
+        id_prefix=route.id_prefix,
+        query_params=route.query_params,
+        path_model=route.path_model,
+    )
+    always = {"stream": True} if route.always_streams else {}
+    return context, {**dict.fromkeys(route.implied, True), **context.given, **always}
+
+
 def _streams_of(
     job: GenerationJob, given: Mapping[str, Any], cursor: Cursor | None, engine: Engine
 ) -> Callable[..., ChoiceStreams]:
     """Return what runs the prompts of a job."""
     if CONTINUATION.isdisjoint(given):
-        return ChoiceStreams
+        return job.streams
     return continued_streams(given, job.prompts, job.writer, cursor, engine.card.vocab_size)
 
 
@@ -320,31 +340,6 @@ def _progress(answers: ChoiceStreams) -> RequestProgress:
         cached_tokens=usage.cached_tokens,
         finish_reasons=answers.reasons,
     )
-
-
-async def _whole(
-    server_state: ServerState,
-    job: GenerationJob,
-    answers: ChoiceStreams,
-    context: RequestContext,
-    request: OpenRequest,
-) -> bytes | Response:
-    """Return the body of a whole answer; one with all log-probabilities is sent in parts."""
-    choices = await answers.whole()
-    if not any(ALL_LOGPROBS in prompt.nums_logprobs for prompt in job.prompts):
-        return await _encoded(job, choices, answers.usage)
-    parts = parts_of(job.writer.whole(choices, answers.usage))
-    return PartedAnswer(server_state, parts, context.headers(), context.deadline, request)
-
-
-async def _encoded(job: GenerationJob, choices: Sequence[Sequence[Choice]], usage: Usage) -> bytes:
-    """Return the body; one with numbers of prompts is long, so a thread encodes it."""
-
-    def encoded() -> bytes:
-        return msgspec.json.encode(job.writer.whole(choices, usage))
-
-    is_long = any(p.sampling.prompt_logprobs is not None or p.sampling.pooling for p in job.prompts)
-    return await asyncio.to_thread(encoded) if is_long else encoded()
 
 
 def _refuse_ranked(prompts: Sequence[Prompt]) -> None:

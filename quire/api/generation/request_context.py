@@ -1,8 +1,8 @@
 """Open a POST request: read its body, sort its fields, check its model, tokenize its text.
 
 Knows the table of fields and the meaning of `model` only. Long texts are tokenized in a thread.
-Whether prompt and output fit together is the engine's to check. Always holds: an unknown field and
-any query parameter is refused, or (unknown_fields="warn") ignored, logged and listed in a header;
+Whether prompt and output fit together is the engine's to check. Always holds: an unknown field or
+query parameter is refused, or (unknown_fields="warn") ignored, logged and listed in a header;
 prompt ids are plain ints of the vocabulary; no text beyond `max_text_bytes` is tokenized.
 """
 
@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import ignored_header, known_fields
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import Deadline, body_in_time, read_object
 from quire.api.server_state import ServerState
 from quire.base.errors import ContextTooLong, InvalidParameter, UnknownModel
@@ -28,14 +29,11 @@ T = TypeVar("T")
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096
-# Tokenizing takes 130 times a text's bytes of memory, so a body of the largest size would take a
-# gigabyte. Text has some four bytes a token; one with more than this many fills no context.
-_BYTES_A_TOKEN = 16
-_MIN_TEXT_LIMIT = 1 << 20
+MODEL_TAG = "quire.model_tag"  # in the scope: what a name of a model may end with, if anything
 
 
 class RequestContext:
-    """A request with its body read: the known fields, the id, the deadline."""
+    """A request with its body read: the known fields, those of the query, the id, the deadline."""
 
     def __init__(
         self,
@@ -46,10 +44,11 @@ class RequestContext:
         request_id: str,
         deadline: Deadline,
         is_large: bool,
+        query: Mapping[str, str],
     ) -> None:
         self.engine = engine
         self.config = server_state.config
-        self.given = given
+        self.given, self.query = given, query
         self.request_id = self.answer_id = request_id
         self.deadline = deadline
         self._thread_pools = server_state.thread_pools
@@ -87,10 +86,16 @@ class RequestContext:
 
 
 async def open_request(
-    server_state: ServerState, request: Request, *, honoured: frozenset[str], id_prefix: str
+    server_state: ServerState,
+    request: Request,
+    *,
+    honoured: frozenset[str],
+    id_prefix: str,
+    query_params: frozenset[str] = frozenset(),
+    path_model: str = "",
 ) -> RequestContext:
     """Read the body of a request and sort its fields. Raises RequestError, and what `engine()`
-    raises."""
+    raises. query_params, path_model: as of GenerationRoute."""
     engine = server_state.engine()
     deadline = Deadline(server_state.config.request_timeout_s)
     body, is_large = await body_in_time(
@@ -102,6 +107,9 @@ async def open_request(
     given, ignored = known_fields(body, honoured, warn_unknown=warns)
     if given.keys() != body.keys():  # errors name fields as they were sent
         request.state.body = body
+    if path_model:
+        given["model"] = request.path_params[path_model]
+    query = {name: text for name, text in request.query_params.items() if name in query_params}
     context = RequestContext(
         server_state,
         engine,
@@ -109,35 +117,43 @@ async def open_request(
         request_id=f"{id_prefix}{secrets.token_hex(12)}",
         deadline=deadline,
         is_large=is_large,
+        query=query,
     )
-    context.ignore(*query_names(request, honoured, warns=warns), *ignored)
-    _check_model(given, engine)
+    context.ignore(*query_names(request, honoured, warns=warns, taken=query_params), *ignored)
+    _check_model(given, engine, request.scope.get(MODEL_TAG, ""))
     return context
 
 
-def query_names(request: Request, honoured: frozenset[str], *, warns: bool) -> tuple[str, ...]:
-    """Return the query parameters, which are all ignored. Raises InvalidParameter unless `warns`.
+def query_names(
+    request: Request,
+    honoured: frozenset[str],
+    *,
+    warns: bool,
+    taken: frozenset[str] = frozenset(),
+) -> tuple[str, ...]:
+    """Return the query parameters that are ignored. Raises InvalidParameter unless `warns`.
 
-    honoured: fields of the body.
+    honoured: fields of the body. taken: parameters that the route reads.
     """
-    names = tuple(request.query_params) if request.scope["query_string"] else ()
+    names = tuple(name for name in request.query_params if name not in taken)
     if names and not warns:
-        name = names[0]
+        name, known = names[0], ", ".join(sorted(taken)) or "none"
         advice = "send it as a field of the body" if name in honoured else "leave it out"
         raise InvalidParameter(
-            f"{show(name)} is a parameter of the query, and this route takes none there; {advice}"
+            f"{show(name)} is a parameter of the query, and this route takes {known} there; "
+            f"{advice}"
             + ("" if name in honoured else ", or start the server with --unknown-fields warn"),
             param=name[:64],
         )
     return names
 
 
-def _check_model(given: Mapping[str, Any], engine: Engine) -> None:
+def _check_model(given: Mapping[str, Any], engine: Engine, tag: str) -> None:
     """Refuse a model name that is not served; "" and no name mean the served model."""
     name = given.get("model", "")
     if not isinstance(name, str):
         raise InvalidParameter(f"model is {show(name)}; a string is allowed", param="model")
-    if name and name not in engine.card.names:
+    if name and name not in engine.card.names and name.removesuffix(tag) not in engine.card.names:
         raise unknown_model(name, engine.card, param="model")
 
 
@@ -145,24 +161,6 @@ def unknown_model(name: str, card: ModelCard, *, param: str | None = None) -> Un
     """Return the error for a model name that is not served, with the names that are."""
     served = " or ".join(map(repr, card.names))
     return UnknownModel(f"model {show(name)} is not served here; {served} is", param=param)
-
-
-def max_text_bytes(engine: Engine) -> int:
-    """Return the size of the longest text that is tokenized."""
-    return max(_BYTES_A_TOKEN * engine.card.max_model_len, _MIN_TEXT_LIMIT)
-
-
-def check_text_bytes(engine: Engine, text: str, *, param: str) -> None:
-    """Refuse a text that would take too long to tokenize. param: the field it came in."""
-    max_bytes = max_text_bytes(engine)
-    num_bytes = len(text.encode(errors="surrogatepass"))
-    if num_bytes > max_bytes:
-        raise InvalidParameter(
-            f"{param} makes a text of {num_bytes} bytes; at most {max_bytes} are tokenized at "
-            f"once ({_MIN_TEXT_LIMIT}, or {_BYTES_A_TOKEN} for each token of the context, "
-            "whichever is more); send less, or in pieces",
-            param=param,
-        )
 
 
 async def encode(
@@ -184,8 +182,8 @@ async def encode(
     if keep_tokens is None:
         min_tokens = engine.tokenizer.min_num_tokens(text)
         if min_tokens + min_output > engine.card.max_model_len:
-            found = f"{len(text)} characters, so at least {min_tokens} tokens"
-            raise _too_long(engine, found, min_output, param)
+            found = f"{len(text)} characters, so at least "
+            raise _too_long(engine, min_tokens, min_output, param, found)
     if len(text) <= _SHORT_CHARS:
         ids = tokenize(text, add_special_tokens=add_special_tokens)
     else:
@@ -194,7 +192,7 @@ async def encode(
     if keep_tokens is not None:
         return ids[keep_tokens]
     if len(ids) + min_output > engine.card.max_model_len:
-        raise _too_long(engine, f"{len(ids)} tokens", min_output, param)
+        raise _too_long(engine, len(ids), min_output, param)
     return ids
 
 
@@ -212,7 +210,7 @@ def checked_ids(
     if keep_tokens is not None:
         token_ids = token_ids[keep_tokens]
     if len(token_ids) + min_output > card.max_model_len:
-        raise _too_long(engine, f"{len(token_ids)} tokens", min_output, param)
+        raise _too_long(engine, len(token_ids), min_output, param)
     if not token_ids:
         raise InvalidParameter(
             "the prompt is an empty list; give at least one token id", param=param
@@ -227,6 +225,9 @@ def checked_ids(
     return list(token_ids)
 
 
-def _too_long(engine: Engine, found: str, min_output: int, param: str) -> ContextTooLong:
-    message = prompt_too_long(found, engine.card.max_model_len, min_output=min_output)
-    return ContextTooLong(message, param=param)
+def _too_long(
+    engine: Engine, num_tokens: int, min_output: int, param: str, found: str = ""
+) -> ContextTooLong:
+    most = engine.card.max_model_len
+    message = prompt_too_long(f"{found}{num_tokens} tokens", most, min_output=min_output)
+    return ContextTooLong(message, param=param, lengths=(num_tokens, most))

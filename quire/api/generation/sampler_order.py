@@ -8,7 +8,7 @@ commute are in another order than the server's. `samplers` has llama.cpp's names
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -129,6 +129,14 @@ def check_sampler_order(name: str, value: Any, sampling: SamplingParams) -> None
                 f"would change the answer: switch one of them off, or leave {name} out",
                 param=name,
             )
+
+
+def off_where_unlisted(name: str, listed: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters that are off since a list leaves their steps out, at these values."""
+    steps = {step for entry in listed for step in ORDERS[name].get(entry, ())}
+    return {
+        field: value for step, off in _STEPS if step not in steps for field, value in off.items()
+    }
 
 
 def _active(sampling: SamplingParams) -> list[str]:

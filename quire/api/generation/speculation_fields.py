@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.foreign_fields import BREAKPOINT, check_options
 from quire.api.generation.request_context import RequestContext, encode
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -63,9 +64,10 @@ def _predicted_text(value: Any) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.keys() == {"type", "text"}
-        and part["type"] == "text"
-        and isinstance(part["text"], str)
-    )
+    """Return whether a part has a text; a breakpoint of the prompt's cache has no effect here."""
+    if not isinstance(part, dict) or part.keys() - {"type", "text", "prompt_cache_breakpoint"}:
+        return False
+    point = part.get("prompt_cache_breakpoint")
+    if point is not None:
+        check_options("prompt_cache_breakpoint", point, BREAKPOINT, param="prediction")
+    return part.get("type") == "text" and isinstance(part.get("text"), str)

@@ -1,7 +1,8 @@
 """Say what to write in place of a field that a route does not take, or which route takes it.
 
-Entered only by requests that are refused. Knows the fields of every route. Always holds: a message
-names no field that the route refuses and no route that is not served.
+Entered only by requests that are refused. Knows the fields of OpenAI's API; what a route of another
+says is in its FieldSet. Always holds: a message names no field that the route refuses and no route
+that is not served.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE, SAMPLING
+from quire.api.generation.field_set import FieldSet
+from quire.api.generation.fields import CHAT, COMPLETIONS, GENERATE
 from quire.api.generation.foreign_fields import SYNONYMS
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -49,17 +51,6 @@ _WRAPPERS = frozenset(
 _SYSTEM = frozenset({"system", "system_prompt", "instructions"})
 # Names of the switch of reasoning.
 _SWITCHES = frozenset({"think", "reasoning_mode", "thinking_mode"})
-_OF_MESSAGES = frozenset({"stop_sequences", "metadata", "service_tier"})
-# What /v1/responses has in place of fields of other APIs.
-_OF_RESPONSES = {
-    **dict.fromkeys(_SYSTEM, "instructions"),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "thinking": "reasoning.effort",
-    "verbosity": "text.verbosity",
-    "logprobs": 'include: ["message.output_text.logprobs"]',
-}
 _MESSAGES = '"messages": [{"role": "user", "content": "..."}]'
 # Where a field may belong, the most usual route first.
 _ROUTES = (("POST /v1/chat/completions", CHAT), ("POST /v1/completions", COMPLETIONS))
@@ -68,44 +59,32 @@ _MIN_SIMILARITY = 0.75
 
 def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) -> InvalidParameter:
     """Return the error for a field that a route with these fields does not take."""
-    if name in _INPUTS and (own := _compared_input(honoured)):
-        return _error(name, f" of this request, which takes {own}")
-    if "max_output_tokens" in honoured and name in _OF_RESPONSES:
-        return _error(name, f" of this request; write it as {_OF_RESPONSES[name]}")
-    if name in _INPUTS and not (honoured & _same_input(name)):
-        own = _own_input(honoured)
-        also = "leave it out, or " if own in body else ""
-        where = _elsewhere(name, honoured)
-        return _error(name, f" of this request, which takes {own}; {also}{where}")
-    if (advice := _advice(name, honoured)) is not None:
-        return _error(name, f" of this request; {advice}")
-    if _counts(honoured) and (name in CHAT or name in _OF_MESSAGES):
+    if name == "prompt" and "instructions" in honoured and isinstance(body.get(name), dict):
         return _error(
             name,
-            " of this request, which counts the tokens of a prompt; it belongs to POST "
-            "/v1/messages and changes no prompt: leave it out",
+            " of this request: no prompts are stored here; write its text as instructions and "
+            "input",
         )
+    fields = honoured if isinstance(honoured, FieldSet) else FieldSet(honoured)
+    if name in _INPUTS and (takes := fields.takes):
+        how = f"; {'leave it out, or ' if takes in body else ''}{fields.how}" * bool(fields.how)
+        return _error(name, f" of this request, which takes {takes}{how}")
+    if (advice := fields.advice(name)) is not None:
+        return _error(name, f" of this request{advice}")
+    if name in _INPUTS and not (honoured & _same_input(name)):
+        own, where = _own_input(honoured), _elsewhere(name, honoured)
+        also = "leave it out, or " if own in body else ""
+        taken = f", which takes {own}" if own else ""
+        return _error(name, f" of this request{taken}; {also}{where}")
+    if (advice := _advice(name, honoured)) is not None:
+        return _error(name, f" of this request; {advice}")
     near = _near(name, honoured)
-    route = next((route for route, fields in _ROUTES if name in fields), "")
+    route = next((route for route, taken in _ROUTES if name in taken), "")
     where = f" of this request, but of {route}" if route else " of this request"
     hint = f"did you mean {show(near)}? " if near else ""
     return _error(
         name, f"{where}; {hint}leave it out, or start the server with --unknown-fields warn"
     )
-
-
-def _compared_input(honoured: frozenset[str]) -> str:
-    """Return the input of a route of embeddings or scores; "" for other routes."""
-    if "encoding_format" in honoured:
-        return "input"
-    if "text_1" in honoured:
-        return "text_1 and text_2"
-    return "query and documents" if "top_n" in honoured else ""
-
-
-def _counts(honoured: frozenset[str]) -> bool:
-    """Return whether a route only counts the tokens of a message's prompt."""
-    return "output_config" in honoured and "max_tokens" not in honoured
 
 
 def _error(name: str, said: str) -> InvalidParameter:
@@ -120,17 +99,14 @@ def _same_input(name: str) -> frozenset[str]:
 
 
 def _own_input(honoured: frozenset[str]) -> str:
-    if "input" in honoured:
-        return "input"
+    """Return the field with the input; "" where a route names no other one in its FieldSet."""
     if "messages" in honoured and "prompt" not in honoured:
         return "messages"
-    return "prompt" if "prompt" in honoured else "tokens"
+    return next((name for name in ("prompt", "tokens") if name in honoured), "")
 
 
 def _elsewhere(name: str, honoured: frozenset[str]) -> str:
     """Return where an input of this kind is sent."""
-    if "input" in honoured:
-        return f'write it as input, such as "input": [{_MESSAGES.partition("[")[2]}'
     if name in _CONVERSATIONS:
         return "send a conversation to POST /v1/chat/completions as messages"
     if name in _IDS:
@@ -148,8 +124,6 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
     """Return what to write in place of a field of another API; None for other fields."""
     if name in _WRAPPERS and honoured >= GENERATE - {"tokens"}:
         return 'write its entries as fields of the request itself, such as "temperature": 0'
-    if "options" in honoured:
-        return _advice_of_ollama(name)
     if name in _SYSTEM and "system" in honoured:
         return "write it as system"
     if name in _SYSTEM and "messages" in honoured:
@@ -165,18 +139,6 @@ def _advice(name: str, honoured: frozenset[str]) -> str | None:
         return 'write it as speculation: "off", "auto" or {"max_draft_tokens": NUM}'
     if name == "format" and "response_format" in honoured:
         return 'write it as response_format, such as {"type": "json_object"}'
-    return None
-
-
-def _advice_of_ollama(name: str) -> str | None:
-    """Return what Ollama's API has in place of a field."""
-    if name in ("response_format", "structured_outputs", "json_schema"):
-        return 'write it as format: "json", or a JSON schema'
-    if name in ("reasoning_effort", "thinking", "reasoning"):
-        return "write it as think"
-    own = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}.get(name, name)
-    if name in SAMPLING or SYNONYMS.get(name, ("",))[0] in SAMPLING or name == "num_ctx":
-        return f'write it as an entry of options, such as "options": {{"{own}": ...}}'
     return None
 
 

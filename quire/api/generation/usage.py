@@ -61,9 +61,10 @@ class Usage:
     cache_uses: tuple[CacheUsage, ...] = ()  # of each prompt, if requested
     timings: Timings | None = None  # if requested
     speeds: Speeds | None = None  # if requested
-    # Proposed tokens that were those of the answer, and others.
+    # Proposed tokens that were those of the answer, and others; of a prediction of the request.
     accepted_drafts: int = 0
     rejected_drafts: int = 0
+    has_prediction: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

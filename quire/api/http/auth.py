@@ -29,7 +29,7 @@ from quire.api.http.origins import is_below, is_guarded
 from quire.base.errors import NotAuthorized
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
 
-OPEN_PATHS = frozenset({"/", "/health", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/docs", "/openapi.json"})
 _KEY_IN_QUERY = re.compile(rb"(?:^|&)(api[_-]?key|key|access_token)=", re.IGNORECASE)
 # The files of the web page, which are the same for every client.
 _OPEN_TOP = "/web/"

@@ -54,7 +54,7 @@ class Dialect(Protocol):
 
     @property
     def id_header(self) -> str:
-        """Return the header of responses that has the request's id, beside `x-request-id`."""
+        """Return the header of all responses that has the request's id, beside `x-request-id`."""
 
     def read_key(self, headers: Headers) -> bytes:
         """Return the API key of a request. Raises NotAuthorized if it is missing or malformed."""
@@ -70,8 +70,7 @@ class Dialect(Protocol):
 def error_response(error: QuireError, dialect: Dialect, *, request_id: str) -> Response:
     """Return the response of an error in a dialect."""
     status, body = dialect.error(report_of(error), request_id)
-    ids = {"x-request-id": request_id, dialect.id_header: request_id}
-    headers = {**ids, **error_headers(error)}
+    headers = {"x-request-id": request_id, **error_headers(error)}
     if isinstance(error, NotAuthorized) and dialect.challenge is not None:
         headers["www-authenticate"] = dialect.challenge
     return Response(

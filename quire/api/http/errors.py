@@ -43,12 +43,14 @@ class ErrorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReport:
-    """One error as a dialect writes it. param: the request field at fault, if there is one."""
+    """One error as a dialect writes it. param: the request field at fault, if there is one.
+    lengths: as in ContextTooLong."""
 
     status: int
     code: str | None
     message: str
     param: str | None = None
+    lengths: tuple[int, int] | None = None
 
 
 class UnknownRoute(RequestError):
@@ -158,6 +160,10 @@ SHAPES: dict[type[QuireError], ErrorShape] = {
     QuireError: ErrorShape(status=500, code="internal_error"),
 }
 
+# Errors that the same request would meet again. OpenAI's and Anthropic's clients resend requests
+# with a status of 409 or 500 and above unless a header says that it is useless.
+_FINAL = (Aborted, ReadElsewhere, PoisonRequest, ModelError, SettingError, CapacityError)
+
 # The refusal of connection.py, before there is a request.
 HEAD_TOO_LARGE = ErrorShape(status=431, code="headers_too_large")
 
@@ -171,7 +177,13 @@ def report_of(error: QuireError) -> ErrorReport:
     """Return an error as a dialect writes it."""
     shape = shape_of(error)
     param = error.param if isinstance(error, RequestError) else None
-    return ErrorReport(status=shape.status, code=shape.code, message=str(error), param=param)
+    return ErrorReport(
+        status=shape.status,
+        code=shape.code,
+        message=str(error),
+        param=param,
+        lengths=error.lengths if isinstance(error, ContextTooLong) else None,
+    )
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
@@ -182,4 +194,4 @@ def error_headers(error: QuireError) -> dict[str, str]:
         return {"accept-encoding": "identity"}
     if isinstance(error, OverloadedError) and error.retry_after_s is not None:
         return {"retry-after": str(math.ceil(error.retry_after_s))}
-    return {}
+    return {"x-should-retry": "false"} if isinstance(error, _FINAL) else {}

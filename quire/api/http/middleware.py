@@ -3,7 +3,8 @@
 Does what every route would have to do. The log line has route, status, times and counts, never a
 raw path, a prompt, a text or a key; polled routes are logged at level debug unless they fail.
 Always holds: each HTTP request is counted once, with a status (499: the client disconnected before
-there was one); the path that is checked is the path that is served; each request has one log line.
+there was one), one log line and one id, which is in a header of its response; the path that is
+checked is the path that is served.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
 from quire.api.http.forwarding import is_here
 from quire.api.http.origins import OriginCheck, is_guarded
+from quire.api.http.paths import foreign_hint
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
 from quire.base.errors import InvalidParameter, QuireError
@@ -42,7 +44,7 @@ PREFLIGHT = "preflight"
 # The status of a request if its client disconnected before there was a response.
 CLIENT_CLOSED = 499
 _FAULT = 500
-_POLLED = frozenset({"/health", "/metrics", "/v1/engine", "/web/{file}", PREFLIGHT})
+_POLLED = frozenset({"/health", "/v1/health", "/metrics", "/v1/engine", "/web/{file}", PREFLIGHT})
 
 
 class RequestMiddleware:
@@ -142,8 +144,7 @@ class RequestMiddleware:
         self, error: QuireError, scope: Scope, receive: Receive, exchange: _Exchange
     ) -> None:
         self._server_state.count_error(error)
-        request_id = f"req-{secrets.token_hex(12)}"
-        response = error_response(error, exchange.dialect, request_id=request_id)
+        response = error_response(error, exchange.dialect, request_id=_new_request_id())
         await response(scope, receive, exchange.send)
 
     def _dialect_of(self, path: str) -> Dialect:
@@ -161,9 +162,9 @@ class RequestMiddleware:
             if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE
         ]
         allowed = ", ".join(sorted(set().union(*methods)))
+        hint = foreign_hint(scope["method"], scope["path"]) or f"use {allowed}"
         return MethodNotAllowed(
-            f"{scope['method']} is not allowed at {show(scope['path'])}; use {allowed}",
-            allowed=allowed,
+            f"{scope['method']} is not allowed at {show(scope['path'])}; {hint}", allowed=allowed
         )
 
     def _record(self, scope: Scope, exchange: _Exchange, started_s: float) -> None:
@@ -218,13 +219,11 @@ class _Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            ids = [value for name, value in message["headers"] if name == b"x-request-id"]
-            self.request_id = ids[0].decode("ascii") if ids else ""
-            headers = [*message["headers"], *self._cors_headers]
-            if self._name:
-                headers = [pair for pair in headers if pair[0] != b"x-request-id"]
-                headers.append((b"x-request-id", self._name))
-            message = {**message, "headers": headers}
+            id_ = dict(message["headers"]).get(b"x-request-id") or _new_request_id().encode()
+            self.request_id = id_.decode("ascii")
+            ids = {self.dialect.id_header.encode(): id_, b"x-request-id": self._name or id_}
+            headers = [pair for pair in message["headers"] if pair[0] not in ids]
+            message = {**message, "headers": [*headers, *ids.items(), *self._cors_headers]}
         await self._send(message)
 
 
@@ -248,6 +247,11 @@ def _request_fields(state: Mapping[str, Any], status: int) -> dict[str, Field]:
     if isinstance(request, OpenRequest) and request.error is not None and status != CLIENT_CLOSED:
         fields["error"] = request.error
     return fields
+
+
+def _new_request_id() -> str:
+    """Return the id of a request that no route gave one."""
+    return f"req-{secrets.token_hex(12)}"
 
 
 def served_path(path: str) -> str:

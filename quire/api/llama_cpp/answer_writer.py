@@ -1,7 +1,8 @@
 """Write an answer in the form of llama.cpp's /completion, whole or as events.
 
-The last object of a stream is the whole answer without its text. Counts are those of `usage`;
-`timings` are in each last object, since the routes imply the field. Knows no HTTP.
+The last object of a stream is the whole answer without its text, or those parts of it that
+`response_fields` names. Counts are those of `usage`; `timings` are in each last object, since the
+routes imply the field. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
 
+_ABSENT = object()
+
 
 class AnswerWriter:
-    """Write one answer. prompt: its text, which the last object has."""
+    """Write one answer. prompt: its text, which the last object has. room_tokens: what the context
+    leaves to the answer."""
 
     def __init__(
         self,
@@ -32,11 +36,14 @@ class AnswerWriter:
         prompt: str,
         sampling: SamplingParams,
         returned: Returned,
+        *,
+        room_tokens: int,
     ) -> None:
         self._model = envelope.model
         self._prompt = prompt
         self._sampling = sampling
         self._returned = returned
+        self._room_tokens = room_tokens
         self._end: dict[str, Any] = {}
         self._has_new_line = False
 
@@ -45,10 +52,8 @@ class AnswerWriter:
         choice = choices[0][0]
         self._keep_end(choice.text, choice.finish_reason, choice.stop_reason)
         tokens = choice.token_ids if self._returned.returns_tokens else []
-        return {
-            **self._last(choice.text, tokens, usage),
-            **self._probabilities(choice.logprobs),
-        }
+        answer = self._last(choice.text, tokens, usage) | self._probabilities(choice.logprobs)
+        return self._asked_for(answer)
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield the event of more text."""
@@ -87,7 +92,7 @@ class AnswerWriter:
 
     def of_usage(self, usage: Usage) -> dict[str, Any]:
         """Return the last event."""
-        return self._last("", [], usage)
+        return self._asked_for(self._last("", [], usage))
 
     def _keep_end(
         self, text: str, reason: FinishReason | None, stopped_by: str | int | None
@@ -100,6 +105,20 @@ class AnswerWriter:
             kind = "word" if isinstance(stopped_by, str) else "eos"
             word = stopped_by if isinstance(stopped_by, str) else ""
         self._end = {"stop_type": kind, "stopping_word": word}
+
+    def _asked_for(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return the parts that response_fields names by their paths, such as `timings/prompt_n`;
+        names that the answer does not have are left out."""
+        if not self._returned.response_fields:
+            return answer
+        found: dict[str, Any] = {}
+        for path in self._returned.response_fields:
+            value: Any = answer
+            for key in path.split("/"):
+                value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
+            if value is not _ABSENT:
+                found[path] = value
+        return found
 
     def _last(self, text: str, tokens: Sequence[int], usage: Usage) -> dict[str, Any]:
         return {
@@ -114,11 +133,17 @@ class AnswerWriter:
             "generation_settings": settings_json(self._sampling, self._returned),
             "prompt": self._prompt,
             "has_new_line": self._has_new_line,
-            "truncated": False,
+            "truncated": self._fills_context(usage),
             **self._end,
             "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
             **speeds_json(usage),
         }
+
+    def _fills_context(self, usage: Usage) -> bool:
+        """Return whether the answer ended because the context is full."""
+        return (
+            self._end.get("stop_type") == "limit" and usage.completion_tokens >= self._room_tokens
+        )
 
     def _probabilities(self, tokens: Sequence[TokenText]) -> dict[str, Any]:
         if not self._returned.num_probs:

@@ -2,7 +2,8 @@
 
 A prompt is a text, token ids, or a list of both, of which only a text at its beginning gets the
 tokenizer's special tokens. Always holds: a text has the ids that /v1/completions gives it, and the
-same request has the same tokens there.
+same request has the same tokens there. infill.py makes the prompt of /infill; of its texts of
+other files the first are left out if all do not fit the context.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from quire.api.generation.truncation import fitted
 from quire.api.llama_cpp.answer_writer import AnswerWriter
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
+from quire.api.llama_cpp.infill import InfillTexts
+from quire.api.llama_cpp.line_limits import streams_of
 from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
 from quire.api.server_state import ServerState
-from quire.base.errors import InvalidParameter
+from quire.base.errors import InvalidParameter, RequestError
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
-from quire.text.infill import infill_prompt
 
 # Texts and runs of ids of one prompt.
 MAX_PARTS = 1024
 # Timings are in each answer.
 _IMPLIED = frozenset({"timings"})
+# Texts of other files leave this share of the context to an answer without n_predict.
+_ROOM_SHARE = 8
 _FORMS = "a text, a list of token ids, or a list of texts and ids that make one prompt are allowed"
 
 
@@ -90,30 +94,33 @@ async def read_completion(request: GenerationRequest) -> GenerationJob:
 async def read_infill(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     try:
-        given = request.given
         sampling, returned = read_sampling(request)
-        for name in ("input_prefix", "input_suffix", "prompt"):
-            value = given.get(name, "" if name == "prompt" else None)
-            if not isinstance(value, str):
-                found = "missing" if value is None else show(value)
-                raise InvalidParameter(f"{name} is {found}; a text is needed", param=name)
-        if (extra := given.get("input_extra", [])) != []:
-            raise InvalidParameter(
-                f"input_extra is {show(extra)}; texts of other files are not added to the prompt: "
-                "write them at the beginning of input_prefix, and leave it out",
-                param="input_extra",
-            )
-        text = infill_prompt(request.engine.tokenizer, given["input_prefix"], given["input_suffix"])
-        if text is None:
-            raise InvalidParameter(
-                "the model's vocabulary has no tokens for infilling (such as <|fim_prefix|>); "
-                "POST /completion continues a prompt",
-                param="input_suffix",
-            )
-        text += given.get("prompt", "")
+        texts = InfillTexts(request.given)
+        first = await _first_file(request, texts, sampling)
+        text = texts.prompt(request.engine.tokenizer, first)
         return await _job(request, [text], sampling, returned, adds_special=True)
     except InvalidParameter as error:
         raise as_named_here(error, request.given) from error
+
+
+async def _first_file(
+    request: GenerationRequest, texts: InfillTexts, sampling: SamplingParams
+) -> int:
+    """Return the first of the texts of other files with which the prompt fits the context."""
+    default_tokens = request.engine.card.max_model_len // _ROOM_SHARE
+    room = default_tokens if sampling.max_tokens is None else sampling.max_tokens
+    low, high = 0, len(texts.files)
+    while low < high:
+        middle = (low + high) // 2 if low else 0  # usually all fit
+        text = texts.prompt(request.engine.tokenizer, middle)
+        try:
+            await encode(request.context, text, add_special_tokens=True, min_output=room)
+            high = middle
+        except RequestError:  # too many tokens, or bytes
+            low = middle + 1
+    if low:
+        request.context.ignore(f"input_extra[:{low}]")
+    return low
 
 
 async def _job(
@@ -125,15 +132,18 @@ async def _job(
     adds_special: bool,
 ) -> GenerationJob:
     """Return the job of a prompt. The answer has its text: as it was sent, or decoded."""
+    streams = streams_of(request.given)
     token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
-    sampling = fitted(sampling, request.engine.card.max_model_len - len(token_ids))
+    room_tokens = request.engine.card.max_model_len - len(token_ids)
+    sampling = fitted(sampling, room_tokens)
     text = parts[0]
     if len(parts) > 1 or not isinstance(text, str):
         decode = request.engine.tokenizer.decode
         text = await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
-    writer = AnswerWriter(request.envelope, text, sampling, returned)
-    return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=sampling)], writer=writer)
+    writer = AnswerWriter(request.envelope, text, sampling, returned, room_tokens=room_tokens)
+    prompt = Prompt(token_ids=token_ids, sampling=sampling)
+    return GenerationJob(prompts=[prompt], writer=writer, streams=streams)
 
 
 def _parts(prompt: Any) -> list[Any]:

@@ -1,8 +1,8 @@
 """llama.cpp's conventions: `{"error": {code, message, type}}` bodies, events of `data:` alone.
 
 Its server reads keys as bearer tokens or from `X-Api-Key`. Always holds: an error body is {"error":
-{code, message, type}} with the status as code, in a response and in a stream; a stream has no end
-marker, since its last object has `stop`.
+{code, message, type}} with the status as code, in a response and in a stream; that of a prompt that
+exceeds the context has both lengths. A stream has no end marker, since its last object has `stop`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.api.http.dialect import Headers
 from quire.api.http.errors import ErrorReport
+from quire.base import http_apis
 from quire.base.errors import NotAuthorized
 
 _TYPES = {
@@ -51,10 +52,7 @@ class LlamaCppDialect:
 
         Raises NotAuthorized.
         """
-        found = {name: value for name, value in headers if name in (b"x-api-key", b"authorization")}
-        scheme, _, key = found.get(b"authorization", b"").partition(b" ")
-        key = key.strip() if scheme.lower() == b"bearer" else b""
-        key = key or found.get(b"x-api-key", b"").strip()
+        key = http_apis.key_in(headers, http_apis.KEY_HEADERS[http_apis.LLAMA_CPP])
         if not key:
             raise NotAuthorized(
                 "no API key was sent; send `Authorization: Bearer KEY`, or `X-Api-Key: KEY`"
@@ -66,7 +64,9 @@ class LlamaCppDialect:
         kind = error_type(report.status)
         if report.code == "context_length_exceeded":
             kind = TOO_LONG
-        error = {"code": report.status, "message": report.message, "type": kind}
+        error: dict[str, Any] = {"code": report.status, "message": report.message, "type": kind}
+        if report.lengths is not None:
+            error["n_prompt_tokens"], error["n_ctx"] = report.lengths
         return report.status, {"error": error}
 
     def framing(self, request_id: str) -> LlamaCppFraming:

@@ -74,6 +74,13 @@ async def _read(request: GenerationRequest, read_vectors: Read) -> GenerationJob
             param="embd_normalize",
         )
     fields["normalize"] = NORMS[norm]
+    encoding = fields.pop("encoding_format", "float")
+    if encoding != "float":
+        raise InvalidParameter(
+            f'encoding_format is {show(encoding)}; "float" is allowed here (POST /v1/embeddings '
+            'also has "base64")',
+            param="encoding_format",
+        )
     try:
         job = await read_vectors(replace(request, given=fields))
     except InvalidParameter as error:

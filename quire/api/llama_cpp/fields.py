@@ -6,11 +6,11 @@ foreign_fields.py (`repeat_penalty`, `grammar`, `json_schema`). Answers have one
 
 from __future__ import annotations
 
+from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
 _NOT_CARRIED = frozenset(
     {
-        "n",
         "best_of",
         "use_beam_search",
         "length_penalty",
@@ -31,16 +31,20 @@ _EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "return_tokens",
     "timings_per_token",
     "return_progress",
+    "response_fields",
+    "t_max_predict_ms",
+    "n_indent",
     "cache_salt",
     "speculation",
 }
 LLAMA_COMPLETION = _EVERYWHERE | {"add_special_tokens", "prediction"}
-LLAMA_EMBEDDING = frozenset(
+_OF_VECTORS = frozenset(
     {
         "model",
         "input",
         "content",
         "embd_normalize",
+        "encoding_format",
         "dimensions",
         "prompt_name",
         "add_special_tokens",
@@ -49,4 +53,5 @@ LLAMA_EMBEDDING = frozenset(
         "deadline_ms",
     }
 )
+LLAMA_EMBEDDING = FieldSet(_OF_VECTORS, takes="content")
 LLAMA_INFILL = _EVERYWHERE | {"input_prefix", "input_suffix", "input_extra"}

@@ -1,7 +1,8 @@
 """Read the fields of llama.cpp's native routes as those of the neutral code.
 
 Always holds: a field is honoured, without effect by its nature, or refused by name; `id_slot` is
-checked and has no effect, since tokens do not depend on the place of a request.
+checked and has no effect, since tokens do not depend on the place of a request. What llama.cpp does
+by default and this server does not (penalties over a window) is listed as ignored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import GenerationRequest
+from quire.api.generation.sampler_order import off_where_unlisted
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.sampling_params import SamplingParams
@@ -19,20 +21,30 @@ from quire.base.show import show
 
 # Values of n_predict without a limit of their own.
 _NO_LIMIT = (-1, -2)
-_ANY_SEED = -1
+# Seeds that ask for a random one: -1, also as its server reads it, in 32 bits without a sign.
+_ANY_SEEDS = (-1, 2**32 - 1)
 _MAX_SLOT = 2**31 - 1
+_MAX_ID_DIGITS = 10
+# Tokens that llama.cpp's server searches for repetitions, unless a request says otherwise.
+DRY_LAST_N = 64
+MAX_RESPONSE_FIELDS = 256
+# A sampler that compares the sums of tokens that begin alike. It is not implemented.
+_INFILL = "infill"
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """What an answer has beside its text. num_probs: alternatives of each token; 0: no
-    log-probabilities. id_slot: as sent; -1 without one."""
+    log-probabilities. id_slot: as sent; -1 without one. response_fields: paths of the parts that
+    the last object has; none for all."""
 
     num_probs: int = 0
     returns_tokens: bool = False
     id_slot: int = -1
     timings_per_token: bool = False
     streams: bool = False
+    response_fields: tuple[str, ...] = ()
 
 
 def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]:
@@ -44,21 +56,31 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         id_slot=_whole(given, "id_slot", -1, -1, _MAX_SLOT),
         timings_per_token=flag(given, "timings_per_token"),
         streams=flag(given, "stream"),
+        response_fields=_response_fields(given),
     )
-    fields = dict(given)
+    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
+        raise InvalidParameter(
+            f"n is {show(given['n'])}; an answer here is one text: send a request for each, or use "
+            "POST /v1/completions",
+            param="n",
+        )
+    fields = {**given, **_own_forms(given)}
     if (limit := _limit(given)) is not None:
         fields["max_tokens"] = limit
     if limit == 0:  # the prompt is computed, and nothing is generated
         fields["prompt_logprobs"] = 0
-    if given.get("seed") == _ANY_SEED:
+    if given.get("seed") in _ANY_SEEDS:
         del fields["seed"]
+    if isinstance(given.get("samplers"), list):
+        off, listed = _sampler_fields(request, given["samplers"])
+        fields = {**off, **fields, "samplers": listed}
     sampling = sampling_of(
         fields,
         engine.default_sampling(),
         logprobs=returned.num_probs or None,
         tokenizer=engine.tokenizer,
     )
-    _check_window(given, sampling)
+    _check_window(request, sampling)
     return sampling, returned
 
 
@@ -92,16 +114,69 @@ def _whole(given: Mapping[str, Any], name: str, default: int, least: int, most: 
     return value
 
 
-def _check_window(given: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Refuse a window of the penalties that is smaller than the context, if one is on."""
+def _own_forms(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have another form or default in this API than in others."""
+    changed: dict[str, Any] = {}
+    if isinstance(biases := given.get("logit_bias"), dict):  # keys are ids, or texts
+        changed["logit_bias"] = [[_id_or_text(key), bias] for key, bias in biases.items()]
+    if given.get("dry_multiplier") and "dry_penalty_last_n" not in given:
+        changed["dry_penalty_last_n"] = DRY_LAST_N
+    stop = given.get("stop")
+    if stop == "" or (isinstance(stop, list) and "" in stop):
+        changed["stop"] = [text for text in stop if text != ""]
+    temperature = given.get("temperature")
+    if isinstance(temperature, int | float) and temperature < 0:
+        changed["temperature"] = 0
+    return changed
+
+
+def _id_or_text(key: str) -> int | str:
+    return int(key) if key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS else key
+
+
+def _sampler_fields(
+    request: GenerationRequest, listed: list[Any]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the parameters of samplers that a list leaves out, which are off, and the others."""
+    known = [name for name in listed if name != _INFILL]
+    if len(known) < len(listed):
+        request.context.ignore(f"samplers.{_INFILL}")
+    names = [name for name in known if isinstance(name, str)]
+    is_ordered = listed and not request.given.get("mirostat")  # which has no use for the list
+    return off_where_unlisted("samplers", names) if is_ordered else {}, known
+
+
+def _response_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
+    paths = given.get("response_fields", [])
+    if (
+        not isinstance(paths, list)
+        or len(paths) > MAX_RESPONSE_FIELDS
+        or not all(isinstance(path, str) for path in paths)
+    ):
+        raise InvalidParameter(
+            f"response_fields is {show(paths)}; a list of up to {MAX_RESPONSE_FIELDS} names of "
+            'parts of the answer is allowed, such as "content" and "timings/prompt_n"',
+            param="response_fields",
+        )
+    return tuple(paths)
+
+
+def _check_window(request: GenerationRequest, sampling: SamplingParams) -> None:
+    """Refuse a window of the penalties that is smaller than the context, if one is on.
+
+    Without the field llama.cpp has a window of 64 tokens, so it is listed as ignored.
+    """
+    given = request.given
     window = given.get("repeat_last_n", -1)
     if type(window) is not int or window < -1:
         raise InvalidParameter(
             f"repeat_last_n is {show(window)}; a whole number from -1 is allowed",
             param="repeat_last_n",
         )
-    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    if window != -1 and penalties != (1.0, 0.0, 0.0):
+    on = [name for name, off in _PENALTIES.items() if getattr(sampling, name) != off]
+    if "repeat_last_n" not in given and not given.keys().isdisjoint(on):
+        request.context.ignore("repeat_last_n")
+    if window != -1 and on:
         raise InvalidParameter(
             f"repeat_last_n is {show(window)}: penalties cover the whole context; write -1, or "
             "switch the penalties off",

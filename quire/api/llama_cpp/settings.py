@@ -6,10 +6,11 @@ which it is off there, and the window of the penalties is the whole context.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quire.api.llama_cpp.request import Returned
-from quire.base.grammar import GrammarKind
+from quire.base.grammar import Grammar, GrammarKind
 from quire.base.sampling_params import SamplingParams
 
 _SAME = (
@@ -22,13 +23,27 @@ _SAME = (
 _SAMPLERS = [
     *("penalties", "dry", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc"),
 ]
+# Parameters that no request changes here. A completion is not parsed as a chat's answer.
+_FIXED: Mapping[str, Any] = {
+    "grammar_lazy": False,
+    "grammar_triggers": [],
+    "preserved_tokens": [],
+    "chat_format": "Content-only",
+    "reasoning_format": "none",
+    "reasoning_in_content": False,
+    "generation_prompt": "",
+    "adaptive_target": -1.0,
+    "adaptive_decay": 0.9,
+    "post_sampling_probs": False,
+    "backend_sampling": False,
+    "lora": [],
+}
 
 
 def settings_json(sampling: SamplingParams, returned: Returned) -> dict[str, Any]:
     """Return `generation_settings`. n_predict is -1 before there is a limit."""
     limit = -1 if sampling.max_tokens is None else sampling.max_tokens
-    grammar = sampling.structured_outputs
-    is_text = grammar is not None and grammar.kind is GrammarKind.GRAMMAR
+    biases = [{"bias": bias, "token": token} for token, bias in sampling.logit_bias.items()]
     return {
         "n_predict": limit,
         "max_tokens": limit,
@@ -45,10 +60,15 @@ def settings_json(sampling: SamplingParams, returned: Returned) -> dict[str, Any
         "stream": returned.streams,
         "n_probs": returned.num_probs,
         "min_keep": 0,
-        "logit_bias": [[token_id, bias] for token_id, bias in sampling.logit_bias.items()],
-        "grammar": grammar.text if grammar is not None and is_text else "",
+        "logit_bias": biases,
+        "grammar": _text_of(sampling.structured_outputs),
         "samplers": _SAMPLERS,
         "timings_per_token": returned.timings_per_token,
-        "post_sampling_probs": False,
-        "lora": [],
+        **_FIXED,
     }
+
+
+def _text_of(grammar: Grammar | None) -> str:
+    """Return the grammar of a request with one; "" for none, and for other formats."""
+    is_text = grammar is not None and grammar.kind is GrammarKind.GRAMMAR
+    return grammar.text if grammar is not None and is_text else ""

@@ -19,11 +19,8 @@ from quire.api.engine_protocol import Engine
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import conversation_fields, rendered
 from quire.api.generation.fields import APPLY_TEMPLATE, CONVERSATION, DETOKENIZE, TOKENIZE, flag
-from quire.api.generation.request_context import (
-    RequestContext,
-    check_text_bytes,
-    open_request,
-)
+from quire.api.generation.request_context import RequestContext, open_request
+from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.generation.tools import offer_of
 from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import ServerState

@@ -10,12 +10,15 @@ from typing import Any
 
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
+from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest
+from quire.api.generation.request_context import encode
 from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
 from quire.api.ollama.history import history_of
 from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields, effort_of
+from quire.api.ollama.truncated_chat import answer_room, newest_messages
 from quire.base.errors import InvalidParameter
 
 
@@ -23,12 +26,18 @@ from quire.base.errors import InvalidParameter
 async def read_chat(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
-    check_plain_fields(given)
+    check_plain_fields(request)
     messages, budget = history_of(given.get("messages", [])), budget_of(given)
     sampling = read_sampling(request)
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
     if not messages:
         return loading_job(request, sampling, is_chat=True)
+    if flag(given, "truncate"):
+        messages = await newest_messages(
+            messages,
+            lambda kept, room: _check_fits(request, kept, offer, room),
+            room=answer_room(sampling.max_tokens, request.engine.card.max_model_len),
+        )
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
         request.context,
@@ -41,6 +50,14 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     return await prompted_job(
         request, conversation.text, sampling, parser, param="messages", is_chat=True
     )
+
+
+async def _check_fits(
+    request: GenerationRequest, messages: list[dict[str, Any]], offer: ToolOffer | None, room: int
+) -> None:
+    """Raise ContextTooLong if a conversation leaves less than `room` tokens to the answer."""
+    text = (await conversation_of(request, messages, offer)).text
+    await encode(request.context, text, add_special_tokens=False, min_output=room, param="messages")
 
 
 async def conversation_of(

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.api.http.dialect import Headers
 from quire.api.http.errors import ErrorReport
+from quire.base import http_apis
 from quire.base.errors import NotAuthorized
 
 MEDIA_TYPE = "application/x-ndjson"
@@ -41,14 +42,13 @@ class OllamaDialect:
 
     def read_key(self, headers: Headers) -> bytes:
         """Return the key of `Authorization: Bearer KEY`. Raises NotAuthorized."""
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
+        key = http_apis.key_in(headers, http_apis.KEY_HEADERS[http_apis.OLLAMA])
+        if not key:
             raise NotAuthorized(
                 "no API key was sent; send `Authorization: Bearer KEY` (the `headers` of Ollama's "
                 "clients)"
             )
-        return key.strip()
+        return key
 
     def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
         """Return the status and the body."""

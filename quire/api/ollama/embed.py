@@ -2,7 +2,8 @@
 
 The fields are read as those of /v1/embeddings; app.py hands that reader in. Always holds: a text
 has the vector that it has there; /api/embed cuts inputs beyond the context unless `truncate` is
-false, and /api/embeddings leaves the vector as long as it is, as Ollama does.
+false, and /api/embeddings leaves the vector as long as it is, as Ollama does. Without a text the
+request would load the model, and the answer has no vector.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from quire.api.generation.usage import Usage
 from quire.api.ollama.answer_writer import counts_json
 from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.fields import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from quire.api.ollama.prompted import Read
+from quire.api.ollama.model_names import take_tag
+from quire.api.ollama.prompted import LoadedResponse, Read, answered_job
 from quire.api.ollama.request import check_keep_alive, check_options_of_vectors
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
@@ -37,6 +39,7 @@ from quire.base.show import show
 COUNTS = ("total_duration", "load_duration", "prompt_eval_count")
 # Fields of /v1/embeddings with the same meaning here.
 _SAME = frozenset({"dimensions", "normalize", "prompt_name"})
+_ANY_TEXT = "a"
 
 
 def embed_routes(server_state: ServerState, read_vectors: Read) -> list[Route]:
@@ -71,7 +74,11 @@ def _endpoint(
     )
 
     async def post(request: Request) -> Response:
-        return await generate(server_state, request, route)
+        take_tag(request)
+        response = await generate(server_state, request, route)
+        if isinstance(response, LoadedResponse):
+            server_state.requests.end(request.state.open_request)
+        return response
 
     return post
 
@@ -82,7 +89,9 @@ async def _read_embed(request: GenerationRequest, read_vectors: Read) -> Generat
     _check_plain(request)
     entries = given.get("input")
     texts = entries if isinstance(entries, list) else [entries]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    if entries in ("", []):
+        return await _loading_job(request, read_vectors, is_one=False)
+    if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter(
             f"input is {'missing' if entries is None else show(entries)}; a text or a list of "
             "texts is needed (POST /v1/embeddings also takes token ids)",
@@ -106,6 +115,8 @@ async def _read_embeddings(request: GenerationRequest, read_vectors: Read) -> Ge
             "/api/embed takes several, as its input)",
             param="prompt",
         )
+    if not prompt:
+        return await _loading_job(request, read_vectors, is_one=True)
     fields = {name: given[name] for name in _SAME if name in given}
     fields |= {"input": prompt, "normalize": flag(given, "normalize")}
     try:
@@ -132,6 +143,20 @@ async def _job(
 
     job = await read_vectors(replace(request, given=fields))
     return replace(job, writer=ReshapedWriter(job.writer, reshaped))
+
+
+async def _loading_job(
+    request: GenerationRequest, read_vectors: Read, *, is_one: bool
+) -> GenerationJob:
+    """Return the job of a request without a text. Its other fields are checked as with one."""
+    given = request.given
+    fields = {name: given[name] for name in _SAME if name in given}
+    flag(given, "truncate")
+    job = await read_vectors(replace(request, given={**fields, "input": _ANY_TEXT}))
+    content: dict[str, Any] = {"embedding": []}
+    if not is_one:
+        content = {"model": request.envelope.model, "embeddings": [], **dict.fromkeys(COUNTS, 0)}
+    return answered_job(request, content, job.writer)
 
 
 def _check_plain(request: GenerationRequest) -> None:

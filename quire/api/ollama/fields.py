@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
+from quire.api.generation.foreign_fields import SYNONYMS
 
 # Several choices, numbers of prompts, and formats, which have a field of their own.
 _NOT_CARRIED = frozenset(
@@ -37,8 +39,8 @@ _EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
     "cache_salt",
     "speculation",
 }
-OLLAMA_CHAT = _EVERYWHERE | {"messages", "tools", "prediction", "thinking_token_budget"}
-OLLAMA_GENERATE = _EVERYWHERE | {
+_CHAT = _EVERYWHERE | {"messages", "tools", "prediction", "thinking_token_budget"}
+_GENERATE = _EVERYWHERE | {
     "prompt",
     "suffix",
     "system",
@@ -60,9 +62,25 @@ _OF_VECTORS = frozenset(
         "deadline_ms",
     }
 )
-OLLAMA_EMBED = _OF_VECTORS | {"input", "truncate"}
-OLLAMA_EMBEDDINGS = _OF_VECTORS | {"prompt"}
-OLLAMA_SHOW = frozenset({"model", "name", "verbose"})
+
+
+def _advice(name: str) -> str | None:
+    """Return what Ollama's API has in place of a field of another one."""
+    if name in ("response_format", "structured_outputs", "json_schema"):
+        return '; write it as format: "json", or a JSON schema'
+    if name in ("reasoning_effort", "thinking", "reasoning"):
+        return "; write it as think"
+    own = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}.get(name, name)
+    if name in SAMPLING or SYNONYMS.get(name, ("",))[0] in SAMPLING or name == "num_ctx":
+        return f'; write it as an entry of options, such as "options": {{"{own}": ...}}'
+    return None
+
+
+OLLAMA_CHAT = FieldSet(_CHAT, advice=_advice)
+OLLAMA_GENERATE = FieldSet(_GENERATE, advice=_advice)
+OLLAMA_EMBED = FieldSet(_OF_VECTORS | {"input", "truncate"}, takes="input", advice=_advice)
+OLLAMA_EMBEDDINGS = FieldSet(_OF_VECTORS | {"prompt"}, takes="prompt", advice=_advice)
+OLLAMA_SHOW = FieldSet({"model", "name", "verbose", "system", "template", "options"}, takes="model")
 
 # Entries of options with our names, and those that have another name in Ollama.
 RENAMED: Mapping[str, str] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -2,12 +2,13 @@
 
 A prompt is the message of a user, rendered by the model's template, with `system` before it; with
 `raw`, or if the model has no template, it is used as it is, and with `suffix` the gap between both
-is filled in. `context` is the ids of an earlier answer, which the prompt continues.
+is filled in. `context` is the ids of an earlier answer, which the prompt continues; each answer has
+one, except with `raw`, as in Ollama.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.api.generation.conversation import parsing_of
@@ -27,7 +28,7 @@ from quire.text.infill import infill_prompt
 async def read_generate(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
-    check_plain_fields(given)
+    check_plain_fields(request)
     _check_unserved(given)
     prompt, suffix, system = (_text(given, name) for name in ("prompt", "suffix", "system"))
     context = given.get("context", [])
@@ -51,11 +52,34 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
     if not prompt and not suffix:
         return loading_job(request, sampling, is_chat=False)
     if suffix:
-        return await _filled_in(request, prompt, suffix, sampling)
-    if is_raw or (request.engine.template is None and not system):
-        return await prompted_job(
-            request, prompt, sampling, None, param="prompt", is_chat=False, add_special_tokens=True
-        )
+        text = _with_gap(request, prompt, suffix)
+    elif is_raw or (request.engine.template is None and not system):
+        text = prompt
+    else:
+        return await _rendered(request, prompt, system, sampling, before)
+    if given.get("think") not in (None, False):  # no template opens the reasoning
+        request.context.ignore("think")
+    return await prompted_job(
+        request,
+        text,
+        sampling,
+        None,
+        param="prompt",
+        is_chat=False,
+        add_special_tokens=True,
+        before=before,
+        returns_context=not is_raw,
+    )
+
+
+async def _rendered(
+    request: GenerationRequest,
+    prompt: str,
+    system: str,
+    sampling: SamplingParams,
+    before: Sequence[int],
+) -> GenerationJob:
+    """Return the job of a prompt that the template renders."""
     said = [{"role": "system", "content": system}] if system else []
     conversation = await conversation_of(request, [*said, {"role": "user", "content": prompt}])
     sampling, parser = parsing_of(
@@ -73,9 +97,7 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
     )
 
 
-async def _filled_in(
-    request: GenerationRequest, prefix: str, suffix: str, sampling: SamplingParams
-) -> GenerationJob:
+def _with_gap(request: GenerationRequest, prefix: str, suffix: str) -> str:
     text = infill_prompt(request.engine.tokenizer, prefix, suffix)
     if text is None:
         raise InvalidParameter(
@@ -83,9 +105,7 @@ async def _filled_in(
             "(such as <|fim_prefix|>); leave it out",
             param="suffix",
         )
-    return await prompted_job(
-        request, text, sampling, None, param="prompt", is_chat=False, add_special_tokens=True
-    )
+    return text
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:

@@ -40,6 +40,8 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     for key, value in message.items():
         if value is None or (key in ("images", "tool_calls") and value == []):
             continue
+        if value == "" and key in _NAMES:
+            continue
         if key == "images":
             raise _fault(f"{place}.images is not empty; the model reads text only: leave it out")
         if key not in keys:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,11 @@ from quire.api.generation.request_context import open_request, unknown_model
 from quire.api.http.parameterless import refuse_query
 from quire.api.ollama.answer_writer import moment
 from quire.api.ollama.fields import OLLAMA_SHOW
+from quire.api.ollama.model_names import is_served, take_tag
 from quire.api.server_state import ServerState
-from quire.base.errors import InvalidParameter, TokenizerError
+from quire.base.errors import InvalidParameter, QuireError, TokenizerError
+from quire.base.gguf_model import find_gguf
+from quire.base.gguf_open import open_gguf
 from quire.base.show import show
 from quire.config.server_config import ServerConfig
 from quire.engine.model_card import ModelCard
@@ -33,8 +38,12 @@ from quire.text.infill import infill_prompt
 
 # The release of Ollama that these routes follow.
 API_VERSION = "0.13.0"
-# The model is not unloaded.
-_NEVER = "9999-12-31T23:59:59Z"
+# The model is not unloaded. A year that every time zone's clients can write.
+_YEARS_100 = timedelta(days=36_525)
+# As Ollama writes the number of parameters: so many digits behind the point, unless all are 0.
+_UNITS = ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0))
+_CUDA = "torch-cuda"
+_ARCHITECTURE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _WEIGHTS = (".safetensors", ".gguf")
 _UNKNOWN = "unknown"
 
@@ -53,8 +62,12 @@ class OllamaModelsRoutes:
     async def ps(self, request: Request) -> Response:
         """List the model, which is always loaded."""
         card = self._server_state.engine().card
-        running = {"expires_at": _NEVER, "size_vram": 0, "context_length": card.max_model_len}
-        return _json({"models": await self._listed(request, running)})
+        expires_at = (datetime.now(UTC) + _YEARS_100).replace(microsecond=0).isoformat()
+        running = {"expires_at": expires_at, "context_length": card.max_model_len}
+        listed = await self._listed(request, running)
+        on_gpu = card.recipe.startswith(_CUDA)
+        models = [{**model, "size_vram": model["size"] if on_gpu else 0} for model in listed]
+        return _json({"models": models})
 
     async def version(self, request: Request) -> Response:
         """Return the version of the API."""
@@ -63,18 +76,20 @@ class OllamaModelsRoutes:
 
     async def show(self, request: Request) -> Response:
         """Describe the model. Raises RequestError."""
+        take_tag(request)
         context = await open_request(
             self._server_state, request, honoured=OLLAMA_SHOW, id_prefix="show-"
         )
         given, engine = context.given, context.engine
         flag(given, "verbose")  # without effect: no tensors are listed
-        name = given.get("name", given.get("model"))
+        _refuse_changes(given)
+        name = given.get("name") or given.get("model")
         if not isinstance(name, str) or not name:
             found = "missing" if name is None else show(name)
             raise InvalidParameter(
                 f"model is {found}; the name of the model is needed", param="model"
             )
-        if name not in engine.card.names:
+        if not is_served(name, engine.card):
             raise unknown_model(name, engine.card, param="name")
         content = await asyncio.to_thread(_description, engine, self._server_state.config)
         return Response(
@@ -101,6 +116,16 @@ class OllamaModelsRoutes:
         ]
 
 
+def _refuse_changes(given: Mapping[str, Any]) -> None:
+    """Refuse to show the model as it would be with other parts; clients send these empty."""
+    for name, empty in (("system", ""), ("template", ""), ("options", {})):
+        if given.get(name, empty) != empty:
+            raise InvalidParameter(
+                f"{name} is {show(given[name])}; the model is shown as it is served: leave it out",
+                param=name,
+            )
+
+
 def _facts_of_files(path: str) -> tuple[int, str]:
     """Return the bytes of the weights, and the architecture."""
     return _size_bytes(path), _family(path)
@@ -122,9 +147,18 @@ def _details(card: ModelCard, family: str) -> dict[str, Any]:
         "format": "gguf" if card.path.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": "",
+        "parameter_size": _short_number(card.num_parameters),
         "quantization_level": card.dtype if card.quantization == "none" else card.quantization,
     }
+
+
+def _short_number(number: int) -> str:
+    """Return a number of parameters as Ollama writes it; "" if it is not known."""
+    for unit, letter, digits in _UNITS:
+        if number >= unit:
+            exact = number % unit == 0
+            return f"{number / unit:.{0 if exact else digits}f}{letter}"
+    return str(number) if number else ""
 
 
 def _description(engine: Engine, config: ServerConfig) -> dict[str, Any]:
@@ -139,6 +173,7 @@ def _description(engine: Engine, config: ServerConfig) -> dict[str, Any]:
         "model_info": {
             "general.architecture": family,
             "general.basename": card.name,
+            **({"general.parameter_count": card.num_parameters} if card.num_parameters else {}),
             f"{family}.context_length": card.max_model_len,
             f"{family}.vocab_size": card.vocab_size,
         },
@@ -148,13 +183,20 @@ def _description(engine: Engine, config: ServerConfig) -> dict[str, Any]:
 
 
 def _family(path: str) -> str:
-    """Return the architecture that the model's configuration names."""
+    """Return the architecture that the model's configuration names, or its GGUF file."""
     try:
+        file = find_gguf(Path(path))
+        if file is not None:
+            return _named(open_gguf(file).metadata.get("general.architecture"))
         configuration = msgspec.json.decode((Path(path) / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, QuireError):
         return _UNKNOWN
-    kind = configuration.get("model_type") if isinstance(configuration, dict) else None
-    return kind if isinstance(kind, str) and kind.isidentifier() else _UNKNOWN
+    return _named(configuration.get("model_type") if isinstance(configuration, dict) else None)
+
+
+def _named(kind: Any) -> str:
+    is_name = isinstance(kind, str) and _ARCHITECTURE.fullmatch(kind)
+    return kind if is_name else _UNKNOWN
 
 
 def _template(engine: Engine) -> str:
@@ -165,7 +207,11 @@ def _template(engine: Engine) -> str:
 
 
 def _capabilities(engine: Engine, config: ServerConfig) -> list[str]:
-    found, source = ["completion"], _template(engine)
+    pooling, source = engine.card.pooling, _template(engine)
+    found = ["embedding"] if pooling is not None and pooling.embeds else []
+    if not engine.card.generates:
+        return found
+    found.append("completion")
     if source and engine.template is not None:
         parsers = select_parsers(
             source, tool_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser

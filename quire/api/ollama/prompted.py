@@ -24,7 +24,9 @@ from quire.api.ollama.request import (
     check_window,
     num_top_logprobs,
     sampling_fields,
+    unloads,
 )
+from quire.api.streaming.event_stream import Writer
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.request_builder import prompt_too_long
@@ -59,12 +61,7 @@ def read_sampling(request: GenerationRequest) -> SamplingParams:
         logprobs=num_top_logprobs(request.given),
         tokenizer=engine.tokenizer,
     )
-    if sampling.max_tokens == 0:
-        raise InvalidParameter(
-            "max_tokens is 0; at least 1 is needed, or -1 for the rest of the context",
-            param="max_tokens",
-        )
-    check_window(request.given, sampling)
+    check_window(request.context, sampling)
     return sampling
 
 
@@ -129,8 +126,14 @@ def loading_job(
         envelope.model,
         envelope.created_s,
         is_chat=is_chat,
-        unloads=request.given.get("keep_alive") in (0, "0"),
+        unloads=unloads(request.given),
     )
+    return answered_job(request, content, AnswerWriter(envelope, None, is_chat=is_chat))
+
+
+def answered_job(request: GenerationRequest, content: Any, writer: Writer) -> GenerationJob:
+    """Return the job of a request with this answer, for which nothing is computed. writer: not
+    used."""
 
     def respond(answers: ChoiceStreams) -> Response:
         headers = request.context.headers()
@@ -138,5 +141,4 @@ def loading_job(
             msgspec.json.encode(content), headers=headers, media_type="application/json"
         )
 
-    writer = AnswerWriter(envelope, None, is_chat=is_chat)
     return GenerationJob(prompts=[], writer=writer, respond=respond)

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.api.generation.fields import flag
 from quire.api.generation.foreign_fields import same_json
+from quire.api.generation.generate import GenerationRequest
 from quire.api.generation.request_context import RequestContext
 from quire.api.ollama.fields import (
     NEUTRAL_OPTIONS,
@@ -27,7 +28,10 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 
 # Values of num_predict without a limit of their own.
-_NO_LIMIT = (-1, -2)
+_NO_LIMIT = (0, -1, -2)
+_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# What a duration of no length is written with.
+_ZERO_DURATION = frozenset("0.hmnsu")
 THINK_LEVELS = ("low", "medium", "high")
 _OURS = {ours: name for name, ours in RENAMED.items()}
 
@@ -35,7 +39,8 @@ _OURS = {ours: name for name, ours in RENAMED.items()}
 def sampling_fields(context: RequestContext) -> dict[str, Any]:
     """Return the sampling fields under our names. Raises InvalidParameter."""
     given, fields = context.given, _read_options(context)
-    if fields.get("max_tokens") in _NO_LIMIT:
+    limit = fields.get("max_tokens")
+    if limit in _NO_LIMIT and not isinstance(limit, bool):
         del fields["max_tokens"]
     if fields.get("seed") == -1:
         del fields["seed"]
@@ -85,21 +90,18 @@ def effort_of(given: Mapping[str, Any]) -> str | None:
     return str(think)
 
 
-def check_plain_fields(given: Mapping[str, Any]) -> None:
-    """Check fields that cannot change an answer, and those that may only ask for nothing.
+def check_plain_fields(request: GenerationRequest) -> None:
+    """Check fields that cannot change an answer, and `shift`, a hint: an answer ends where the
+    context is full.
 
     Also those that only some requests read, so that a malformed one is refused in each.
     """
+    given = request.given
     effort_of(given)
     check_keep_alive(given)
-    for name, why in (
-        ("truncate", "a prompt longer than the context is an error: send a shorter one"),
-        ("shift", "an answer ends where the context is full: ask for fewer tokens"),
-    ):
-        if flag(given, name):
-            raise InvalidParameter(
-                f"{name} is true; {why}, and leave {name} out (false is accepted)", param=name
-            )
+    flag(given, "truncate")
+    if flag(given, "shift"):
+        request.context.ignore("shift")
 
 
 def check_keep_alive(given: Mapping[str, Any]) -> None:
@@ -112,11 +114,25 @@ def check_keep_alive(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_window(given: Mapping[str, Any], sampling: SamplingParams) -> None:
-    """Refuse a window of the penalties that is smaller than the context, if one is on."""
-    window = given.get("options", {}).get(REPEAT_LAST_N)
-    off = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    if window not in (None, -1) and off != (1.0, 0.0, 0.0):
+def unloads(given: Mapping[str, Any]) -> bool:
+    """Return whether `keep_alive` asks to unload the model: a number or a duration of zero."""
+    value = given.get("keep_alive")
+    if isinstance(value, str):
+        return "0" in value and _ZERO_DURATION.issuperset(value)
+    return value == 0 and not isinstance(value, bool)
+
+
+def check_window(context: RequestContext, sampling: SamplingParams) -> None:
+    """Refuse a window of the penalties that is smaller than the context, if one is on.
+
+    Without the option Ollama has a window of 64 tokens, so it is listed as ignored.
+    """
+    options = context.given.get("options", {})
+    window = options.get(REPEAT_LAST_N)
+    on = [name for name, off in _PENALTIES.items() if getattr(sampling, name) != off]
+    if window is None and any(options.get(_OURS.get(name, name)) is not None for name in on):
+        context.ignore(f"options.{REPEAT_LAST_N}")
+    if window not in (None, -1) and on:
         raise _fault(
             f"options.{REPEAT_LAST_N} is {show(window)}: penalties cover the whole context; write "
             "-1, or switch the penalties off"

@@ -16,6 +16,7 @@ from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.embed import embed_routes
 from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE
 from quire.api.ollama.generate import read_generate
+from quire.api.ollama.model_names import take_tag
 from quire.api.ollama.models import OllamaModelsRoutes
 from quire.api.ollama.prompted import LoadedResponse, Read
 from quire.api.server_state import ServerState
@@ -53,6 +54,7 @@ class AnsweringRoute:
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
+        take_tag(request)
         response = await generate(self._server_state, request, self._route)
         if isinstance(response, LoadedResponse):
             self._server_state.requests.end(request.state.open_request)

@@ -9,7 +9,6 @@ reasoning, content and calls are all of the model's text except the markers betw
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -40,7 +39,7 @@ from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import TOOL_FIELDS, offer_of
 from quire.api.generation.truncation import TRUNCATION, kept_tokens
 from quire.api.generation.usage import Usage
-from quire.api.openai.chat_fields import LOGPROBS, max_tokens_of, num_top_of
+from quire.api.openai import chat_fields
 from quire.api.openai.chat_output import (
     NOT_SAID,
     delta_of,
@@ -77,13 +76,16 @@ class ChatRoute:
 async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given, engine = request.given, request.engine
-    num_top = None if LOGPROBS.isdisjoint(given) else num_top_of(given)
-    fields = {**given, **max_tokens_of(given)} if "max_completion_tokens" in given else given
+    num_top = None if chat_fields.LOGPROBS.isdisjoint(given) else chat_fields.num_top_of(given)
+    fields = (
+        {**given, **chat_fields.max_tokens_of(given)} if "max_completion_tokens" in given else given
+    )
     sampling = sampling_of(
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )
     offer = None if TOOL_FIELDS.isdisjoint(given) else offer_of(given)
-    conversation = await rendered(request.context, conversation_fields(request.context, offer))
+    asked = conversation_fields(request.context, offer)
+    conversation = await rendered(request.context, asked)
     sampling, parser = parsing_of(
         request.context,
         offer,
@@ -108,32 +110,20 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
     default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
     sampling = request.limited(sampling, len(token_ids), default_tokens=default)
-    returned = ReturnedFields(
+    returned = chat_fields.ReturnedFields(
         logprobs=num_top is not None,
         all_logprobs=sampling.logprobs == ALL_LOGPROBS,
         num_prompt_top=sampling.prompt_logprobs,
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
         names_ids=flag(given, "return_tokens_as_token_ids"),
-        echo=echoed_text(fields["messages"]) if flag(given, "echo") else "",
+        num_choices=sampling.n,
+        labels={} if chat_fields.LABELS.isdisjoint(given) else chat_fields.labels_of(given),
+        echo=echoed_text(asked.messages) if flag(given, "echo") else "",
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
     writer = ChatWriter(request.envelope, parser, returned, request.stream_options)
     return GenerationJob(prompts=[prompt], writer=writer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnedFields:
-    """Optional fields of a chat's answer. prompt_ids: of the prompt, if token ids are returned.
-    num_prompt_top: alternatives of each prompt token; None for no log-probabilities of it.
-    names_ids: log-probabilities name tokens by their ids. echo: a text before the answer's."""
-
-    logprobs: bool = False
-    all_logprobs: bool = False
-    num_prompt_top: int | None = None
-    prompt_ids: Sequence[int] | None = None
-    names_ids: bool = False
-    echo: str = ""
 
 
 class ChatWriter(ChunkWriter):
@@ -146,10 +136,11 @@ class ChatWriter(ChunkWriter):
         self,
         envelope: Envelope,
         parser: ChatOutputParser | None,
-        returned: ReturnedFields,
+        returned: chat_fields.ReturnedFields,
         options: StreamOptions,
     ) -> None:
-        super().__init__(envelope.frame("chat.completion.chunk"), options)
+        labels = {name: returned.labels[name] for name in returned.labels if name != "metadata"}
+        super().__init__({**envelope.frame("chat.completion.chunk"), **labels}, options)
         self._envelope = envelope
         self._parser = parser
         self._returned = returned
@@ -160,6 +151,7 @@ class ChatWriter(ChunkWriter):
         written = [self._choice(index, choice) for index, choice in enumerate(choices[0])]
         return {
             **self._envelope.frame("chat.completion"),
+            **self._returned.labels,
             "choices": written,
             "usage": self._usage(usage),
             **speeds_json(usage),
@@ -168,17 +160,12 @@ class ChatWriter(ChunkWriter):
         }
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        """Yield the role before a choice's first text, the text, and last the finish reason."""
-        if delta.index not in self._begun:
-            begins = not self._begun
-            parser = None if self._parser is None else self._parser.choice(delta.index)
-            self._begun[delta.index] = parser
-            role = {"role": "assistant", "content": "", "refusal": None}
-            more = self._prompt_fields(delta.prompt_logprobs, begins=begins)
-            seed = {} if self._returned.prompt_ids is None else dict[str, Any](seed=delta.seed)
-            yield {**self._chunk(delta.index, role, **seed), **more}
-            if self._returned.echo:
-                yield self._chunk(delta.index, {"content": self._returned.echo})
+        """Yield the roles of all choices before the first text, the text, last the reason."""
+        if not self._begun:
+            yield from self._begin(delta)
+        elif delta.prompt_logprobs:
+            more = self._prompt_fields(delta.prompt_logprobs, begins=False)
+            yield {**self._chunk(delta.index, {}), **more}
         parser, reason = self._begun[delta.index], delta.finish_reason
         if parser is None:
             parts = [{"content": delta.text}] if delta.text else []
@@ -199,6 +186,18 @@ class ChatWriter(ChunkWriter):
                 seed=delta.seed,
                 **self._ids(()),
             )
+
+    def _begin(self, delta: TextDelta) -> Iterator[dict[str, Any]]:
+        """Yield the first chunk of each choice in their order, which OpenAI's client relies on."""
+        seed = {} if self._returned.prompt_ids is None else dict[str, Any](seed=delta.seed)
+        more = self._prompt_fields(delta.prompt_logprobs, begins=True)
+        for index in range(self._returned.num_choices):
+            self._begun[index] = None if self._parser is None else self._parser.choice(index)
+            role = {"role": "assistant", "content": "", "refusal": None}
+            yield {**self._chunk(index, role, **seed), **more}
+            if self._returned.echo:
+                yield self._chunk(index, {"content": self._returned.echo})
+            more = {}
 
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
         """Return the chunk of more text; None if chunks have more fields, or text is parsed."""

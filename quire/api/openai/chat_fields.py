@@ -1,20 +1,53 @@
-"""Fields of chats that few requests have: the newer name of max_tokens, and log-probabilities.
+"""Fields of chats that few requests have: labels, log-probabilities, the newer name of max_tokens.
 
 Not entered by a plain chat. Always holds: a value is returned checked, or refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.api.generation.fields import flag
+from quire.api.generation.foreign_fields import check_unserved
+from quire.api.openai.metadata import checked_metadata
 from quire.base.errors import InvalidParameter
 from quire.base.parameter_checks import whole
 from quire.base.sampling_checks import ALL_LOGPROBS, MAX_TOP_LOGPROBS
 from quire.base.show import show
 
 LOGPROBS = frozenset({"logprobs", "top_logprobs"})
+# Fields that an answer repeats.
+LABELS = frozenset({"service_tier", "metadata"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedFields:
+    """Optional fields of a chat's answer. prompt_ids: of the prompt, if token ids are returned.
+    num_prompt_top: alternatives of each prompt token; None for no log-probabilities of it.
+    names_ids: log-probabilities name tokens by their ids. labels: of LABELS. echo: a text before
+    the answer's."""
+
+    logprobs: bool = False
+    all_logprobs: bool = False
+    num_prompt_top: int | None = None
+    prompt_ids: Sequence[int] | None = None
+    names_ids: bool = False
+    num_choices: int = 1
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    echo: str = ""
+
+
+def labels_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels of an answer: the one tier if one was asked for, and metadata as sent."""
+    labels: dict[str, Any] = {}
+    if "service_tier" in given:
+        check_unserved("service_tier", given["service_tier"], given)
+        labels["service_tier"] = "default"
+    if "metadata" in given:
+        labels["metadata"] = checked_metadata(given["metadata"])
+    return labels
 
 
 def max_tokens_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """POST /v1/completions: continue prompts given as text or token ids.
 
 Prompts run at once; choices are numbered prompt by prompt, n to each, as OpenAI numbers them. An
-empty prompt is the model's begin-of-text token, and refused if it has none. max_tokens defaults to
-16. `echo` prepends the prompt's text, and with `logprobs` the log-probabilities of its tokens; with
-max_tokens 0 the answer is only that.
+empty prompt, or null, is the model's begin-of-text token, and refused if it has none. max_tokens
+defaults to 16. `echo` prepends the prompt's text, and with `logprobs` the log-probabilities of its
+tokens; with max_tokens 0 the answer is only that.
 """
 
 from __future__ import annotations
@@ -73,18 +73,26 @@ class CompletionsRoute:
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        return await generate(self._server_state, request, self._route)
+
+        async def read(asked: GenerationRequest) -> GenerationJob:
+            return await read_job(asked, sent=getattr(request.state, "body", {}))
+
+        return await generate(self._server_state, request, replace(self._route, read=read))
 
 
-async def read_job(request: GenerationRequest) -> GenerationJob:
-    """Check all fields. Raises InvalidParameter and ContextTooLong naming the field."""
+async def read_job(request: GenerationRequest, *, sent: Mapping[str, Any] = {}) -> GenerationJob:
+    """Check all fields. Raises InvalidParameter and ContextTooLong naming the field.
+
+    sent: the body where it has other fields than `given`, such as those that are null.
+    """
     given, engine = request.given, request.engine
     num_top = given.get("logprobs")
     echo = flag(given, "echo")
     sampling = _sampling(request, echo=echo)
     refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
     adds_special = flag(given, "add_special_tokens", default=True)
-    texts = _filling_in(engine, given, _prompts(given))
+    is_null = "prompt" in sent and "prompt" not in given
+    texts = _filling_in(engine, given, [""] if is_null else _prompts(given))
     keep_tokens = kept_tokens(given, engine, completion_tokens(sampling))
     if len(texts) * sampling.num_sequences > MAX_CHOICES:
         name = "n" if sampling.best_of is None else "best_of"

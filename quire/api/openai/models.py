@@ -67,6 +67,7 @@ class ModelsRoutes:
             "quantization": card.quantization,
             "kv_cache_dtype": card.kv_cache_dtype,
             "system_fingerprint": self._server_state.fingerprint(card),
+            "shutdown_date": None,
         }
 
 

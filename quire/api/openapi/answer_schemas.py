@@ -19,6 +19,7 @@ from quire.api.openapi.field_schemas import (
     TEXT,
     Schema,
     list_of,
+    metadata_row,
     object_of,
     or_null,
     whole_object,
@@ -133,6 +134,7 @@ def _answers() -> dict[str, Schema]:
             "prompt_logprobs": or_null(_ref("PromptLogprobs")),
             "prompt_token_ids": list_of(_ID),
             "kv_transfer_params": {"type": ["object", "null"]},
+            **_labels(),
         },
         "Completion": {"kv_transfer_params": {"type": ["object", "null"]}},
         "Generation": scored,
@@ -187,6 +189,7 @@ def _chunks() -> dict[str, Schema]:
             prompt_progress=progress,
             prompt_logprobs=scored,
             prompt_token_ids=list_of(_ID),
+            service_tier=_labels()["service_tier"],
         ),
         "CompletionChunk": _part(
             {**_frame("text_completion"), "choices": list_of(completion)},
@@ -202,6 +205,11 @@ def _chunks() -> dict[str, Schema]:
             prompt_logprobs=scored,
         ),
     }
+
+
+def _labels() -> dict[str, Schema]:
+    """Return what a chat's answer repeats of its request."""
+    return {"service_tier": {"const": "default"}, "metadata": metadata_row()}
 
 
 def _of_ids() -> dict[str, Schema]:
@@ -276,10 +284,17 @@ def _route_answers() -> dict[str, Schema]:
         "quantization": TEXT,
         "kv_cache_dtype": TEXT,
         "system_fingerprint": TEXT,
+        "shutdown_date": {"type": "null"},
     }
     return {
-        "Model": whole_object(**model),
-        "ModelList": whole_object(object={"const": "list"}, data=list_of(_ref("Model"))),
+        "Model": {"anyOf": [_ref("OpenAIModel"), _ref("AnthropicModel")]},
+        "ModelList": {
+            "anyOf": [
+                whole_object(object={"const": "list"}, data=list_of(_ref("OpenAIModel"))),
+                _ref("AnthropicModelList"),
+            ]
+        },
+        "OpenAIModel": whole_object(**model),
         "Tokens": _part(
             {"count": COUNT, "max_model_len": COUNT, "tokens": list_of(_ID_OR_PIECE)},
             token_strs=list_of(TEXT),
@@ -319,6 +334,7 @@ def _usage() -> Schema:
     misses = list_of(or_null(_ref("Miss")))
     cached = _part(
         {"cached_tokens": COUNT},
+        cache_write_tokens=COUNT,
         cached_tokens_details=whole_object(pool=COUNT, host=COUNT, disk=COUNT, misses=misses),
     )
     return _part(
@@ -329,10 +345,11 @@ def _usage() -> Schema:
             "prompt_tokens_details": cached,
         },
         completion_tokens_details=_part(
-            {},
-            reasoning_tokens=COUNT,
+            {"reasoning_tokens": COUNT},
             accepted_prediction_tokens=COUNT,
             rejected_prediction_tokens=COUNT,
+            accepted_draft_tokens=COUNT,
+            rejected_draft_tokens=COUNT,
         ),
         timings=_ref("Timings"),
     )
@@ -409,6 +426,9 @@ def _records() -> dict[str, Schema]:
         [*records, MissReason], ref_template="#/components/schemas/{name}"
     )
     closed = {record.__name__: {"additionalProperties": False} for record in records}
+    error = whole_object(code={"const": 503}, message=TEXT, type={"const": "unavailable_error"})
+    found["Health"]["properties"] |= {"status": TEXT, "error": error}
+    found["Speeds"]["properties"] |= {"draft_n": COUNT, "draft_n_accepted": COUNT}  # with drafts
     return {
         name: {**_without_docs(schema), **closed.get(name, {})} for name, schema in found.items()
     }

@@ -11,7 +11,7 @@ from quire.api.anthropic.batch_routes import MAX_LISTED as MAX_MESSAGE_BATCHES
 from quire.api.http.errors import UnknownBatch, UnknownFile
 from quire.api.openai.batches.batch_routes import MAX_LISTED as MAX_BATCHES_LISTED
 from quire.api.openai.batches.batch_routes import NUM_LISTED
-from quire.api.openai.batches.file_routes import MAX_LISTED, ORDERS, PURPOSES
+from quire.api.openai.batches.file_routes import LISTED_PURPOSES, MAX_LISTED, ORDERS
 from quire.api.openapi.batch_schemas import batch_body, file_form, message_batch_body
 from quire.api.openapi.field_schemas import TEXT, Schema
 from quire.api.openapi.operation import HI, OBJECT, Operation
@@ -47,7 +47,7 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
         answer="FileList",
         errors=(InvalidParameter, UnknownFile),
         others=(
-            _query("purpose", "Only files of this purpose.", {"enum": [*PURPOSES]}),
+            _query("purpose", "Only files of this purpose.", {"enum": [*LISTED_PURPOSES]}),
             _query("limit", "Number of files.", _page(MAX_LISTED, MAX_LISTED)),
             _query("order", "Oldest or newest first.", {"enum": [*ORDERS], "default": "desc"}),
             _AFTER,
@@ -112,7 +112,6 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
             ]
         },
         errors=(*OBJECT, TenantLimit, TimedOut, ShuttingDown),
-        form="messages",
     ),
     "GET /v1/messages/batches": Operation(
         says="The message batches of a key, the newest first.",
@@ -124,34 +123,29 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
             _query("after_id", "The last_id of the page before.", TEXT),
             _query("before_id", "The first_id of the page after.", TEXT),
         ),
-        form="messages",
     ),
     "GET /v1/messages/batches/{id}": Operation(
         says="The state of a message batch.",
         tag=_TAG,
         answer="MessageBatch",
         errors=(UnknownBatch,),
-        form="messages",
     ),
     "DELETE /v1/messages/batches/{id}": Operation(
         says="Remove a message batch that has ended.",
         tag=_TAG,
         answer="MessageBatchDeleted",
         errors=(InvalidParameter, UnknownBatch),
-        form="messages",
     ),
     "POST /v1/messages/batches/{id}/cancel": Operation(
         says="Cancel a message batch; messages that have ended keep their results.",
         tag=_TAG,
         answer="MessageBatch",
         errors=(UnknownBatch,),
-        form="messages",
     ),
     "GET /v1/messages/batches/{id}/results": Operation(
         says="The results of a message batch that has ended, one JSON object a line.",
         tag=_TAG,
         media="application/x-jsonl",
         errors=(InvalidParameter, UnknownBatch),
-        form="messages",
     ),
 }

@@ -8,13 +8,13 @@ from __future__ import annotations
 from quire.api.anthropic.batch_routes import CUSTOM_ID, MAX_REQUESTS
 from quire.api.batch_wiring import ENDPOINTS
 from quire.api.batches.stored_batches import ENDED, TIMES
-from quire.api.openai.batches.batch_routes import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from quire.api.openai.batches.file_routes import PURPOSES
 from quire.api.openapi.field_schemas import (
     FLAG,
     TEXT,
     Schema,
     list_of,
+    metadata_row,
     object_of,
     or_null,
     whole_object,
@@ -29,6 +29,13 @@ def batch_answers() -> dict[str, Schema]:
     """Return the answers by name."""
     fault = whole_object(code=TEXT, message=TEXT, param=_NULL, line=or_null(_COUNT))
     faults = whole_object(object={"const": "list"}, data=list_of(fault))
+    usage = whole_object(
+        input_tokens=_COUNT,
+        input_tokens_details=whole_object(cached_tokens=_COUNT),
+        output_tokens=_COUNT,
+        output_tokens_details=whole_object(reasoning_tokens=_COUNT),
+        total_tokens=_COUNT,
+    )
     return {
         "File": whole_object(
             id=TEXT,
@@ -47,6 +54,8 @@ def batch_answers() -> dict[str, Schema]:
             id=TEXT,
             object={"const": "batch"},
             endpoint=TEXT,
+            model=or_null(TEXT),
+            usage=or_null(usage),
             errors=or_null(faults),
             input_file_id=TEXT,
             completion_window={"const": "24h"},
@@ -96,10 +105,7 @@ def file_form() -> Schema:
 def batch_body() -> Schema:
     """Return the schema of the body of POST /v1/batches."""
     metadata: Schema = {
-        "type": "object",
-        "maxProperties": MAX_PAIRS,
-        "propertyNames": {"maxLength": MAX_KEY_CHARS},
-        "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+        **metadata_row(),
         "description": "Texts that the batch is returned with.",
     }
     return object_of(

@@ -16,19 +16,11 @@ from starlette.routing import BaseRoute, Route
 from quire.api.anthropic.dialect import status_of
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES, ErrorShape, ForeignPage
 from quire.api.openapi.answer_schemas import answer_schemas
-from quire.api.openapi.embedding_schemas import embedding_rows
 from quire.api.openapi.field_schemas import Known, Schema, body_schema
-from quire.api.openapi.llama_cpp_schemas import (
-    infill_rows,
-    llama_cpp_embedding_rows,
-    llama_cpp_rows,
-)
-from quire.api.openapi.messages_schemas import messages_rows
-from quire.api.openapi.ollama_schemas import ollama_embed_rows, ollama_rows
-from quire.api.openapi.operation import ERRORS, JSON, Form, Operation
+from quire.api.openapi.operation import ERRORS, JSON, Operation
 from quire.api.openapi.operations import OPERATIONS, PATH_WORDS
-from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import NotAuthorized, QuireError, RequestError
+from quire.base.http_apis import ANTHROPIC, api_of
 from quire.base.version import installed_version
 
 _PATH_NAME = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -37,18 +29,8 @@ _ABOUT = (
     "means not given. The same request with the same seed gets the same answer, bit for bit, "
     "whatever else is running."
 )
-# Fields with an own schema, by the form of an operation.
-_OWN_ROWS: Mapping[Form, Callable[[Known], Mapping[str, Schema]]] = {
-    "chat": lambda known: {},
-    "messages": messages_rows,
-    "responses": responses_rows,
-    "ollama": ollama_rows,
-    "ollama_embed": ollama_embed_rows,
-    "llama_cpp": llama_cpp_rows,
-    "llama_cpp_infill": infill_rows,
-    "llama_cpp_embedding": llama_cpp_embedding_rows,
-    "embeddings": embedding_rows,
-}
+# Statuses of errors, for APIs with others than OpenAI's.
+_STATUSES: Mapping[str, Callable[[int], int]] = {ANTHROPIC: status_of}
 # Errors of any route.
 _ANYWHERE: tuple[type[QuireError], ...] = (RequestError, ForeignPage, QuireError)
 
@@ -70,8 +52,10 @@ def document(
     for method, path in served(routes):
         operation = OPERATIONS[f"{method} {path}"]
         if operation.body is not None:
-            own = _OWN_ROWS[operation.form](known)
-            schemas[operation.title] = body_schema(operation.body, operation.needed, known, own=own)
+            form = operation.fields_form
+            schemas[operation.title] = body_schema(
+                operation.body, operation.needed, known, own=form.rows(known), words=form.words
+            )
         elif operation.plain is not None:
             schemas[operation.title] = operation.plain
         paths.setdefault(path, {})[method.lower()] = _operation(
@@ -105,7 +89,7 @@ def _operation(method: str, path: str, operation: Operation, *, needs_key: bool)
         "operationId": re.sub(r"[{}]", "", name),
         "summary": operation.says,
         "tags": [operation.tag],
-        "responses": _responses(operation, needs_key=needs_key),
+        "responses": _responses(api_of(path), operation, needs_key=needs_key),
     }
     parameters = [*_in_path(path), *operation.others]
     if parameters:
@@ -128,17 +112,17 @@ def _in_path(path: str) -> list[Schema]:
     return found
 
 
-def _responses(operation: Operation, *, needs_key: bool) -> Schema:
+def _responses(api: str, operation: Operation, *, needs_key: bool) -> Schema:
     responses: Schema = {"200": {"description": "Answered.", "content": _content_of(operation)}}
     own = (NotAuthorized,) if needs_key else ()
     shapes = [SHAPES[kind] for kind in (*_ANYWHERE, *own, *operation.errors)]
-    if operation.form == "messages":
-        shapes = [replace(shape, status=status_of(shape.status)) for shape in shapes]
+    if api in _STATUSES:
+        shapes = [replace(shape, status=_STATUSES[api](shape.status)) for shape in shapes]
     for status, codes in sorted(_by_status([*shapes, HEAD_TOO_LARGE]).items()):
         responses[str(status)] = {
             "description": f"Refused or failed; code {' or '.join(codes)}.",
             "x-quire-codes": codes,
-            "content": {JSON: {"schema": _ref(ERRORS[operation.form])}},
+            "content": {JSON: {"schema": _ref(ERRORS[api])}},
         }
     if operation.unhealthy:
         responses["503"] = {"description": "Not healthy.", "content": _content_of(operation)}

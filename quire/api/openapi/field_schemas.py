@@ -1,8 +1,8 @@
 """JSON Schemas of the request fields, with their descriptions.
 
 Bounds are read from the checks themselves (quire/base and quire/api/generation), so the document
-matches the server. Knows no route and no HTTP. Always holds: each honoured field of fields.py has a
-row here, and no other field has.
+matches the server. Knows no route and no HTTP. Always holds: each field of a body has a row here or
+in the fields' form of its route.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 from quire.api.generation.continued_answer import CURSOR
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
-from quire.api.generation.fields import CHAT, GENERATE
-from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.foreign_fields import (
+    BREAKPOINT,
+    HINTS,
+    NO_EFFECT,
+    OPTIONS,
+    SYNONYMS,
+    UNSERVED,
+    Unserved,
+)
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.generation.truncation import SIDES
 from quire.api.openai.completions import MAX_CHOICES
-from quire.api.openapi.field_words import (
-    OF_CHATS,
-    OF_EMBEDDINGS,
-    OF_MESSAGES,
-    OF_RESPONSES,
-    OF_TEXTS,
-    WORDS,
-)
+from quire.api.openai.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
+from quire.api.openapi.field_words import WORDS
 from quire.base import sampling_checks as sampling
 from quire.base.grammar import MAX_CHARS, MAX_WHITESPACE_CHARS
 from quire.base.grammar import MAX_CHOICES as MAX_CHOICE_TEXTS
@@ -43,10 +44,6 @@ from quire.text.messages import ROLES
 
 Schema = dict[str, Any]
 
-# Fields of a request that cannot be left out; all others may be null, which means "not given".
-NEEDED = frozenset(
-    {"prompt", "messages", "tokens", "input", "text_1", "text_2", "query", "documents"}
-)
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
@@ -72,16 +69,18 @@ def body_schema(
     needed: frozenset[str],
     known: Known,
     *,
-    own: Mapping[str, Schema] | None = None,
+    own: Mapping[str, Schema],
+    words: Mapping[str, str],
 ) -> Schema:
     """Return the schema of a body: honoured fields, refused ones, and those without effect.
 
-    own: fields that have another form or another description than in other APIs.
+    own, words: as of FieldsForm.
     """
-    rows = _rows(known, honoured) | dict(own or {})
+    rows = sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
+    rows |= own
     properties: Schema = {}
     for name in sorted(honoured, key=lambda name: (name not in needed, name)):
-        schema = {"description": _words(name, honoured), **rows[name]}
+        schema = {"description": words.get(name) or WORDS[name], **rows[name]}
         properties[name] = schema if name in needed else or_null(schema)
     properties |= _foreign_rows(honoured)
     return {
@@ -106,6 +105,13 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
             "description": f"Not served: {rule.why}.",
             "x-quire": "refused",
         }
+    for name, keys in sorted(OPTIONS.items()):
+        reasons = "; ".join(f"{key}: {rule.why}" for key, rule in keys.items())
+        rows[name] = {
+            **or_null(_options(keys)),
+            "description": f"Accepted at values that ask for nothing ({reasons}).",
+            "x-quire": "refused",
+        }
     for name, kind in sorted(NO_EFFECT.items()):
         rows[name] = {
             "type": [kind, "null"],
@@ -118,6 +124,10 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
             "x-quire": "hint",
         }
     return {name: row for name, row in rows.items() if name not in honoured}
+
+
+def _options(keys: Mapping[str, Unserved]) -> Schema:
+    return object_of({key: {"enum": [None, *rule.allowed]} for key, rule in keys.items()})
 
 
 def or_null(schema: Schema) -> Schema:
@@ -160,29 +170,25 @@ def whole_object(**properties: Schema) -> Schema:
     return object_of(properties, needed=tuple(properties))
 
 
-def _words(name: str, honoured: frozenset[str]) -> str:
-    if honoured == CHAT and name in OF_CHATS:
-        return OF_CHATS[name]
-    if "system" in honoured and name in OF_MESSAGES:
-        return OF_MESSAGES[name]
-    if "cache_salt" in honoured and "temperature" not in honoured and name in OF_EMBEDDINGS:
-        return OF_EMBEDDINGS[name]
-    if "max_output_tokens" in honoured and name in OF_RESPONSES:
-        return OF_RESPONSES[name]
-    is_of_texts = "temperature" not in honoured
-    return OF_TEXTS[name] if is_of_texts and name in OF_TEXTS else WORDS[name]
+def chat_rows(known: Known) -> Mapping[str, Schema]:
+    """Return the fields that differ in chats."""
+    tops = {**_other_rows(known)["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
+    return {
+        "logprobs": FLAG,
+        "top_logprobs": tops,
+        "metadata": metadata_row(),
+        "service_tier": {"enum": list(UNSERVED["service_tier"].allowed)},
+    }
 
 
-def _rows(known: Known, honoured: frozenset[str]) -> dict[str, Schema]:
-    rows = sampling_rows(known) | _scheduling_rows() | _conversation_rows() | _other_rows(known)
-    if honoured == CHAT:
-        rows["logprobs"] = FLAG
-        rows["top_logprobs"] = {**rows["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
-    if honoured == GENERATE:
-        rows["tokens"] = list_of(
-            token_id_row(known), least=1
-        )  # an empty list is a text, but no prompt
-    return rows
+def completion_rows(known: Known) -> Mapping[str, Schema]:
+    """Return the fields that differ in completions."""
+    return {"prompt": or_null(_other_rows(known)["prompt"])}  # an empty one
+
+
+def generate_rows(known: Known) -> Mapping[str, Schema]:
+    """Return the fields that differ at /generate."""
+    return {"tokens": list_of(token_id_row(known), least=1)}  # an empty list is no prompt
 
 
 def sampling_rows(known: Known) -> dict[str, Schema]:
@@ -389,10 +395,17 @@ def _other_rows(known: Known) -> dict[str, Schema]:
 
 
 def _prediction() -> Schema:
-    text = object_of({"type": {"const": "text"}, "text": TEXT})
+    text = object_of(
+        {"type": {"const": "text"}, "text": TEXT, "prompt_cache_breakpoint": breakpoint_row()}
+    )
     content = {"anyOf": [TEXT, list_of({**text, "required": ["type", "text"]})]}
     whole = object_of({"type": {"const": "content"}, "content": content})
     return {**whole, "required": ["type", "content"]}
+
+
+def breakpoint_row() -> Schema:
+    """Return a breakpoint of OpenAI's prompt cache."""
+    return or_null(_options(BREAKPOINT))
 
 
 def _structured() -> Schema:
@@ -523,6 +536,16 @@ def _text(least: int, most: int | None = None) -> Schema:
 
 def _one_or_list(entry: Schema, most: int) -> Schema:
     return {"anyOf": [entry, list_of(entry, most=most)]}
+
+
+def metadata_row() -> Schema:
+    """Return the labels of OpenAI's APIs."""
+    return {
+        "type": "object",
+        "maxProperties": MAX_PAIRS,
+        "propertyNames": {"maxLength": MAX_KEY_CHARS},
+        "additionalProperties": {**TEXT, "maxLength": MAX_VALUE_CHARS},
+    }
 
 
 def token_id_row(known: Known) -> Schema:

@@ -1,7 +1,7 @@
 """One line of description for each request field, for /openapi.json and /docs.
 
 Types and bounds come from the checks (field_schemas.py). docs/request-fields.md has more. Always
-holds: each honoured field of fields.py has a line, and no other field has.
+holds: each field that a route honours has a line, and no other field has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "content": "The text, in the form of llama.cpp's API: no special tokens by default.",
         "input_prefix": "The text before the gap to fill in.",
         "input_suffix": "The text after the gap to fill in.",
-        "input_extra": "Not served: texts of other files are not added to the prompt.",
+        "input_extra": "Texts of other files, which precede the prompt; the first are left out if "
+        "all do not fit the context.",
         "raw": "Use the prompt as it is, without the model's template.",
         "template": "Not served: templates of Ollama are written in Go's language.",
         "images": "Not served: the model reads text only.",
@@ -93,8 +94,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "dry_penalty_last_n": "Search this many last tokens for repetitions; -1: all.",
         "dry_sequence_breakers": "Texts that end a repetition.",
         "no_repeat_ngram_size": "No sequence of this many tokens occurs twice; 0: off.",
-        "logit_bias": "Added to the logits of these token ids; also a list of [token id or text, "
-        "number], with false for a ban.",
+        "logit_bias": "Added to the logits of these token ids, -100 and 100 too; also a list of "
+        "[token id or text, number], with false for a ban.",
         "bad_words": "Never complete one of these texts.",
         "allowed_token_ids": "Sample only these tokens.",
     },
@@ -109,6 +110,11 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "had it.",
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
+        "t_max_predict_ms": "End with the first line break after this time from the first token; "
+        "0 or -1: no limit.",
+        "n_indent": "End before a line that begins with fewer spaces and tabs; 0: any.",
+        "response_fields": "Paths of the parts that the last object has, such as content and "
+        "timings/prompt_n; all by default.",
         "skip_special_tokens": "Special tokens have no text in the answer; true by default.",
         "n_probs": "Return each token's log-probability and this many alternatives; 0: none.",
         "return_tokens": "Return the ids of the answer's tokens; a stream always has them.",
@@ -159,9 +165,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "think": "Whether the model reasons, or how much.",
         "reasoning_effort": "How much the model reasons, if its template has degrees.",
         "reasoning": "effort: how much the model reasons, if its template has degrees. summary: a "
-        "hint, not used.",
+        "hint, not used. context and mode: at auto and standard only.",
         "include": "message.output_text.logprobs: log-probabilities of the text. "
-        "reasoning.encrypted_content: the reasoning, encoded, to be sent back.",
+        "reasoning.encrypted_content: the reasoning, encoded, to be sent back, in stored responses "
+        "too.",
         "include_reasoning": "Return the reasoning with the answer.",
         "thinking_token_budget": "End the reasoning after this many tokens, those of its closing "
         "mark included; -1: no limit.",
@@ -207,7 +214,10 @@ OF_CHATS: Mapping[str, str] = {
     "echo": "Put the text of a last message of the assistant before the answer.",
     "max_tokens": "Maximum number of tokens of an answer; the rest of the context by default. 0 "
     "only if the prompt is scored.",
-    "logprobs": "Return each token's log-probability.",
+    "logprobs": "Return each token's log-probability, those of reasoning, calls and their marks "
+    "included.",
+    "metadata": "Labels, which the answer repeats.",
+    "service_tier": 'There is one tier, which the answer names "default".',
     "n": "Number of choices.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
     "by default.",
@@ -229,6 +239,9 @@ OF_RESPONSES: Mapping[str, str] = {
     "top_logprobs": "Number of alternatives of each token; with include: "
     "message.output_text.logprobs.",
     "metadata": "Labels, which the response repeats.",
+    "input": "A text, or the items of a conversation: messages, function_call, "
+    "function_call_output, reasoning, item_reference. It may be left out where the request "
+    "continues a conversation or a response.",
     "stream_options": "include_obfuscation: without effect.",
     "min_tokens": "Minimum number of tokens before the answer may end; at most max_output_tokens.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "

@@ -10,7 +10,13 @@ from dataclasses import replace
 
 from quire.api.http.errors import NotAdmin
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
-from quire.api.openapi.operation import ENGINE, TOKENS, Operation
+from quire.api.openapi.field_words import OF_EMBEDDINGS
+from quire.api.openapi.llama_cpp_schemas import (
+    infill_rows,
+    llama_cpp_embedding_rows,
+    llama_cpp_rows,
+)
+from quire.api.openapi.operation import ENGINE, TOKENS, FieldsForm, Operation
 from quire.base.errors import InvalidParameter
 
 _EMBEDDING = Operation(
@@ -21,7 +27,7 @@ _EMBEDDING = Operation(
     body=LLAMA_EMBEDDING,
     example={"content": "A dog barks."},
     errors=TOKENS,
-    form="llama_cpp_embedding",
+    fields_form=FieldsForm(rows=llama_cpp_embedding_rows, words=OF_EMBEDDINGS),
 )
 LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
     "POST /completion": Operation(
@@ -34,7 +40,7 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"prompt"}),
         example={"prompt": "Once upon a time", "n_predict": 48, "seed": 7},
         errors=TOKENS,
-        form="llama_cpp",
+        fields_form=FieldsForm(rows=llama_cpp_rows),
     ),
     "POST /infill": Operation(
         says="Fill a gap between two texts in the form of llama.cpp's API, whole or streamed.",
@@ -45,7 +51,7 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         body=LLAMA_INFILL,
         needed=frozenset({"input_prefix", "input_suffix"}),
         errors=TOKENS,
-        form="llama_cpp_infill",
+        fields_form=FieldsForm(rows=infill_rows),
     ),
     "POST /embedding": _EMBEDDING,
     "POST /embeddings": replace(_EMBEDDING, says="The same under its older name."),
@@ -54,13 +60,19 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         tag="llama.cpp",
         answer="LlamaCppProps",
         errors=(InvalidParameter, *ENGINE),
-        form="llama_cpp",
     ),
     "GET /slots": Operation(
         says="An entry for each request that may run at once, with the counts of those that run.",
         tag="For admins",
         answer="LlamaCppSlots",
+        others=(
+            {
+                "name": "fail_on_no_slot",
+                "in": "query",
+                "description": "Any value: 503 if no entry is idle.",
+                "schema": {"type": "string"},
+            },
+        ),
         errors=(InvalidParameter, NotAdmin, *ENGINE),
-        form="llama_cpp",
     ),
 }

@@ -8,7 +8,8 @@ from __future__ import annotations
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.llama_cpp.dialect import TOO_LONG, error_type
 from quire.api.llama_cpp.embedding import NORMS
-from quire.api.llama_cpp.request import Returned
+from quire.api.llama_cpp.infill import MAX_FILES
+from quire.api.llama_cpp.request import MAX_RESPONSE_FIELDS, Returned
 from quire.api.llama_cpp.settings import settings_json
 from quire.api.openapi.embedding_schemas import embedding_rows
 from quire.api.openapi.field_schemas import (
@@ -48,13 +49,20 @@ def llama_cpp_rows(known: Known) -> dict[str, Schema]:
         "return_tokens": FLAG,
         "input_prefix": TEXT,
         "input_suffix": TEXT,
-        "input_extra": {"const": []},
+        "input_extra": list_of(
+            object_of({"filename": TEXT, "text": TEXT}, needed=("text",), closed=False),
+            most=MAX_FILES,
+        ),
+        "n": {"const": 1},
+        "t_max_predict_ms": {**_PLACE, "maximum": 2**31 - 1},
+        "n_indent": {**_COUNT, "maximum": 2**31 - 1},
+        "response_fields": list_of(TEXT, most=MAX_RESPONSE_FIELDS),
     }
 
 
 def infill_rows(known: Known) -> dict[str, Schema]:
     """Return those of /infill."""
-    text = {**TEXT, "description": "A text after the infill prompt, where the answer begins."}
+    text = {**TEXT, "description": "What the gap begins with; the answer continues it."}
     return {**llama_cpp_rows(known), "prompt": text}
 
 
@@ -66,6 +74,7 @@ def llama_cpp_embedding_rows(known: Known) -> dict[str, Schema]:
         "content": {**own["input"], "description": "Another name of input."},
         "dimensions": own["dimensions"],
         "prompt_name": own["prompt_name"],
+        "encoding_format": {"const": "float"},
         "embd_normalize": {
             "enum": sorted(NORMS),
             "description": "2: bring vectors to length 1 (default); -1: leave them as they are.",
@@ -95,7 +104,7 @@ def llama_cpp_answers() -> dict[str, Schema]:
         "generation_settings": _settings(),
         "prompt": TEXT,
         "has_new_line": FLAG,
-        "truncated": {"const": False},
+        "truncated": FLAG,
         "stop_type": {"enum": ["eos", "limit", "word"]},
         "stopping_word": TEXT,
         "tokens_cached": _COUNT,
@@ -106,9 +115,17 @@ def llama_cpp_answers() -> dict[str, Schema]:
         needed=(*begun, "stop"),
     )
     last = object_of(ended, needed=tuple(ended))
+    whole = object_of({**ended, **probabilities}, needed=tuple(ended))
+    names = "|".join((*ended, *probabilities))
+    parts: Schema = {
+        "type": "object",
+        "description": "The parts that response_fields names.",
+        "propertyNames": {"pattern": f"^({names})(/|$)"},
+        "not": {"required": ["content", "generation_settings", "timings"]},
+    }
     return {
-        "LlamaCppCompletion": object_of({**ended, **probabilities}, needed=tuple(ended)),
-        "LlamaCppEvent": {"anyOf": [event, last]},
+        "LlamaCppCompletion": {"anyOf": [whole, parts]},
+        "LlamaCppEvent": {"anyOf": [event, last, parts]},
         "LlamaCppEmbeddings": list_of(
             whole_object(index=_COUNT, embedding=list_of(list_of(_NUMBER), least=1, most=1))
         ),
@@ -138,25 +155,41 @@ def _settings() -> Schema:
 
 
 def _props() -> Schema:
-    texts = ("model_alias", "model_path", "chat_template", "bos_token", "eos_token", "build_info")
+    texts = [
+        *("model_alias", "model_path", "model_ftype", "media_marker", "chat_template"),
+        *("bos_token", "eos_token", "build_info"),
+    ]
+    flags = ("endpoint_slots", "endpoint_props", "endpoint_metrics")
     return whole_object(
         default_generation_settings=whole_object(n_ctx=_COUNT, params=_settings()),
         total_slots=_COUNT,
         **dict.fromkeys(texts, TEXT),
+        **dict.fromkeys(flags, FLAG),
         modalities=OBJECT,
+        chat_template_caps=OBJECT,
         is_sleeping={"const": False},
     )
 
 
 def _slot() -> Schema:
-    counts = ("id", "n_ctx", "n_prompt_tokens", "n_prompt_tokens_cache", "n_decoded")
+    counts = [
+        *("id", "n_ctx", "n_prompt_tokens", "n_prompt_tokens_processed"),
+        *("n_prompt_tokens_cache", "n_decoded"),
+    ]
+    following = whole_object(has_next_token=FLAG, n_remain=_COUNT, n_decoded=_COUNT)
     return whole_object(
-        **dict.fromkeys(counts, _COUNT), id_task=_PLACE, speculative=FLAG, is_processing=FLAG
+        **dict.fromkeys(counts, _COUNT),
+        id_task=_PLACE,
+        speculative=FLAG,
+        is_processing=FLAG,
+        params=object_of({"n_predict": _COUNT, "max_tokens": _COUNT}),
+        next_token=list_of(following, most=1),
     )
 
 
 def _error() -> Schema:
     statuses = {shape.status for shape in (*SHAPES.values(), HEAD_TOO_LARGE)}
     types = sorted({TOO_LONG, *map(error_type, statuses)})
-    error = whole_object(code={"enum": sorted(statuses)}, message=TEXT, type={"enum": types})
-    return whole_object(error=error)
+    said = {"code": {"enum": sorted(statuses)}, "message": TEXT, "type": {"enum": types}}
+    lengths = {"n_prompt_tokens": _COUNT, "n_ctx": _COUNT}
+    return whole_object(error=object_of({**said, **lengths}, needed=tuple(said)))

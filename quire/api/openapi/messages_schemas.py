@@ -6,8 +6,10 @@ Fields that this API shares with others are in field_schemas.py. Knows no route.
 from __future__ import annotations
 
 from quire.api.anthropic.dialect import error_type, status_of
-from quire.api.anthropic.request import THINKING_TYPES, TIERS
-from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
+from quire.api.anthropic.history import MAX_MESSAGES
+from quire.api.anthropic.message_writer import BATCH, STANDARD
+from quire.api.anthropic.request import THINKING_DISPLAYS, THINKING_TYPES, TIERS
+from quire.api.generation.conversation import EFFORTS
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
 from quire.api.openapi.field_schemas import (
@@ -34,12 +36,14 @@ def messages_rows(known: Known) -> dict[str, Schema]:
     text = _block("text", {"text": TEXT}, cache_control=or_null(cache_control))
     schema = object_of({"type": {"const": "json_schema"}, "schema": OBJECT})
     return {
-        "max_tokens": {"type": "integer", "minimum": 1, "maximum": max_output(known)},
-        "messages": list_of({"anyOf": [_user(text), _assistant(text)]}, least=1, most=MAX_MESSAGES),
+        "max_tokens": {"type": "integer", "minimum": 0, "maximum": max_output(known)},
+        "messages": list_of(
+            {"anyOf": [_user(text), _assistant(text), _system(text)]}, least=1, most=MAX_MESSAGES
+        ),
         "system": {"anyOf": [TEXT, list_of(text)]},
         "stop_sequences": list_of(stop, most=sampling.MAX_STOP_STRINGS),
         "temperature": {"type": "number", "minimum": 0, "maximum": 1},
-        "metadata": object_of({"user_id": or_null({**TEXT, "maxLength": 256})}),
+        "metadata": object_of({"user_id": or_null(TEXT)}),
         "service_tier": {"enum": list(TIERS)},
         "thinking": _thinking(),
         "output_config": object_of(
@@ -58,10 +62,11 @@ def _thinking() -> Schema:
     """Return the objects that switch the reasoning on, perhaps with a budget, or off."""
     on = {"enum": [kind for kind in THINKING_TYPES if kind != "disabled"]}
     budget = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "null"}]}
+    display = or_null({"enum": list(THINKING_DISPLAYS)})
     disabled = object_of({"type": {"const": "disabled"}, "budget_tokens": {"type": "null"}})
     return {
         "anyOf": [
-            object_of({"type": on, "budget_tokens": budget}, needed=("type",)),
+            object_of({"type": on, "budget_tokens": budget, "display": display}, needed=("type",)),
             {**disabled, "required": ["type"]},
         ]
     }
@@ -77,13 +82,22 @@ def messages_answers() -> dict[str, Schema]:
         "content": list_of(_ref("AnswerBlock")),
         "stop_reason": or_null({"enum": _STOP_REASONS}),
         "stop_sequence": or_null(TEXT),
+        **_NULLS,
+        "diagnostics": _NULL,
         "usage": _ref("MessageUsage"),
         "seed": {"type": ["integer", "null"]},
     }
     blocks = [
-        whole_object(type={"const": "text"}, text=TEXT),
+        whole_object(type={"const": "text"}, text=TEXT, citations=_NULL),
         whole_object(type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
-        whole_object(type={"const": "tool_use"}, id=TEXT, name=TEXT, input=OBJECT),
+        whole_object(
+            type={"const": "tool_use"},
+            id=TEXT,
+            name=TEXT,
+            input=OBJECT,
+            caller={"const": {"type": "direct"}},
+            toolset_name=_NULL,
+        ),
     ]
     counts = ("input_tokens", "output_tokens")
     cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
@@ -95,13 +109,27 @@ def messages_answers() -> dict[str, Schema]:
             cache_creation=whole_object(
                 ephemeral_5m_input_tokens=_COUNT, ephemeral_1h_input_tokens=_COUNT
             ),
+            output_tokens_details=or_null(whole_object(thinking_tokens=_COUNT)),
+            server_tool_use=_NULL,
+            service_tier={"enum": [STANDARD, BATCH]},
+            inference_geo=_NULL,
+            speed={"const": "standard"},
         ),
         "MessageEvent": {"anyOf": _events()},
         "TokenCount": whole_object(input_tokens=_COUNT),
+        "AnthropicModel": _model(),
+        "AnthropicModelList": whole_object(
+            data=list_of(_ref("AnthropicModel")),
+            has_more=FLAG,
+            first_id=or_null(TEXT),
+            last_id=or_null(TEXT),
+        ),
         "AnthropicError": _error(),
     }
 
 
+_NULL: Schema = {"type": "null"}
+_NULLS: dict[str, Schema] = {"stop_details": _NULL, "container": _NULL}
 _STOP_REASONS = [
     *("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"),
 ]
@@ -112,13 +140,18 @@ def _ref(name: str) -> Schema:
 
 
 def _cache_control() -> Schema:
-    ttl = {"ttl": {"enum": ["5m", "1h"]}}
+    ttl = {"ttl": {"enum": ["5m", "1h", None]}}
     return {**object_of({"type": {"const": "ephemeral"}, **ttl}), "required": ["type"]}
 
 
 def _block(kind: str, needed: dict[str, Schema], **optional: Schema) -> Schema:
     properties = {"type": {"const": kind}, **needed, **optional}
     return object_of(properties, needed=("type", *needed))
+
+
+def _system(text: Schema) -> Schema:
+    content = {"anyOf": [TEXT, list_of(text)]}
+    return object_of({"role": {"const": "system"}, "content": content}, needed=("role", "content"))
 
 
 def _user(text: Schema) -> Schema:
@@ -190,7 +223,8 @@ def _events() -> list[Schema]:
     delta = {
         "anyOf": [whole_object(type={"const": kind}, **{key: TEXT}) for kind, key in deltas.items()]
     }
-    end = whole_object(stop_reason={"enum": _STOP_REASONS}, stop_sequence=or_null(TEXT))
+    reason: Schema = {"enum": _STOP_REASONS}
+    end = whole_object(stop_reason=reason, stop_sequence=or_null(TEXT), **_NULLS)
     events: dict[str, dict[str, Schema]] = {
         "ping": {},
         "message_start": {"message": _ref("AnthropicMessage")},
@@ -201,6 +235,17 @@ def _events() -> list[Schema]:
         "message_stop": {},
     }
     return [whole_object(type={"const": kind}, **more) for kind, more in events.items()]
+
+
+def _model() -> Schema:
+    unknown = ("capabilities", "deprecated_at", "line", "retires_at")
+    return whole_object(
+        type={"const": "model"},
+        **dict.fromkeys(("id", "display_name", "created_at"), TEXT),
+        **dict.fromkeys(("max_input_tokens", "max_tokens"), _COUNT),
+        lifecycle={"const": "active"},
+        **dict.fromkeys(unknown, _NULL),
+    )
 
 
 def _error() -> Schema:

@@ -14,9 +14,11 @@ from quire.api.ollama.fields import (
     OLLAMA_GENERATE,
     OLLAMA_SHOW,
 )
-from quire.api.openapi.operation import BODY, ENGINE, HI, LINES, TOKENS, Operation
+from quire.api.openapi.ollama_schemas import ollama_embed_rows, ollama_rows
+from quire.api.openapi.operation import BODY, ENGINE, HI, LINES, TOKENS, FieldsForm, Operation
 from quire.base.errors import InvalidParameter
 
+_GENERATED, _EMBED = FieldsForm(rows=ollama_rows), FieldsForm(rows=ollama_embed_rows)
 OLLAMA_OPERATIONS: Mapping[str, Operation] = {
     "POST /api/chat": Operation(
         says="Answer a conversation in the form of Ollama's API, streamed or whole.",
@@ -27,7 +29,7 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         body=OLLAMA_CHAT,
         example={"messages": HI, "options": {"num_predict": 48, "seed": 7}},
         errors=TOKENS,
-        form="ollama",
+        fields_form=_GENERATED,
         stream_media=LINES,
     ),
     "POST /api/generate": Operation(
@@ -39,7 +41,7 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         body=OLLAMA_GENERATE,
         example={"prompt": "Write a story.", "options": {"num_predict": 48, "seed": 7}},
         errors=TOKENS,
-        form="ollama",
+        fields_form=_GENERATED,
         stream_media=LINES,
     ),
     "POST /api/embed": Operation(
@@ -51,7 +53,7 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"input"}),
         example={"input": ["A dog barks.", "Rain falls."]},
         errors=TOKENS,
-        form="ollama_embed",
+        fields_form=_EMBED,
     ),
     "POST /api/embeddings": Operation(
         says="The vector of one text in the older form of Ollama's API.",
@@ -62,7 +64,7 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"prompt"}),
         example={"prompt": "A dog barks."},
         errors=TOKENS,
-        form="ollama_embed",
+        fields_form=_EMBED,
     ),
     "POST /api/show": Operation(
         says="The served model: its template, context length and capabilities.",
@@ -71,27 +73,24 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         title="OllamaShowRequest",
         body=OLLAMA_SHOW,
         errors=BODY,
-        form="ollama",
+        fields_form=_GENERATED,
     ),
     "GET /api/tags": Operation(
         says="The served model, under each of its names.",
         tag="Ollama",
         answer="OllamaModels",
         errors=(InvalidParameter, *ENGINE),
-        form="ollama",
     ),
     "GET /api/ps": Operation(
         says="The served model, which is always loaded.",
         tag="Ollama",
         answer="OllamaRunning",
         errors=(InvalidParameter, *ENGINE),
-        form="ollama",
     ),
     "GET /api/version": Operation(
         says="The release of Ollama that these routes follow.",
         tag="Ollama",
         answer="OllamaVersion",
         errors=(InvalidParameter,),
-        form="ollama",
     ),
 }

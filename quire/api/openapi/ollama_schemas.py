@@ -65,8 +65,11 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
                 {"type": "string", "pattern": r"^[ -~]{1,32}$"},
             ]
         },
-        "truncate": {"const": False},
-        "shift": {"const": False},
+        "truncate": {
+            **FLAG,
+            "description": "Leave out the oldest messages of a chat if all do not fit the context.",
+        },
+        "shift": {**FLAG, "description": "A hint: accepted, not used."},
         "template": {"const": ""},
         "images": {"const": []},
         "raw": FLAG,
@@ -85,7 +88,7 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
 
 def ollama_embed_rows(known: Known) -> dict[str, Schema]:
     """Return those of /api/embed and /api/embeddings."""
-    texts = list_of(TEXT, least=1, most=MAX_INPUTS)
+    texts = list_of(TEXT, most=MAX_INPUTS)
     options = _options(known)
     options["properties"] |= {key: {"type": "null"} for key in (*OPTIONS, *RENAMED)}
     return {
@@ -215,7 +218,7 @@ def _options(known: Known) -> Schema:
     for name, ours in RENAMED.items():
         options[name] = {**rows[ours], "description": f"{ours} of other APIs."}
     limit = {"type": "integer", "minimum": 1, "maximum": known.max_output_tokens or 2**31 - 1}
-    options["num_predict"] = {"anyOf": [limit, {"enum": [-1, -2]}]}
+    options["num_predict"] = {"anyOf": [limit, {"enum": [0, -1, -2]}]}
     for name, kind in RUNTIME_OPTIONS.items():
         options[name] = {"type": _TYPES.get(kind, "number")}
     for name, (allowed, why) in NEUTRAL_OPTIONS.items():
@@ -257,7 +260,7 @@ def _details() -> Schema:
 
 
 def _described() -> Schema:
-    capabilities = ["completion", "tools", "thinking", "insert"]
+    capabilities = ["embedding", "completion", "tools", "thinking", "insert"]
     return whole_object(
         modelfile=TEXT,
         parameters=TEXT,

@@ -1,16 +1,17 @@
 """Operation: what /openapi.json says of one route and method; the errors that routes share.
 
-Knows no route. Always holds: a form of fields has one schema of errors.
+Knows no route. Always holds: an API has one schema of errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from quire.api.http.errors import Aborted, NothingToChoose, UnsupportedEncoding
-from quire.api.openapi.field_schemas import Schema
+from quire.api.openapi.field_schemas import Known, Schema
+from quire.base import http_apis
 from quire.base.errors import (
     BodyTooLarge,
     ContextTooLong,
@@ -36,28 +37,14 @@ EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
 
 Errors = tuple[type[QuireError], ...]
-Form = Literal[
-    "chat",
-    "messages",
-    "responses",
-    "ollama",
-    "ollama_embed",
-    "llama_cpp",
-    "llama_cpp_infill",
-    "llama_cpp_embedding",
-    "embeddings",
-]
-# Schemas of errors, by the form of an operation.
-ERRORS: Mapping[Form, str] = {
-    "chat": "Error",
-    "responses": "Error",
-    "embeddings": "Error",
-    "messages": "AnthropicError",
-    "ollama": "OllamaError",
-    "ollama_embed": "OllamaError",
-    "llama_cpp": "LlamaCppError",
-    "llama_cpp_infill": "LlamaCppError",
-    "llama_cpp_embedding": "LlamaCppError",
+# Schemas of errors, by the API of a path.
+ERRORS: Mapping[str, str] = {
+    http_apis.OPENAI: "Error",
+    http_apis.MODELS: "Error",
+    http_apis.RESPONSES: "Error",
+    http_apis.ANTHROPIC: "AnthropicError",
+    http_apis.OLLAMA: "OllamaError",
+    http_apis.LLAMA_CPP: "LlamaCppError",
 }
 
 ENGINE: Errors = (OverloadedError, ShuttingDown, WorkerError, DeviceLost)
@@ -81,6 +68,15 @@ HI = [{"role": "user", "content": "Write a story about a little dog."}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FieldsForm:
+    """The fields of a body that differ from those of the same name elsewhere. rows: their schemas;
+    words: their descriptions."""
+
+    rows: Callable[[Known], Mapping[str, Schema]] = lambda known: {}
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """One route and method.
 
@@ -88,8 +84,7 @@ class Operation:
     the route can stream (as `stream_media`); without an answer it only streams. body: the fields of
     the request, None without a body; plain: the schema of a body outside the table of fields.
     needed: required fields. unhealthy: 503 has the same answer. others: further parameters. also:
-    other media of a text, by the request. form: the API of the fields and errors.
-    body_media: of the request.
+    other media of a text, by the request. fields_form: of the body. body_media: of the request.
     """
 
     says: str
@@ -106,6 +101,6 @@ class Operation:
     others: tuple[Schema, ...] = ()
     unhealthy: bool = False
     also: tuple[str, ...] = ()
-    form: Form = "chat"
+    fields_form: FieldsForm = FieldsForm()
     stream_media: str = EVENTS
     body_media: str = JSON

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from quire.api.admin.cache import MAX_PREFIXES, NUM_PREFIXES
 from quire.api.anthropic.fields import COUNT_TOKENS, MESSAGES
+from quire.api.anthropic.models import MAX_LISTED as MAX_MODELS
+from quire.api.anthropic.models import NUM_LISTED as NUM_MODELS
 from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
@@ -24,11 +26,12 @@ from quire.api.http.errors import (
     NotAdmin,
     ReaderGone,
     ResumeGone,
+    UnknownConversation,
     UnknownRequest,
     UnknownResponse,
     UnknownRoute,
 )
-from quire.api.openai.responses.fields import INCLUDABLE, RESPONSES
+from quire.api.openai.responses.fields import INCLUDABLE, INPUT_TOKENS, RESPONSES
 from quire.api.openai.responses.stored_routes import (
     MAX_LISTED,
     MAX_SEQUENCE_NUMBER,
@@ -36,18 +39,39 @@ from quire.api.openai.responses.stored_routes import (
     ORDERS,
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
-from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS
-from quire.api.openapi.field_schemas import TEXT, Schema, object_of
+from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS, INCLUDED
+from quire.api.openapi.embedding_schemas import embedding_rows
+from quire.api.openapi.field_schemas import (
+    TEXT,
+    Schema,
+    chat_rows,
+    completion_rows,
+    generate_rows,
+    object_of,
+)
+from quire.api.openapi.field_words import (
+    OF_CHATS,
+    OF_EMBEDDINGS,
+    OF_MESSAGES,
+    OF_RESPONSES,
+    OF_TEXTS,
+)
 from quire.api.openapi.llama_cpp_operations import LLAMA_CPP_OPERATIONS
+from quire.api.openapi.messages_schemas import messages_rows
 from quire.api.openapi.ollama_operations import OLLAMA_OPERATIONS
-from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, Operation
+from quire.api.openapi.operation import ENGINE, HI, OBJECT, TEXTS, TOKENS, FieldsForm, Operation
+from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import (
+    ContextTooLong,
     InvalidParameter,
     UnknownModel,
 )
 from quire.base.log import LEVELS
 from quire.obs.metrics import CONTENT_TYPE
 
+_VECTORS = FieldsForm(rows=embedding_rows, words=OF_EMBEDDINGS)
+_MESSAGES = FieldsForm(rows=messages_rows, words=OF_MESSAGES)
+_TEXTS = FieldsForm(words=OF_TEXTS)
 _APPLY = Operation(
     says="The prompt that the chat template makes of these messages.",
     tag="Texts and tokens",
@@ -57,6 +81,7 @@ _APPLY = Operation(
     needed=frozenset({"messages"}),
     example={"messages": HI},
     errors=TEXTS,
+    fields_form=_TEXTS,
 )
 _ABORT = Operation(
     says="End a request; aborted is false if it had ended before.",
@@ -82,7 +107,7 @@ _RERANK = Operation(
     needed=frozenset({"query", "documents"}),
     example={"query": "a little dog", "documents": ["A dog barks.", "Rain falls."], "top_n": 1},
     errors=TOKENS,
-    form="embeddings",
+    fields_form=_VECTORS,
 )
 _SCORE = Operation(
     says="How well texts fit each other, one score for each pair.",
@@ -93,7 +118,7 @@ _SCORE = Operation(
     needed=frozenset({"text_1", "text_2"}),
     example={"text_1": "a little dog", "text_2": ["A dog barks.", "Rain falls."]},
     errors=TOKENS,
-    form="embeddings",
+    fields_form=_VECTORS,
 )
 
 
@@ -103,7 +128,14 @@ def _query(name: str, says: str, schema: Schema) -> Schema:
 
 
 _PAGE = {"minimum": 1, "maximum": MAX_LISTED, "default": NUM_LISTED}
-_INCLUDE = _query("include", "As of POST /v1/responses; without effect.", {"enum": [*INCLUDABLE]})
+_MODELS = {"minimum": 1, "maximum": MAX_MODELS, "default": NUM_MODELS}
+_HEALTH = Operation(
+    says="200 while ready and making progress, else 503 with the reason.",
+    tag="Server",
+    answer="Health",
+    unhealthy=True,
+)
+_INCLUDE = _query("include", INCLUDED, {"enum": [*INCLUDABLE]})
 
 OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/chat/completions": Operation(
@@ -116,6 +148,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": HI, "max_tokens": 48, "seed": 7},
         errors=TOKENS,
+        fields_form=FieldsForm(rows=chat_rows, words=OF_CHATS),
     ),
     "POST /v1/completions": Operation(
         says="Continue prompts, whole or streamed.",
@@ -124,6 +157,7 @@ OPERATIONS: Mapping[str, Operation] = {
         event="CompletionChunk",
         title="CompletionRequest",
         body=COMPLETIONS,
+        fields_form=FieldsForm(rows=completion_rows),
         needed=frozenset({"prompt"}),
         example={"prompt": "Once upon a time", "max_tokens": 48, "seed": 7},
         errors=TOKENS,
@@ -135,10 +169,9 @@ OPERATIONS: Mapping[str, Operation] = {
         event="ResponseEvent",
         title="ResponsesRequest",
         body=RESPONSES,
-        needed=frozenset({"input"}),
         example={"input": "Write a story.", "max_output_tokens": 48, "seed": 7},
-        errors=(*TOKENS, UnknownResponse),
-        form="responses",
+        errors=(*TOKENS, UnknownResponse, UnknownConversation),
+        fields_form=FieldsForm(rows=responses_rows, words=OF_RESPONSES),
     ),
     "GET /v1/responses/{id}": Operation(
         says="A stored response, or the events of a background response.",
@@ -191,7 +224,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages", "max_tokens"}),
         example={"messages": HI, "max_tokens": 48, "seed": 7},
         errors=TOKENS,
-        form="messages",
+        fields_form=_MESSAGES,
     ),
     "POST /v1/messages/count_tokens": Operation(
         says="The number of tokens of a message's prompt.",
@@ -202,7 +235,17 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": HI},
         errors=TEXTS,
-        form="messages",
+        fields_form=_MESSAGES,
+    ),
+    "POST /v1/responses/input_tokens": Operation(
+        says="The number of tokens of a response's prompt.",
+        tag="Texts and tokens",
+        answer="ResponseTokens",
+        title="InputTokensRequest",
+        body=INPUT_TOKENS,
+        example={"input": "Write a story."},
+        errors=(*TEXTS, ContextTooLong, UnknownResponse, UnknownConversation),
+        fields_form=FieldsForm(rows=responses_rows, words=OF_RESPONSES),
     ),
     **BATCH_OPERATIONS,
     **CONVERSATION_OPERATIONS,
@@ -218,6 +261,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7], "max_tokens": 8, "seed": 7},
         errors=TOKENS,
+        fields_form=FieldsForm(rows=generate_rows),
     ),
     "POST /v1/embeddings": Operation(
         says="One vector for each text, of a model that makes embeddings.",
@@ -228,7 +272,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"input"}),
         example={"input": ["A dog barks.", "Rain falls."]},
         errors=TOKENS,
-        form="embeddings",
+        fields_form=_VECTORS,
     ),
     "POST /pooling": Operation(
         says="The same vectors in the form of vLLM.",
@@ -239,13 +283,15 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"input"}),
         example={"input": "A dog barks."},
         errors=TOKENS,
-        form="embeddings",
+        fields_form=_VECTORS,
     ),
     "POST /v1/score": _SCORE,
     "POST /score": replace(_SCORE, says="The same under another server's name."),
     "POST /v1/rerank": _RERANK,
     "POST /v2/rerank": replace(_RERANK, says="The same under Cohere's newer name."),
     "POST /rerank": replace(_RERANK, says="The same under another server's name."),
+    "POST /v1/reranking": replace(_RERANK, says="The same under llama.cpp's name."),
+    "POST /reranking": replace(_RERANK, says="The same under llama.cpp's name."),
     "POST /tokenize": Operation(
         says="Ids of a prompt, or of messages; with content, in the form of llama.cpp's API.",
         tag="Texts and tokens",
@@ -254,6 +300,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=TOKENIZE,
         example={"prompt": "Once upon a time", "return_token_strs": True},
         errors=TEXTS,
+        fields_form=_TEXTS,
     ),
     "POST /detokenize": Operation(
         says="The text of ids.",
@@ -264,6 +311,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"tokens"}),
         example={"tokens": [5, 6, 7]},
         errors=TEXTS,
+        fields_form=_TEXTS,
     ),
     "POST /apply_template": _APPLY,
     "POST /apply-template": replace(_APPLY, says="The same under another server's name."),
@@ -274,13 +322,20 @@ OPERATIONS: Mapping[str, Operation] = {
         errors=ENGINE,
     ),
     "GET /v1/models": Operation(
-        says="The served model, under each of its names.",
+        says="The served model, under each of its names; with the header anthropic-version in "
+        "Anthropic's form.",
         tag="Server",
         answer="ModelList",
-        errors=ENGINE,
+        errors=(InvalidParameter, UnknownModel, *ENGINE),
+        others=(
+            _query("limit", "Anthropic's form: number of names.", {"type": "integer", **_MODELS}),
+            _query("after_id", "Anthropic's form: names after this one.", TEXT),
+            _query("before_id", "Anthropic's form: names before this one.", TEXT),
+        ),
     ),
     "GET /v1/models/{name}": Operation(
-        says="A model by name: its context length, precision and fingerprint.",
+        says="A model by name: its context length, precision and fingerprint; with the header "
+        "anthropic-version in Anthropic's form.",
         tag="Server",
         answer="Model",
         errors=(UnknownModel, *ENGINE),
@@ -315,12 +370,8 @@ OPERATIONS: Mapping[str, Operation] = {
         answer="RequestTimeline",
         errors=(InvalidParameter, UnknownRequest, *ENGINE),
     ),
-    "GET /health": Operation(
-        says="200 while ready and making progress, else 503 with the reason.",
-        tag="Server",
-        answer="Health",
-        unhealthy=True,
-    ),
+    "GET /health": _HEALTH,
+    "GET /v1/health": replace(_HEALTH, says="The same under llama.cpp's other name."),
     "GET /metrics": Operation(
         says="Metrics in Prometheus' text format.",
         tag="For admins",

@@ -8,13 +8,7 @@ from __future__ import annotations
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.openai.responses.fields import INCLUDABLE, TRUNCATIONS
-from quire.api.openai.responses.request import (
-    MAX_KEY_CHARS,
-    MAX_PAIRS,
-    MAX_VALUE_CHARS,
-    SUMMARIES,
-    VERBOSITIES,
-)
+from quire.api.openai.responses.request import SUMMARIES, VERBOSITIES
 from quire.api.openai.responses.response_writer import FAILURES
 from quire.api.openapi.field_schemas import (
     FLAG,
@@ -22,12 +16,15 @@ from quire.api.openapi.field_schemas import (
     TEXT,
     Known,
     Schema,
+    breakpoint_row,
     list_of,
     max_output,
+    metadata_row,
     object_of,
     or_null,
     whole_object,
 )
+from quire.output_parsers.parsed_answer import PHASES
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _NAMED: Schema = {**TEXT, "minLength": 1}
@@ -39,7 +36,7 @@ def responses_rows(known: Known) -> dict[str, Schema]:
     """Return the fields that have another form than in other APIs, or exist here only."""
     summary = or_null({"enum": list(SUMMARIES)})
     return {
-        "input": {"anyOf": [TEXT, list_of({"anyOf": input_items()}, least=1, most=MAX_MESSAGES)]},
+        "input": {"anyOf": [TEXT, list_of({"anyOf": input_items()}, most=MAX_MESSAGES)]},
         "instructions": TEXT,
         "tools": list_of(_tool(), most=MAX_TOOLS),
         "tool_choice": _tool_choice(),
@@ -51,6 +48,8 @@ def responses_rows(known: Known) -> dict[str, Schema]:
                 "effort": or_null({"enum": list(EFFORTS)}),
                 "summary": summary,
                 "generate_summary": summary,
+                "context": {"enum": ["auto", None]},
+                "mode": {"enum": ["standard", None]},
             }
         ),
         "include": list_of({"enum": list(INCLUDABLE)}),
@@ -59,19 +58,9 @@ def responses_rows(known: Known) -> dict[str, Schema]:
         "conversation": {"anyOf": [TEXT, whole_object(id=TEXT)]},
         "store": FLAG,
         "background": FLAG,
-        "metadata": metadata(),
+        "metadata": metadata_row(),
         "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": max_output(known)},
         "stream_options": object_of({"include_obfuscation": or_null(FLAG)}),
-    }
-
-
-def metadata() -> Schema:
-    """Return the schema of labels."""
-    return {
-        "type": "object",
-        "maxProperties": MAX_PAIRS,
-        "propertyNames": {"maxLength": MAX_KEY_CHARS},
-        "additionalProperties": {**TEXT, "maxLength": MAX_VALUE_CHARS},
     }
 
 
@@ -94,12 +83,15 @@ def responses_answers() -> dict[str, Schema]:
         ),
         "ResponseEvent": {"anyOf": _events()},
         "Conversation": whole_object(
-            id=TEXT, object={"const": "conversation"}, created_at=_COUNT, metadata=metadata()
+            id=TEXT, object={"const": "conversation"}, created_at=_COUNT, metadata=metadata_row()
         ),
         "ConversationDeleted": whole_object(
             id=TEXT, object={"const": "conversation.deleted"}, deleted=FLAG
         ),
         "ConversationItem": {"anyOf": input_items()},
+        "ResponseTokens": whole_object(
+            object={"const": "response.input_tokens"}, input_tokens=_COUNT
+        ),
         "ResponseDeleted": whole_object(id=TEXT, object={"const": "response"}, deleted=FLAG),
         "InputItemList": whole_object(
             object={"const": "list"},
@@ -124,6 +116,7 @@ def _item(kind: str, needed: dict[str, Schema], **optional: Schema) -> Schema:
 
 def _text_part(kind: str, key: str = "text") -> Schema:
     unread: dict[str, Schema] = {"annotations": {}, "logprobs": {}, "parsed": {}}
+    unread["prompt_cache_breakpoint"] = breakpoint_row()
     return object_of({"type": {"const": kind}, key: TEXT, **unread}, needed=("type", key))
 
 
@@ -136,7 +129,7 @@ def input_items() -> list[Schema]:
     others = {"enum": ["user", "system", "developer"]}
     call = {"call_id": _NAMED, "name": _NAMED, "arguments": TEXT}
     messages = [
-        _item("message", {"role": role, "content": content}, phase={})
+        _item("message", {"role": role, "content": content}, phase={"enum": [*PHASES, None]})
         for role, content in ((others, said), ({"const": "assistant"}, wrote))
     ]
     for message in messages:
@@ -148,7 +141,12 @@ def input_items() -> list[Schema]:
     return [
         *messages,
         _item("function_call", call, parsed_arguments={}, caller=caller),
-        _item("function_call_output", {"call_id": _NAMED, "output": said}, caller=caller),
+        _item(
+            "function_call_output",
+            {"call_id": _NAMED, "output": said},
+            name=or_null(_NAMED),
+            caller=caller,
+        ),
         _item(
             "reasoning",
             {},
@@ -205,7 +203,9 @@ def _format() -> Schema:
 
 
 def _response() -> Schema:
-    error = whole_object(code={"enum": sorted(FAILURES.values())}, message=TEXT)
+    codes = {"enum": sorted(FAILURES.values())}
+    error = whole_object(code=codes, message=TEXT, param=or_null(TEXT), type=TEXT)
+    repeated = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
     return whole_object(
         id=TEXT,
         object={"const": "response"},
@@ -223,7 +223,17 @@ def _response() -> Schema:
         output=list_of(_ref("OutputItem")),
         parallel_tool_calls=FLAG,
         previous_response_id=or_null(TEXT),
-        reasoning=whole_object(effort=or_null(TEXT), summary={"type": "null"}),
+        reasoning=whole_object(
+            effort=or_null(TEXT),
+            summary={"type": "null"},
+            context={"const": "auto"},
+            mode={"const": "standard"},
+        ),
+        **dict.fromkeys(repeated, or_null(TEXT)),
+        max_tool_calls={"type": ["number", "null"]},
+        prompt_cache_options=or_null(whole_object(mode=TEXT, ttl=TEXT)),
+        prompt={"type": "null"},
+        moderation={"type": "null"},
         service_tier={"const": "default"},
         store=FLAG,
         temperature={"type": "number"},
@@ -258,8 +268,9 @@ def _output_items() -> list[Schema]:
         "content": parts["reasoning_text"],
     }
     call = dict.fromkeys(("call_id", "name", "arguments"), TEXT)
+    message = {**own, "type": {"const": "message"}, "role": role, "content": parts["output_text"]}
     return [
-        whole_object(**own, type={"const": "message"}, role=role, content=parts["output_text"]),
+        object_of({**message, "phase": {"enum": list(PHASES)}}, needed=tuple(message)),
         object_of({**reasoning, "encrypted_content": TEXT}, needed=tuple(reasoning)),
         whole_object(**own, type={"const": "function_call"}, **call),
     ]

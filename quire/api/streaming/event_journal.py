@@ -52,10 +52,10 @@ class EventJournal:
         self.num_bytes += len(event)
         self._wake()
 
-    def put_last(self, event: bytes) -> None:
-        """Append the last event, even if there is no room."""
-        self._events.append(event)
-        self.num_bytes += len(event)
+    def put_last(self, *events: bytes) -> None:
+        """Append the last events, even if there is no room."""
+        self._events += events
+        self.num_bytes += sum(map(len, events))
         self.end()
 
     def end(self) -> None:

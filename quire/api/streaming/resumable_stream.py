@@ -114,9 +114,13 @@ class ResumableStream:
             self.refusal = failure
         else:
             self._server_state.count_error(failure)
-            self.journal.put_last(self._events.of_error(failure))
+            self._put_error(self._events.of_error(failure))
         if isinstance(failure, ReaderGone):
             self._server_state.log.warning("stream ended", request=self.id, reason=str(failure))
+
+    def _put_error(self, events: bytes) -> None:
+        """Append what ends a failed stream."""
+        self.journal.put_last(events)
 
     async def _put(self, events: list[bytes], _: bool) -> None:
         for event in events:

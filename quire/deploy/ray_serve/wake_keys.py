@@ -10,11 +10,11 @@ from __future__ import annotations
 import hmac
 
 from quire.base.errors import SettingError
+from quire.base.http_apis import any_key_headers, key_in
 from quire.base.log import Log
 from quire.config.admin_keys import read_api_keys
 from quire.config.tenants import key_digest, read_tenants_of_server
 from quire.deploy.ray_serve.app_args import AppArgs
-from quire.router.quotas import key_in
 
 
 class WakeKeys:
@@ -37,7 +37,7 @@ class WakeKeys:
             return False
         if not digests and self._is_open:
             return True
-        sent = key_digest(key_in(headers))
+        sent = key_digest(key_in(headers, any_key_headers()))
         # All are compared, so that the time says nothing of their order.
         return sum(hmac.compare_digest(sent, known) for known in digests) > 0
 

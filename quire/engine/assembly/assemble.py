@@ -62,7 +62,7 @@ class Engine:
     step_tokens: int  # most of one step
     num_layers: int  # that the executor computes by themselves; 0 where it does not
     ops_done: Callable[[], int]  # operations of the executor so far; may be called in any thread
-    close_drafts: Callable[[], None]  # frees a draft model
+    close_drafts: Callable[[], None]  # frees what drafts
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
     kv_events: KVEventPublisher | None = None
@@ -153,7 +153,7 @@ def _assembled(
         fingerprint = store_port.fingerprint(fingerprint)
         tier = store_port.open_tier(executor, program, fingerprint, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
-    taps = None if model.drafting is None else model.drafting.taps(limits.max_num_seqs)
+    taps = None if model.proposer is None else model.proposer.taps(limits.max_num_seqs)
     constraints = OutputConstraints(matchers=compiler, watches=texts)
     runner = features.runner(config, model, executor, limits, constraints, tier, taps)
     warm_up(runner, limits, num_blocks=memory.num_blocks)

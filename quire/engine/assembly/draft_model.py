@@ -14,31 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.base.clock import Clock
 from quire.base.errors import ConfigError, ModelError, SettingError, TokenizerError
-from quire.base.rare_records import Speculation
-from quire.base.records import Request
-from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig, ModelConfig
-from quire.config.memory import DraftNeeds, MemoryPlan
+from quire.config.memory import DraftNeeds
+from quire.engine.assembly.draft_files import draft_folder
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.programs import engine_program
+from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
 from quire.engine.assembly.vocabulary import model_tokenizer
-from quire.execute.executor import (
-    ExecutorClass,
-    ExecutorOptions,
-    ExecutorSizing,
-    StepLimits,
-)
-from quire.models.model_folder import box_path, draft_box_path
+from quire.execute.executor import ExecutorClass, ExecutorSizing, StepLimits
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
-from quire.scheduler.limits import SchedulerLimits
-from quire.speculative.draft_model import DraftLimits, ModelProposer
+from quire.speculative.draft_model import ModelProposer
 from quire.speculative.proposer import no_drafts
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -52,7 +42,7 @@ _PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizedDraft:
+class SizedDraft(SizedProposer):
     """A draft model that fits the model and its executor. limits: its largest pass."""
 
     folder: Path
@@ -61,40 +51,47 @@ class SizedDraft:
     limits: StepLimits
     needs: DraftNeeds
 
-    def note(self, max_model_len: int) -> str:
-        """Return a line for the log about where drafts end."""
+    def check(self, executor_class: ExecutorClass) -> None:
+        """See SizedProposer."""
+        executor_class.check_program(self.program)
+
+    def notes(self, max_model_len: int) -> list[str]:
+        """See SizedProposer: where drafts end."""
         if self.program.max_positions >= max_model_len:
-            return f"draft model: {self.folder}"
-        return (
+            return [f"draft model: {self.folder}"]
+        return [
             f"draft model: {self.folder}; its context is {self.program.max_positions} tokens, "
             f"shorter than max-model-len {max_model_len}: requests have no drafts beyond it"
+        ]
+
+    def load(self, model: LoadedModel) -> ModelProposer:
+        """See SizedProposer: on an executor and with a KV cache of its own."""
+        memory, num_slots = model.memory, model.limits.max_num_seqs
+        executor = model.executor_class(
+            self.program, self.checkpoint, model.options_of(self.limits)
         )
-
-
-def draft_folder(config: EngineConfig) -> Path | None:
-    """Return the files of the draft model; None without one. Raises SettingError."""
-    settings = config.speculation
-    if settings.draft_model is not None:
-        return user_path(settings.draft_model)
-    if settings.speculate != "draft":
-        return None
-    if model_folder(config.model).resolve() != box_path().resolve():
-        raise SettingError(
-            "speculate is draft and no draft model is given; give --draft-model, a smaller model "
-            f"with the tokenizer of {config.model.model}, or set --speculate ngram, which needs "
-            "none"
+        executor.allocate_cache(memory.draft_blocks, memory.block_size)
+        sizes = model.draft_limits(
+            max_model_len=self.program.max_positions, max_tokens=self.limits.max_tokens
         )
-    return draft_box_path()
+        runner = DraftRunner(
+            executor,
+            num_slots=num_slots,
+            max_model_len=sizes.max_model_len,
+            block_size=memory.block_size,
+            max_samples=self.limits.max_samples,
+        )
+        proposer = ModelProposer(runner, sizes, model.clock.now_ms)
+        _time_passes(proposer, num_slots)
+        return proposer
 
 
-def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> SizedDraft | None:
+def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> SizedDraft:
     """Read the draft model's configuration, compare its tokens with the model's, and size it.
 
-    None without one. Raises ModelError or SettingError for a draft model that cannot be used.
+    Raises ModelError or SettingError for a draft model that cannot be used.
     """
-    folder = draft_folder(config)
-    if folder is None:
-        return None
+    folder = draft_folder(config, "draft")
     try:
         own = open_model(folder)
     except ConfigError as error:
@@ -120,47 +117,14 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
         program=program,
         limits=limits,
         needs=DraftNeeds(
+            name="draft model",
             weights_bytes=needed.weights_bytes,
             step_bytes=needed.step_bytes,
             token_bytes=needed.token_bytes,
             max_model_len=longest,
+            advice="leave the draft model out",
         ),
     )
-
-
-def load_draft(
-    draft: SizedDraft,
-    executor_class: ExecutorClass,
-    options: ExecutorOptions,
-    *,
-    memory: MemoryPlan,
-    block_size: int,
-    limits: SchedulerLimits,
-    clock: Clock,
-) -> ModelProposer:
-    """Load the draft model and time its passes. options: as the model's, with `beside`."""
-    executor = executor_class(
-        draft.program, draft.checkpoint, replace(options, limits=draft.limits)
-    )
-    executor.allocate_cache(memory.draft_blocks, block_size)
-    max_model_len = min(draft.program.max_positions, memory.max_model_len)
-    runner = DraftRunner(
-        executor,
-        num_slots=limits.max_num_seqs,
-        max_model_len=max_model_len,
-        block_size=block_size,
-        max_samples=draft.limits.max_samples,
-    )
-    sizes = DraftLimits(
-        num_slots=limits.max_num_seqs,
-        num_blocks=memory.draft_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_tokens=draft.limits.max_tokens,
-    )
-    proposer = ModelProposer(runner, sizes, clock.now_ms)
-    _time_passes(proposer, limits.max_num_seqs)
-    return proposer
 
 
 def check_vocabulary(model: Path, num_ids: int, draft: Path, num_draft_ids: int) -> None:
@@ -230,18 +194,3 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
             proposer.end(slot)
     proposer.pass_times.settle()
     proposer.drafting_ms = 0.0
-
-
-def made_up_request() -> Request:
-    """Return a request of two tokens, for timing passes."""
-    return Request(
-        request_id="warm-up",
-        group_id="warm-up",
-        stream=0,
-        prompt_ids=np.zeros(2, np.int32),
-        sampling=SamplingParams(seed=0),
-        stop_ids=(),
-        max_total_tokens=4,
-        arrival_ms=0.0,
-        speculation=Speculation(max_drafts=3),
-    )

@@ -41,10 +41,10 @@ from quire.transfer.links.block_client import BlockClient
 from quire.transfer.links.block_server import BlockServer
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import Identity, Segment
+from quire.transfer.links.messages import Identity
 from quire.transfer.links.nixl import NixlAgent, bindings
 from quire.transfer.links.security import LinkSecurity, connecting_context, serving_context
-from quire.transfer.links.shared_memory import MappedSegment, OwnSegment
+from quire.transfer.links.shared_memory import MappedSegments, OwnSegment
 from quire.transfer.links.ways import INLINE, Opener, OwnMemory
 
 _BACKLOG = 64
@@ -254,7 +254,7 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
     openers: dict[str, Opener] = {}
     to_close: list[Shared] = []
     if "shm" in wanted:
-        openers["shm"] = Opener(Segment, MappedSegment)
+        openers["shm"] = MappedSegments().opener()
     if opened.segment is not None:
         shared["shm"] = opened.segment
         to_close.append(opened.segment)

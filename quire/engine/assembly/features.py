@@ -16,8 +16,8 @@ from quire.base.report import Report
 from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.machine import num_compute_threads
-from quire.engine.assembly.drafts import make_drafter
-from quire.engine.assembly.executor_choice import open_pack_cache
+from quire.engine.assembly.drafter import make_drafter
+from quire.engine.assembly.executor_choice import class_beside, open_pack_cache
 from quire.engine.assembly.model_files import model_name
 from quire.engine.assembly.sized_model import SizedModel
 from quire.engine.core import EngineCore, Inbox
@@ -126,7 +126,7 @@ def drafter(
     taps: Taps | None,
 ) -> Drafter | None:
     """Return the source of drafts, and load what computes them where something does."""
-    max_drafts, drafting = config.speculation.max_draft_tokens, model.drafting
+    max_drafts, sized = config.speculation.max_draft_tokens, model.proposer
     if not max_drafts:
         return None
     make = partial(
@@ -136,26 +136,26 @@ def drafter(
         vocab_size=model.spec.vocab_size,
         report=report,
     )
-    if drafting is None:
+    if sized is None:
         return make()
-    from quire.engine.assembly.drafting import loaded_proposer
+    from quire.engine.assembly.sized_proposer import LoadedModel
 
+    num_threads = num_compute_threads(config.executor.num_threads)
     options = ExecutorOptions(
         limits=model.step_limits,
-        num_threads=num_compute_threads(config.executor.num_threads),
+        num_threads=max(num_threads // config.executor.num_ranks, 1),  # those of rank 0
         pack_cache=open_pack_cache(config.executor),
     )
-    proposer = loaded_proposer(
-        drafting,
-        executor,
-        model.executor_class,
-        options,
+    loaded = LoadedModel(
+        executor=executor,
+        executor_class=class_beside(config, model.executor_class),
+        options=options,
         memory=model.memory,
         limits=limits,
         clock=clock,
         taps=taps,
     )
-    return make(proposer=proposer, drafter=drafting.drafter_class)
+    return make(proposer=sized.load(loaded))
 
 
 def watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire.base.errors import ModelError, WeightsError
 from quire.base.regular_file import is_present
 from quire.base.show import show
+from quire.config.proposer_kinds import HeadName
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.eagle import (
     D2T,
@@ -47,53 +48,55 @@ from quire.weights.checkpoint import (
 )
 from quire.weights.chosen_tensors import ChosenTensors
 
-Kind = Literal["medusa", "eagle"]
-KINDS: tuple[Kind, ...] = ("medusa", "eagle")
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-# Architectures of heads that read one hidden state.
-OLDER_EAGLES = ("EAGLEModel", "EagleModel", "EagleLlamaForCausalLM", "EagleSpeculator")
 MAX_LISTED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fuse:
+    """Makes what a head reads of the target's hidden states."""
+
+    program: Program
+    checkpoint: Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFiles:
     """Heads that fit the target.
 
-    programs, checkpoints: of Medusa's heads; of EAGLE's layer and then of its `fc`. taps: the
-    layers of the target that are read; empty: what its head reads. vocabulary: the token ids of
-    the logits; None: all. max_positions: how far the heads count.
+    programs, checkpoints: of the heads, those of later drafts last. tapped_layers: the layers of
+    the target that are read, of all rows; empty: what its head reads, of rows that sample (see
+    quire/program/taps.py). fuse: None: heads read these as they are. feeds_back: further drafts are
+    computed from the hidden state that the head left, by the same head. vocabulary: the token ids
+    of the logits; None: all. max_positions: how far the heads count.
     """
 
     programs: tuple[Program, ...]
     checkpoints: tuple[Checkpoint, ...]
-    taps: tuple[int, ...]
-    vocabulary: NDArray[np.int32] | None
+    tapped_layers: tuple[int, ...] = ()
+    fuse: Fuse | None = None
+    feeds_back: bool = False
+    vocabulary: NDArray[np.int32] | None = None
     max_positions: int
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether heads attend to rows before, so that they have a KV cache of their own."""
+        return any(program.caches for program in self.programs)
 
-def kind_of(folder: Path) -> Kind | None:
-    """Return what kind of heads a directory holds, by its config.json; None: something else."""
-    if not folder.is_dir() or not is_present(folder / "config.json"):
-        return None
-    values = load_config(folder / "config.json")
-    names = values.get("architectures")
-    first = str(names[0]) if isinstance(names, list) and names else ""
-    is_medusa = values.get("model_type") == "medusa" or "medusa_num_heads" in values
-    if is_medusa or first == "MedusaModel":
-        return "medusa"
-    if "eagle3" in first.lower() or "draft_vocab_size" in values:
-        return "eagle"
-    if first in OLDER_EAGLES or values.get("model_type") == "eagle":
-        raise ModelError(
-            f"{folder}: these are heads of EAGLE 1 or 2 (architecture {show(first)}); EAGLE-3 "
-            "heads (with draft_vocab_size in config.json) and Medusa heads are read: take such "
-            "heads for this model, or train some with `python -m quire.train.eagle`"
-        )
-    return None
+    @property
+    def all_programs(self) -> tuple[Program, ...]:
+        """The programs of the heads, and of what fuses hidden states."""
+        return self.programs if self.fuse is None else (*self.programs, self.fuse.program)
+
+    @property
+    def all_checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The tensors of all_programs."""
+        return self.checkpoints if self.fuse is None else (*self.checkpoints, self.fuse.checkpoint)
 
 
 def read_heads(
-    kind: Kind, folder: Path, program: Program, target: Checkpoint | None, dtype: DType
+    kind: HeadName, folder: Path, program: Program, target: Checkpoint | None, dtype: DType
 ) -> HeadFiles:
     """Return the heads in `folder`, compared with the target's `program` and its checkpoint.
 
@@ -103,14 +106,18 @@ def read_heads(
     where = folder / "config.json"
     values = load_config(where)
     _check_weights(kind, folder)
-    if kind == "medusa":
-        config = ConfigReader(values, where=str(where))
-        return _medusa(folder, config, program, dtype)
-    config = ConfigReader(flat_config(values), where=str(where))
-    return _eagle(folder, config, program, target, dtype)
+    match kind:
+        case "medusa":
+            config = ConfigReader(values, where=str(where))
+            return _medusa(folder, config, program, dtype)
+        case "eagle":
+            config = ConfigReader(flat_config(values), where=str(where))
+            return _eagle(folder, config, program, target, dtype)
+        case _:
+            assert_never(kind)
 
 
-def _check_weights(kind: Kind, folder: Path) -> None:
+def _check_weights(kind: HeadName, folder: Path) -> None:
     """Raise WeightsError where all there is are pickles, with what converts them."""
     files = sorted(file.name for file in folder.iterdir() if file.is_file())
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
@@ -152,8 +159,6 @@ def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) 
     return HeadFiles(
         programs=(head,) * len(heads),
         checkpoints=tuple(chosen),
-        taps=(),
-        vocabulary=None,
         max_positions=program.max_positions,
     )
 
@@ -213,12 +218,14 @@ def _eagle(
     vocabulary, wrong = _vocabulary(spec, checkpoint, program.vocab_size)
     _raise(folder, "eagle", program, width, problems + wrong)
     return HeadFiles(
-        programs=(layer, fuse),
-        checkpoints=(
-            ChosenTensors(folder, sources),
-            ChosenTensors(folder, {FUSE: (checkpoint, stored.get(FUSE, FUSE))}),
+        programs=(layer,),
+        checkpoints=(ChosenTensors(folder, sources),),
+        tapped_layers=taps,
+        fuse=Fuse(
+            program=fuse,
+            checkpoint=ChosenTensors(folder, {FUSE: (checkpoint, stored.get(FUSE, FUSE))}),
         ),
-        taps=taps,
+        feeds_back=True,
         vocabulary=vocabulary,
         max_positions=max_positions,
     )
@@ -288,7 +295,7 @@ def _wrong_shapes(program: Program, checkpoint: Checkpoint, names: Mapping[str, 
     ]
 
 
-def _raise(folder: Path, kind: Kind, program: Program, width: int, problems: list[str]) -> None:
+def _raise(folder: Path, kind: HeadName, program: Program, width: int, problems: list[str]) -> None:
     if not problems:
         return
     listed = "".join(f"\n  - {problem}" for problem in problems[:MAX_LISTED])

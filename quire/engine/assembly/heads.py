@@ -2,50 +2,45 @@
 loaded beside the model.
 
 Heads guess from hidden states of the model, so its program is tapped and its runner keeps rows of
-them. Heads take part in no fingerprint: they change no answer.
+them. What a head does is in HeadFiles: whether it has a KV cache, is fed its own hidden states, and
+needs those of the model fused. Heads take part in no fingerprint: they change no answer.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import assert_never
 
 import numpy as np
 
-from quire.base.clock import Clock
-from quire.base.errors import ConfigError, ModelError, SettingError
+from quire.base.errors import ModelError, SettingError
 from quire.base.token_table import TokenTable
-from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
-from quire.config.memory import DraftNeeds, MemoryPlan
-from quire.engine.assembly.draft_model import PASS_TOKENS, made_up_request
-from quire.engine.assembly.head_files import KINDS, HeadFiles, Kind, kind_of, read_heads
-from quire.engine.assembly.model_files import model_folder
-from quire.execute.executor import (
-    Executor,
-    ExecutorClass,
-    ExecutorOptions,
-    ExecutorSizing,
-    StepLimits,
-)
-from quire.models.model_folder import box_path, check_model_folder, head_box_path
+from quire.config.memory import DraftNeeds
+from quire.config.proposer_kinds import HeadName
+from quire.engine.assembly.draft_files import draft_folder
+from quire.engine.assembly.draft_model import PASS_TOKENS
+from quire.engine.assembly.head_files import HeadFiles, read_heads
+from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
+from quire.execute.executor import Executor, ExecutorClass, ExecutorSizing, StepLimits
 from quire.models.registry import compute_dtype
 from quire.models.spec import ModelSpec
 from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
-from quire.runner.head_runner import HeadRunner
+from quire.runner.draft_head_runner import DraftHeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.slot_tables import SlotTables
 from quire.runner.tapped_runner import TappedRunner, Taps
-from quire.scheduler.limits import SchedulerLimits
-from quire.speculative.draft_model import DraftLimits
+from quire.speculative.draft_heads import HeadProposer
 from quire.speculative.eagle import EagleProposer
-from quire.speculative.features import FeatureRing, ring_bytes
+from quire.speculative.hidden_states import HiddenStateRing, ring_bytes
 from quire.speculative.medusa import MedusaProposer
-from quire.speculative.proposer import CostlyProposer, no_drafts
+from quire.speculative.proposer import no_drafts
 from quire.weights.checkpoint import Checkpoint
 
 # Rows of hidden states that are kept at least where prompts are read, too.
@@ -55,11 +50,11 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizedHeads:
+class SizedHeads(SizedProposer):
     """Draft heads that fit the model. ring_rows: how many rows of hidden states are kept, each
-    `ring_width` wide."""
+    `ring_width` wide. Each kind has its proposer."""
 
-    kind: Kind
+    name: HeadName
     folder: Path
     files: HeadFiles
     limits: StepLimits
@@ -67,25 +62,98 @@ class SizedHeads:
     ring_width: int
     needs: DraftNeeds
 
+    def check(self, executor_class: ExecutorClass) -> None:
+        """See SizedProposer."""
+        for program in self.files.all_programs:
+            executor_class.check_program(program)
+
     def tap(self, program: Program) -> Program:
-        """Return the model's program with the outputs that the heads read."""
+        """See SizedProposer."""
         return tapped(program, self.files)
 
-    def note(self, max_model_len: int) -> str:
-        """Return a line for the log."""
+    def taps(self, num_slots: int) -> Taps:
+        """See SizedProposer."""
+        ring = HiddenStateRing(self.ring_rows, self.ring_width, num_slots)
+        return Taps(ring=ring, of_layers=bool(self.files.tapped_layers))
+
+    def notes(self, max_model_len: int) -> list[str]:
+        """See SizedProposer."""
         longest = self.files.max_positions
-        note = f"draft heads: {self.kind} heads of {self.folder}"
+        note = f"draft heads: {self.name} heads of {self.folder}"
         if longest < max_model_len:
             note += (
                 f"; they count {longest} positions, fewer than max-model-len {max_model_len}: "
                 "in longer requests they begin anew"
             )
-        return note
+        return [note]
 
-    def taps(self, num_slots: int) -> Taps:
-        """Return an empty store for the hidden states of requests in `num_slots` slots."""
-        ring = FeatureRing(self.ring_rows, self.ring_width, num_slots)
-        return Taps(ring=ring, of_layers=bool(self.files.taps))
+    def load(self, model: LoadedModel) -> HeadProposer:
+        """See SizedProposer."""
+        assert model.taps is not None, "the runner keeps hidden states for heads"
+        proposer = self._proposer(self._runner(model), model, model.taps.ring)
+        _time_passes(proposer, model.taps.ring, model.limits.max_num_seqs)
+        return proposer
+
+    @abstractmethod
+    def _proposer(
+        self, runner: DraftHeadRunner, model: LoadedModel, ring: HiddenStateRing
+    ) -> HeadProposer:
+        """Return the proposer of the kind."""
+
+    def _runner(self, model: LoadedModel) -> DraftHeadRunner:
+        """Load the heads. All share the compute threads of the model or of the first of them."""
+        files, memory, executors = self.files, model.memory, list[Executor]()
+        options = model.options_of(self.limits)
+        for program, checkpoint in zip(files.all_programs, files.all_checkpoints, strict=True):
+            beside = options.beside or next(iter(executors), None)
+            executor = model.executor_class(program, checkpoint, replace(options, beside=beside))
+            if program.caches:
+                executor.allocate_cache(memory.draft_blocks, memory.block_size)
+            executors.append(executor)
+        tables = SlotTables(
+            num_slots=model.limits.max_num_seqs,
+            max_model_len=memory.max_model_len,
+            block_size=memory.block_size,
+            jump_ahead=False,
+        )
+        num_heads = len(files.programs)
+        return DraftHeadRunner(
+            executors[:num_heads],
+            tables,
+            max_samples=self.limits.max_samples,
+            vocab_size=files.all_programs[-1].vocab_size,
+            vocabulary=files.vocabulary,
+            fuse=next(iter(executors[num_heads:]), None),
+            feeds_back=files.feeds_back,
+            has_cache=files.has_cache,
+        )
+
+
+class SizedMedusa(SizedHeads):
+    """Heads that are each run once, on the hidden state before the last token."""
+
+    def _proposer(
+        self, runner: DraftHeadRunner, model: LoadedModel, ring: HiddenStateRing
+    ) -> MedusaProposer:
+        return MedusaProposer(
+            runner,
+            ring,
+            num_heads=len(self.files.programs),
+            num_slots=model.limits.max_num_seqs,
+            now_ms=model.clock.now_ms,
+        )
+
+
+class SizedEagle(SizedHeads):
+    """A head with a KV cache of its own, which reads its own guesses."""
+
+    def _proposer(
+        self, runner: DraftHeadRunner, model: LoadedModel, ring: HiddenStateRing
+    ) -> EagleProposer:
+        sizes = model.draft_limits(
+            max_model_len=self.files.max_positions, max_tokens=self.limits.max_tokens
+        )
+        return EagleProposer(runner, ring, sizes, model.clock.now_ms)
 
 
 def runner_class(taps: Taps) -> Callable[..., ModelRunner]:
@@ -96,46 +164,16 @@ def runner_class(taps: Taps) -> Callable[..., ModelRunner]:
 def tapped(program: Program, files: HeadFiles) -> Program:
     """Return the target's program with the outputs that heads read. Raises ModelError where it has
     none such."""
+    layers = files.tapped_layers
     try:
-        return with_taps(program, files.taps) if files.taps else with_head_input(program)
+        return with_taps(program, layers) if layers else with_head_input(program)
     except ValueError as error:
         raise ModelError(f"draft heads: {error}; set --speculate ngram or draft") from error
 
 
-def head_kind(config: EngineConfig) -> Kind | None:
-    """Return the kind of the draft heads of `config`; None for a draft model, or no drafts.
-
-    Raises SettingError where --speculate and the files contradict each other.
-    """
-    settings = config.speculation
-    wanted = settings.speculate
-    asked = next((kind for kind in KINDS if kind == wanted), None)
-    if settings.draft_model is None:
-        return asked
-    found = kind_of(user_path(settings.draft_model))
-    if asked is not None and found is None:
-        try:
-            check_model_folder(user_path(settings.draft_model))  # what is there, if it is no model
-        except ConfigError as error:
-            raise ConfigError(f"--draft-model {error}") from None
-    if asked is not None and found != asked:
-        what = "a draft model" if found is None else f"{found} heads"
-        rather = "draft" if found is None else found
-        raise SettingError(
-            f"speculate is {asked}, and {settings.draft_model} holds {what}; set --speculate "
-            f"{rather}, or give the directory of {asked} heads"
-        )
-    if found is not None and wanted == "draft":
-        raise SettingError(
-            f"speculate is draft, and {settings.draft_model} holds {found} heads; set --speculate "
-            f"{found}"
-        )
-    return found
-
-
 def sized_heads(
     config: EngineConfig,
-    kind: Kind,
+    name: HeadName,
     spec: ModelSpec,
     program: Program,
     target: Checkpoint | None,
@@ -148,117 +186,59 @@ def sized_heads(
     """
     if config.executor.executor == "torch":
         raise SettingError(
-            f"{kind} heads need hidden states of the model, which --executor torch does not hand "
+            f"{name} heads need hidden states of the model, which --executor torch does not hand "
             "out; take --executor native, or another value of --speculate"
         )
-    folder = _folder(config, kind)
-    files = read_heads(kind, folder, program, target, compute_dtype(spec, config.model.dtype))
+    folder = draft_folder(config, name)
+    files = read_heads(name, folder, program, target, compute_dtype(spec, config.model.dtype))
     max_num_seqs = config.scheduler.max_num_seqs
+    # Heads with a cache compute prompts as well, as far as their hidden states are kept.
     limits = StepLimits(
-        max_tokens=max(PASS_TOKENS, 2 * max_num_seqs) if files.taps else max_num_seqs,
+        max_tokens=max(PASS_TOKENS, 2 * max_num_seqs) if files.has_cache else max_num_seqs,
         max_samples=sizing.head_rows(max_num_seqs),
         max_sequences=max_num_seqs,
     )
-    needed = [sizing.memory_for(one, limits) for one in files.programs]
-    width = tapped(program, files).outputs[TAPS if files.taps else HEAD_INPUT].width
+    needed = [sizing.memory_for(one, limits) for one in files.all_programs]
+    output = TAPS if files.tapped_layers else HEAD_INPUT
+    width = tapped(program, files).outputs[output].width
     # What two steps of drafts leave of all requests, and the end of a prompt.
     ring_rows = 2 * max_num_seqs * (config.speculation.max_draft_tokens + 1)
-    if files.taps:
+    if files.has_cache:
         ring_rows += max(PROMPT_ROWS, config.scheduler.max_num_batched_tokens or 0)
     longest = config.model.max_model_len or spec.max_positions
-    return SizedHeads(
-        kind=kind,
+    return _class_of(name)(
+        name=name,
         folder=folder,
         files=files,
         limits=limits,
         ring_rows=ring_rows,
         ring_width=width,
         needs=DraftNeeds(
+            name="draft heads",
             weights_bytes=sum(one.weights_bytes for one in needed),
             step_bytes=sum(one.step_bytes for one in needed)
             + ring_bytes(ring_rows, width, num_slots=max_num_seqs),
             token_bytes=sum(one.token_bytes for one in needed),
-            max_model_len=min(longest, files.max_positions) if files.taps else longest,
+            max_model_len=min(longest, files.max_positions) if files.has_cache else longest,
+            advice="leave the draft heads out",
         ),
     )
 
 
-def load_heads(
-    heads: SizedHeads,
-    taps: Taps,
-    executor_class: ExecutorClass,
-    options: ExecutorOptions,
-    *,
-    memory: MemoryPlan,
-    limits: SchedulerLimits,
-    clock: Clock,
-) -> CostlyProposer:
-    """Load the heads and time their passes. options: as the model's, with `beside`."""
-    files, num_slots = heads.files, limits.max_num_seqs
-    executors: list[Executor] = []
-    for program, checkpoint in zip(files.programs, files.checkpoints, strict=True):
-        beside = options.beside or next(iter(executors), None)
-        executor = executor_class(
-            program, checkpoint, replace(options, limits=heads.limits, beside=beside)
-        )
-        if program.caches:
-            executor.allocate_cache(memory.draft_blocks, memory.block_size)
-        executors.append(executor)
-    tables = SlotTables(
-        num_slots=num_slots,
-        max_model_len=memory.max_model_len,
-        block_size=memory.block_size,
-        jump_ahead=False,
-    )
-    layers, fuse = (executors[:1], executors[1]) if files.taps else (executors, None)
-    runner = HeadRunner(
-        layers,
-        tables,
-        max_samples=heads.limits.max_samples,
-        vocab_size=files.programs[-1].vocab_size,
-        vocabulary=files.vocabulary,
-        fuse=fuse,
-    )
-    proposer: EagleProposer | MedusaProposer
-    if files.taps:
-        sizes = DraftLimits(
-            num_slots=num_slots,
-            num_blocks=memory.draft_blocks,
-            block_size=memory.block_size,
-            max_model_len=min(files.max_positions, memory.max_model_len),
-            max_tokens=heads.limits.max_tokens,
-        )
-        proposer = EagleProposer(runner, taps.ring, sizes, clock.now_ms)
-    else:
-        proposer = MedusaProposer(
-            runner,
-            taps.ring,
-            num_heads=len(executors),
-            num_slots=num_slots,
-            now_ms=clock.now_ms,
-        )
-    _time_passes(proposer, taps.ring, num_slots)
-    return proposer
+def _class_of(name: HeadName) -> type[SizedHeads]:
+    match name:
+        case "medusa":
+            return SizedMedusa
+        case "eagle":
+            return SizedEagle
+        case _:
+            assert_never(name)
 
 
-def _folder(config: EngineConfig, kind: Kind) -> Path:
-    given = config.speculation.draft_model
-    if given is not None:
-        return user_path(given)
-    if model_folder(config.model).resolve() != box_path().resolve():
-        raise SettingError(
-            f"speculate is {kind} and no heads are given; give --draft-model, the directory of "
-            f"{kind} heads trained for {config.model.model} (python -m quire.train.{kind} trains "
-            "some), or set --speculate ngram, which needs none"
-        )
-    return head_box_path(kind)
-
-
-def _time_passes(
-    proposer: EagleProposer | MedusaProposer, ring: FeatureRing, num_slots: int
-) -> None:
+def _time_passes(proposer: HeadProposer, ring: HiddenStateRing, num_slots: int) -> None:
     """Time passes of one request and of all, and over a prompt, so that the first decisions know
     what drafts cost."""
+    ring.clear()  # of the rows that the warm-up of the model left
     prompt = min(32, len(ring.rows))
     kinds = ((1, prompt), (1, 3), (num_slots, 3))
     tenancies = itertools.count(-len(kinds) * _ROUNDS)  # below those of real requests
@@ -275,5 +255,5 @@ def _time_passes(
             proposer.propose(known, slots, np.full(num, 3, np.int32), no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)
-    proposer.requests.pass_times.settle()
+    proposer.pass_times.settle()
     proposer.drafting_ms = 0.0

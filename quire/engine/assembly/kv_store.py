@@ -23,8 +23,9 @@ from quire.config.key_file import read_shared_key
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
 from quire.engine.assembly.tier import OpenTier
 from quire.engine.core import EngineCore
+from quire.engine.kv_store.costs import Terms
 from quire.engine.kv_store.disk_level import DiskLevel
-from quire.engine.kv_store.store_client import StoreClient, Terms
+from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.model_card import ModelCard
 from quire.execute.executor import Executor
 from quire.kv_store.directory import DirectoryStore
@@ -174,7 +175,6 @@ class StorePort:
             disk=opened.disk,
             terms=Terms(
                 block_size=self._cache.block_size,
-                block_bytes=block_bytes,
                 fetch=self.config.kv_store_fetch,
                 timeout_ms=1000.0 * self.config.kv_store_timeout_s,
             ),

@@ -7,10 +7,11 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
+from quire.config.groups import EngineConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly.expert_loads import read_expert_loads
 from quire.engine.core import Inbox
@@ -18,8 +19,10 @@ from quire.engine.process.messages import ToEngine
 from quire.execute.executor import Executor
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
-from quire.ranks.executor_class import RankedExecutor, RankedExecutorClass
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.launched import launched_site
+from quire.ranks.leading import LeadingExecutor
 from quire.ranks.other_ranks import RankSite
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.ray_cluster import ray_site
@@ -27,14 +30,33 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
-def ranked_class(
-    settings: ExecutorConfig, block_size: int = 16, *, shares_blocks: bool = False
-) -> RankedExecutorClass:
-    """Return the executor class. Raises SettingError for more ranks than cores.
+def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
+    """Return the executor class of an engine. Raises SettingError.
 
-    block_size: of the KV cache. shares_blocks: blocks leave and enter the pool whole, to and from
-    a tier or other engines.
+    Blocks leave and enter the pool whole where a tier or a store keeps them, or other engines
+    exchange them.
     """
+    kind: RankKind = NATIVE
+    if config.executor.executor == "torch":
+        from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
+
+        kind = torch_ranks(config)
+    return ranked_class(
+        config.executor,
+        config.cache.block_size,
+        shares_blocks=config.transfer.is_on or config.kv_store.is_on or config.cache.has_tier,
+        kind=kind,
+    )
+
+
+def ranked_class(
+    settings: ExecutorConfig,
+    block_size: int = 16,
+    *,
+    shares_blocks: bool = False,
+    kind: RankKind = NATIVE,
+) -> RankedExecutorClass:
+    """Return the executor class. Raises SettingError for more ranks than cores."""
     site = rank_site(settings)
     cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
     if here > cores:
@@ -44,7 +66,7 @@ def ranked_class(
             f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
             "at most one rank per core is allowed, since ranks wait for each other"
         )
-    return class_of(settings, block_size, site, shares_blocks=shares_blocks)
+    return class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
 
 
 def class_of(
@@ -53,8 +75,9 @@ def class_of(
     site: RankSite | None = None,
     *,
     shares_blocks: bool = False,
+    kind: RankKind = NATIVE,
 ) -> RankedExecutorClass:
-    """Return the executor class, however many cores there are."""
+    """Return the executor class, however many cores there are. block_size: of the KV cache."""
     shared: dict[str, Any] = {
         "degree": settings.ranks_of_stage,
         "context": settings.context_parallel_size,
@@ -63,6 +86,7 @@ def class_of(
         "mode": TpMode(settings.tp_mode),
         "site": site,
         "shares_blocks": shares_blocks,
+        "kind": kind,
     }
     if settings.pipeline_parallel_size == 1:
         return RankedExecutorClass(**shared)
@@ -96,14 +120,13 @@ def stage_runner() -> type[ModelRunner]:
 
 def watched(executor: Executor, inbox: Inbox) -> Inbox:
     """Return an inbox that raises DeviceLost once a rank of the executor has ended."""
-    assert isinstance(executor, RankedExecutor), "made by ranked_class"
-    return _WatchedInbox(executor, inbox)
+    return _WatchedInbox(cast(LeadingExecutor, executor), inbox)  # made by ranked_class
 
 
 class _WatchedInbox:
     """An Inbox. An idle engine waits in it, so that the end of a rank must end this wait."""
 
-    def __init__(self, executor: RankedExecutor, inbox: Inbox) -> None:
+    def __init__(self, executor: LeadingExecutor, inbox: Inbox) -> None:
         self._executor, self._inbox = executor, inbox
         executor.processes.notify(inbox.wake)
         if executor.processes.lost:  # before there was a wait to end
@@ -113,7 +136,7 @@ class _WatchedInbox:
         """See Inbox."""
         messages = self._inbox.take(wait_s)
         if why := self._executor.processes.lost:
-            raise self._executor.lost(why)
+            raise self._executor.lead.lost(why)
         return messages
 
     def wake(self) -> None:

@@ -1,67 +1,105 @@
-"""The first layers of an engine's model as its draft model (--speculate self), loaded and timed.
+"""The first layers of an engine's model as its draft model (--speculate self): how many, the memory
+of their passes, and loading.
 
-They share the packed weights and the KV cache of the model's executor. With several plans in flight
-the model computes in another thread meanwhile, so that drafts get threads of their own; the two
-store in different blocks. Drafting by itself takes part in no fingerprint: it changes no answer.
+Weights and KV cache are the model's, so that only buffers of a pass, which computes one token per
+request, are needed besides. With several plans in flight the model computes in another thread
+meanwhile, so that drafts get threads of their own; the two store in different blocks. Drafting by
+itself takes part in no fingerprint: it changes no answer.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 
-from quire.base.clock import Clock
+from quire.base.errors import SettingError
 from quire.base.token_table import TokenTable
-from quire.config.memory import MemoryPlan
-from quire.engine.assembly.draft_model import made_up_request
-from quire.engine.assembly.self_draft_size import SizedSelfDraft
-from quire.execute.executor import Executor
+from quire.config.groups import EngineConfig
+from quire.config.memory import DraftNeeds
+from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
+from quire.execute.executor import Executor, ExecutorSizing, StepLimits
+from quire.program.first_layers import first_layers, num_layers
+from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
-from quire.scheduler.limits import SchedulerLimits
-from quire.speculative.draft_model import DraftLimits
 from quire.speculative.proposer import no_drafts
 from quire.speculative.self_draft import SelfProposer
 
+# By default one in so many layers drafts (docs/speculation.md has the reason).
+LAYERS_PER_DRAFT_LAYER = 5
 # Rounds of passes that are timed before the first request, and drafts of each.
 _ROUNDS = 3
 _DRAFTS = 3
 
 
-def load_self_draft(
-    draft: SizedSelfDraft,
-    model: Executor,
-    *,
-    memory: MemoryPlan,
-    block_size: int,
-    limits: SchedulerLimits,
-    num_threads: int,
-    clock: Clock,
-) -> SelfProposer:
-    """Return the proposer over the first layers of `model`, which has its cache.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedSelfDraft(SizedProposer):
+    """The first layers of a model as a program. limits: its largest pass."""
 
-    num_threads: of passes beside the model's steps.
-    """
-    program = replace(draft.program, max_positions=memory.max_model_len)
-    own_threads = num_threads if limits.plans_in_flight > 1 else 0
-    runner = DraftRunner(
-        _first_layers_of(model, replace(draft, program=program), own_threads),
-        num_slots=limits.max_num_seqs,
-        max_model_len=memory.max_model_len,
-        block_size=block_size,
-        max_samples=draft.limits.max_samples,
+    program: Program
+    limits: StepLimits
+    needs: DraftNeeds
+
+    def notes(self, max_model_len: int) -> list[str]:
+        """See SizedProposer."""
+        return [f"drafts: {self.program.name}, at most {self.limits.max_sequences} requests a pass"]
+
+    def load(self, model: LoadedModel) -> SelfProposer:
+        """See SizedProposer: the layers have the weights and the cache of the model's executor."""
+        memory, num_slots = model.memory, model.limits.max_num_seqs
+        program = replace(self.program, max_positions=memory.max_model_len)
+        own_threads = model.options.num_threads if model.limits.plans_in_flight > 1 else 0
+        runner = DraftRunner(
+            _first_layers_of(model.executor, replace(self, program=program), own_threads),
+            num_slots=num_slots,
+            max_model_len=memory.max_model_len,
+            block_size=memory.block_size,
+            max_samples=self.limits.max_samples,
+        )
+        sizes = model.draft_limits(
+            max_model_len=memory.max_model_len, max_tokens=self.limits.max_tokens, num_blocks=0
+        )
+        proposer = SelfProposer(runner, sizes, model.clock.now_ms)
+        _time_passes(proposer, num_slots, memory.num_blocks, memory.block_size)
+        return proposer
+
+
+def sized_self_draft(
+    config: EngineConfig, program: Program, sizing: ExecutorSizing
+) -> SizedSelfDraft:
+    """Cut the first layers of `program` and size them. Raises SettingError where there are none."""
+    total, given = num_layers(program), config.speculation.self_draft_layers
+    if total < 2 or (given is not None and given >= total):
+        wanted = "speculate is self" if given is None else f"self_draft_layers is {given}"
+        raise SettingError(
+            f"{wanted} and the model has {total} layers, of which fewer than all can draft; "
+            + (f"set 1 to {total - 1}" if total > 1 else "set --speculate ngram or off")
+        )
+    num = max(total // LAYERS_PER_DRAFT_LAYER, 1) if given is None else given
+    try:
+        short = first_layers(program, num)
+    except ValueError as error:
+        raise SettingError(
+            f"the first {num} layers cannot draft for this model ({error}); set another "
+            "--self-draft-layers, or --speculate ngram, or give a --draft-model"
+        ) from error
+    max_num_seqs = config.scheduler.max_num_seqs
+    limits = StepLimits(
+        max_tokens=max_num_seqs,
+        max_samples=sizing.head_rows(max_num_seqs),
+        max_sequences=max_num_seqs,
     )
-    sizes = DraftLimits(
-        num_slots=limits.max_num_seqs,
-        num_blocks=0,
-        block_size=block_size,
-        max_model_len=memory.max_model_len,
-        max_tokens=draft.limits.max_tokens,
+    return SizedSelfDraft(
+        program=short,
+        limits=limits,
+        needs=DraftNeeds(
+            name="first layers",
+            step_bytes=sizing.memory_for(short, limits).step_bytes,
+            max_model_len=program.max_positions,
+            advice="set --speculate ngram",
+        ),
     )
-    proposer = SelfProposer(runner, sizes, clock.now_ms)
-    _time_passes(proposer, limits.max_num_seqs, memory.num_blocks, block_size)
-    return proposer
 
 
 def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -> Executor:

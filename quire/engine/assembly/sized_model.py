@@ -15,7 +15,7 @@ from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.machine import machine_memory, num_compute_threads, shared_memory
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
-from quire.engine.assembly.executor_choice import choose_executor_class
+from quire.engine.assembly.executor_choice import choose_executor_class, class_beside
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.pooling import model_pooling
 from quire.engine.assembly.precision import warn_of_coarse
@@ -32,7 +32,7 @@ from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
-    from quire.engine.assembly.drafting import SizedDrafting
+    from quire.engine.assembly.sized_proposer import SizedProposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,19 @@ class SizedModel:
     executor_class: ExecutorClass
     step_limits: StepLimits
     memory: MemoryPlan
-    drafting: SizedDrafting | None = None
+    proposer: SizedProposer | None = None
     pooling: PoolingSpec | None = None
 
     @property
     def run_program(self) -> Program:
         """The program that is run: with its hidden states as outputs where heads read them."""
-        return self.program if self.drafting is None else self.drafting.tap(self.program)
+        return self.program if self.proposer is None else self.proposer.tap(self.program)
 
     @property
     def notes(self) -> list[str]:
         """Lines about memory, and about what makes drafts."""
-        drafting, memory = self.drafting, self.memory
-        drafts = [] if drafting is None else drafting.notes(memory.max_model_len)
+        proposer, memory = self.proposer, self.memory
+        drafts = [] if proposer is None else proposer.notes(memory.max_model_len)
         return [*memory.text().splitlines(), *drafts]
 
 
@@ -89,9 +89,9 @@ def sized_model(config: EngineConfig) -> SizedModel:
             config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
         )
     limits = step_limits(config, executor_class)
-    drafting = _sized_drafting(config, spec, longest, checkpoint, executor_class)
-    needs = NO_DRAFT if drafting is None else drafting.needs
-    run = longest if drafting is None else drafting.tap(longest)
+    proposer = _sized_proposer(config, spec, longest, checkpoint, executor_class)
+    needs = NO_DRAFT if proposer is None else proposer.needs
+    run = longest if proposer is None else proposer.tap(longest)
     memory = _memory(config, spec, run, executor_class, limits, needs)
     return SizedModel(
         folder=folder,
@@ -101,7 +101,7 @@ def sized_model(config: EngineConfig) -> SizedModel:
         executor_class=executor_class,
         step_limits=limits,
         memory=memory,
-        drafting=drafting,
+        proposer=proposer,
         pooling=pooling,
     )
 
@@ -131,20 +131,21 @@ def _memory(
     return plan
 
 
-def _sized_drafting(
+def _sized_proposer(
     config: EngineConfig,
     spec: ModelSpec,
     program: Program,
     checkpoint: Checkpoint,
     executor_class: ExecutorClass,
-) -> SizedDrafting | None:
-    if not config.speculation.has_drafting:
+) -> SizedProposer | None:
+    if not config.speculation.is_set:
         return None
-    from quire.engine.assembly.drafting import sized_drafting  # only where it is used
+    from quire.engine.assembly.proposers import sized_proposer  # only where one is named
 
-    drafting = sized_drafting(config, spec, program, checkpoint, executor_class)
-    drafting.check(executor_class)
-    return drafting
+    own_class = class_beside(config, executor_class)
+    proposer = sized_proposer(config, spec, program, checkpoint, own_class)
+    proposer.check(own_class)
+    return proposer
 
 
 def loaded_executor(

@@ -6,8 +6,6 @@ call the same functions, so they agree.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from quire.config.groups import EngineConfig
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryNeeds
 from quire.execute.executor import ExecutorSizing, StepLimits
@@ -44,8 +42,8 @@ def memory_needs(
     device_is_own: the device's memory is not the host's. draft: what drafts need.
     """
     needed = sizing.memory_for(program, limits)
-    if device_is_own:  # a history is in host memory
-        draft = replace(draft, history_bytes=0)
+    if device_is_own:
+        draft = draft.on_device()
     on_their_way = buffer_bytes(config, needed.token_bytes, device_is_own=device_is_own)
     return MemoryNeeds(
         weights_bytes=needed.weights_bytes,

@@ -24,8 +24,7 @@ def speculation_of(card: ModelCard, wishes: SpeculationParams = NO_WISHES) -> Sp
     if asks and not card.max_draft_tokens:
         raise InvalidParameter(
             f"{'speculation' if wishes.is_on else 'prediction'} is given, and this server verifies "
-            "no draft tokens (--max-draft-tokens is 0, or its executor cannot); leave it out or "
-            'send "speculation": "off"',
+            'no draft tokens (--max-draft-tokens is 0); leave it out or send "speculation": "off"',
             param="speculation" if wishes.is_on else "prediction",
         )
     if wishes.max_drafts is not None and wishes.max_drafts > card.max_draft_tokens:

@@ -17,7 +17,7 @@ from quire.base.engine_snapshot import EngineSnapshot, Int32s
 from quire.base.engine_stats import EngineStats
 
 # The greatest of all, not the sum.
-_LATEST = frozenset({"last_step_ms"})
+_LATEST = frozenset({"last_step_ms", "proposer"})  # engines of one server have one proposer
 _NAMES = tuple(field.name for field in fields(EngineStats))
 
 

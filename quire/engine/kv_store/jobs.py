@@ -2,19 +2,17 @@
 
 A Lookup finds how far the levels hold a chain, and claims what they lack, unless another engine is
 computing it. A FetchJob reads blocks into places of the host memory, in slices that several threads
-share. Knows levels and keys; no scheduler. Always holds: each part of a job ends exactly once; a
-thread that hangs in a store holds up only what waits for it there.
+share. Knows levels and keys; no scheduler and no thread. Always holds: each part of a job ends
+exactly once.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from quire.base.report import Report
 from quire.kv_store.level import Bytes, Fetched, Level, SharedLevel
 from quire.kv_store.shared_store import KEY_BYTES, MAX_CLAIM_BYTES
 
@@ -23,51 +21,15 @@ ENGINE_ID_BYTES = 8
 _OWNER_BYTES = 16  # the engine, and a number of the claim
 # How many keys are asked for at once: a chain often has none, or all.
 _FIRST_ASKED, _MAX_ASKED = 4, 256
-_CLOSE_S = 1.0
-
-
-class Workers:
-    """Daemon threads that make calls, in the order in which they came."""
-
-    def __init__(self, count: int, name: str, report: Report) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._report = report
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, call: Callable[[], None]) -> None:
-        """Queue a call."""
-        self._calls.put(call)
-
-    def close(self) -> bool:
-        """Let queued calls finish; return False where a thread hangs, which is left behind."""
-        for _ in self._threads:
-            self._calls.put(None)
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001  of one job; the others go on
-                self._report(
-                    "a job of the KV store failed", error=f"{type(error).__name__}: {error}"
-                )
 
 
 @dataclass(slots=True, eq=False)
 class Lookup:
     """How far `keys` are stored. before: the keys of the same chain before these.
 
-    record: of the claim to make for what is missing; None: none is made. levels: for each leading
-    key the number of the level that has it. num_elsewhere: how many keys after these another engine
-    is computing. claimed: the key under which the record was claimed.
+    levels: for each leading key the number of the level that has it. num_elsewhere: how many keys
+    after these another engine is computing. claimed: the key under which a claim of what is missing
+    was made, with `record`; None: none was.
     """
 
     request_id: str
@@ -80,13 +42,8 @@ class Lookup:
     levels: list[int] = field(default_factory=list)
     num_elsewhere: int = 0
     claimed: bytes | None = None
+    record: bytes = b""
     is_abandoned: bool = False
-
-    @property
-    def record(self) -> bytes:
-        """The claim of what is missing."""
-        most = MAX_CLAIM_BYTES - len(self.owner)
-        return self.owner + b"".join(self.keys[len(self.levels) :])[:most]
 
     def run(self, levels: Sequence[Level], shared: SharedLevel) -> None:
         """Ask the levels; in a thread."""
@@ -102,8 +59,14 @@ class Lookup:
                 self.num_elsewhere = max(self.num_elsewhere, self._num_claimed(record, missing))
             if self.num_elsewhere or not self.may_claim:
                 return
+            self.record = self.owner + b"".join(missing)[: MAX_CLAIM_BYTES - len(self.owner)]
             if shared.claim(missing[0], self.record):
-                self.claimed = missing[0]
+                # What another engine has put since, before it ended its claim, is not missing.
+                self.levels += _run(missing, levels)
+                if len(self.levels) == len(self.keys):
+                    shared.release(missing[0], self.record)
+                else:
+                    self.claimed = missing[0]
                 return
 
     def _num_claimed(self, record: bytes, missing: Sequence[bytes]) -> int:
@@ -118,7 +81,8 @@ class Lookup:
 class FetchJob:
     """Blocks `keys` into `places`. levels: the number of the level that has each.
 
-    outcomes: filled by threads, slice by slice. is_cancelled: nothing that was not begun is read.
+    outcomes: filled by threads, slice by slice; None: not read. is_cancelled: nothing that was not
+    begun is read. num_left: blocks of slices that have not ended. read_ms: when the last one has.
     """
 
     keys: list[bytes]
@@ -126,14 +90,15 @@ class FetchJob:
     levels: list[int]
     began_ms: float
     is_cancelled: bool = False
-    outcomes: list[Fetched] = field(init=False)
-    read_ms: float = field(init=False)  # when the last slice was read
-    _num_left: int = field(init=False)
+    outcomes: list[Fetched | None] = field(init=False)
+    num_left: int = field(init=False)
+    read_ms: float = field(init=False)
+    _reading_ms: dict[int, float] = field(init=False, default_factory=dict)  # since when, by slice
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.outcomes = [Fetched.MISSING] * len(self.keys)
-        self._num_left, self.read_ms = len(self.keys), self.began_ms
+        self.outcomes = [None] * len(self.keys)
+        self.num_left, self.read_ms = len(self.keys), self.began_ms
 
     def slices(self) -> list[tuple[int, int]]:
         """Return (first, end) of each slice; all blocks of one lie in one level."""
@@ -145,9 +110,16 @@ class FetchJob:
         return found
 
     def read(
-        self, first: int, end: int, levels: Sequence[Level], room: Callable[[int], Bytes]
+        self,
+        first: int,
+        end: int,
+        levels: Sequence[Level],
+        room: Callable[[int], Bytes],
+        now_ms: float,
     ) -> None:
         """Read one slice; in a thread. After a block that is missing none is of use."""
+        with self._lock:
+            self._reading_ms[first] = now_ms
         if self.is_cancelled:
             return
         outs = [room(place) for place in self.places[first:end]]
@@ -156,12 +128,26 @@ class FetchJob:
         if any(one is not Fetched.WHOLE for one in found):
             self.is_cancelled = True
 
-    def note_read(self, count: int, now_ms: float) -> bool:
-        """Note that a slice of so many blocks was read, or not; return whether all were."""
+    def end_slice(self, first: int, end: int, now_ms: float) -> bool:
+        """Note that a slice was read, or not; return whether it was the last."""
         with self._lock:
-            self._num_left -= count
+            self._reading_ms.pop(first, None)
+            self.num_left -= end - first
             self.read_ms = now_ms
-            return not self._num_left
+            return not self.num_left
+
+    def hangs(self, last_ms: float) -> bool:
+        """Return whether a slice has been read since before last_ms."""
+        with self._lock:
+            return any(since_ms < last_ms for since_ms in self._reading_ms.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnded:
+    """A block that was put into the levels. is_stored: it is in the shared store now."""
+
+    key: bytes
+    is_stored: bool
 
 
 def _run(keys: Sequence[bytes], levels: Sequence[Level]) -> list[int]:

@@ -21,7 +21,7 @@ from quire.base.timeline import TimelineReport
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,22 @@ def has_fp8(device: torch.device, machine: Machine) -> bool:
     return not card.architecture.startswith("sm_") or card.capability >= FP8_CAPABILITY
 
 
+def device_of(name: str) -> torch.device:
+    """The device of a name like "cpu" or "cuda:1"."""
+    return torch.device(name)
+
+
+def device_after(name: str, rank: int) -> str:
+    """The name of a rank's device, where rank 0 has `name`: the CPU for all, or a card each."""
+    device = torch.device(name)
+    return name if device.type == "cpu" else f"{device.type}:{(device.index or 0) + rank}"
+
+
+def num_cards_from(device: torch.device) -> int:
+    """How many cards there are from this one on."""
+    return torch.cuda.device_count() - (device.index or 0)
+
+
 @contextmanager
 def device_errors(doing: str) -> Iterator[None]:
     """Turns PyTorch's errors into ours: memory that a step lacks makes it smaller, a device that is

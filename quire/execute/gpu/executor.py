@@ -23,6 +23,7 @@ from quire.execute.executor import StepLimits
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
 from quire.execute.gpu.device_buffers import attention_steps, rope_angles, step_arena, step_sizes
+from quire.execute.gpu.exchange import ALONE, RankEnds
 from quire.execute.gpu.graphs import Capture, Graphs
 from quire.execute.gpu.host_choice import choose_on_host, score_on_host
 from quire.execute.gpu.kv_pool import KvPool
@@ -30,7 +31,8 @@ from quire.execute.gpu.last_tokens import LastTokens
 from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.offload import LayerStream, parts_of
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan
-from quire.execute.gpu.ops import Call, Place, bind_plain, products_of
+from quire.execute.gpu.ops import bind_plain, products_of
+from quire.execute.gpu.place import Call, GatherRoom, Place
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
@@ -54,13 +56,15 @@ class LaunchOptions:
     kernels: whether Triton kernels compute them, in its interpreter if the device is the CPU; None:
     on a GPU only. capture: how steps are captured, to be replayed; None: each is launched kernel by
     kernel. stream: in place of the device's own, for tests. offload: layers with matrices in host
-    memory, where `load` has kept them; their steps are not captured.
+    memory, where `load` has kept them; their steps are not captured. ends: what a rank exchanges
+    with other ranks through.
     """
 
     kernels: bool | None = None
     capture: Capture | None = None
     stream: Stream | None = None
     offload: OffloadPlan = NO_OFFLOAD
+    ends: RankEnds = ALONE
 
 
 DEFAULT_LAUNCH = LaunchOptions()
@@ -87,7 +91,7 @@ class TorchExecutor:
         self._stream = stream_of(device) if launch.stream is None else launch.stream
         self.recipe = recipe_of(device, exact=exact)
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
-        self.ops_done = 0
+        self._num_done = 0
         self._program, self._device, self._poison = program, device, poison
         self._limits = limits
         self._arena, buffers = step_arena(program, limits, device)
@@ -114,6 +118,8 @@ class TorchExecutor:
             step=self._step,
             pool=self._pool.blocks,
             exact=exact,
+            ends=launch.ends,
+            room=GatherRoom.of(program, limits, device),
         )
         bind_segment = self._binder(limits)
         self._calls: dict[str, list[Call]] = {
@@ -123,7 +129,8 @@ class TorchExecutor:
         self._counts: Counts | None = None
         self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
-        self._graphs = None if launch.capture is None else Graphs(launch.capture)
+        capture = launch.capture if launch.ends.is_captured else None
+        self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""
@@ -233,6 +240,11 @@ class TorchExecutor:
         return values
 
     @property
+    def ops_done(self) -> int:
+        """See Executor."""
+        return self._num_done
+
+    @property
     def steps_replayed(self) -> int:
         """Of those that ran so far; the others were launched kernel by kernel."""
         return 0 if self._graphs is None else self._graphs.num_replayed
@@ -306,6 +318,8 @@ class TorchExecutor:
         self._pool.free()
         self._port = self._attention = self._graphs = self.layer_stream = None
         self._calls, self._counts, self._head_of = {}, None, None
+        if (exchange := self._place.ends.exchange) is not None:
+            exchange.close()
         del self._place, self._arena, self._step, self._last
 
     # ---- private
@@ -348,7 +362,8 @@ class TorchExecutor:
             if samples:
                 self._launch("head", counts)
 
-        self._stream.do(lambda: graphs.run((size, samples), body))
+        key = size, samples, self._place.ends.exchange is not None and bool(len(batch.late_slots))
+        self._stream.do(lambda: graphs.run(key, body))
         if samples:
             self._head_of = batch, head_rows
         return counts
@@ -374,11 +389,15 @@ class TorchExecutor:
 
     def _take_last(self, counts: Counts) -> None:
         self._last.take(self._step.token_ids, self._step.late_slots, counts.tokens)
+        exchange = self._place.ends.exchange
+        if exchange is not None and len(counts.batch.late_slots):
+            # Tokens are chosen by the first rank only.
+            exchange.broadcast(self._step.token_ids[: counts.tokens])
 
     def _launch_calls(self, calls: Sequence[Call], counts: Counts) -> None:
         for call in calls:
             call(counts)
-            self.ops_done += 1
+            self._num_done += 1
 
     def _trunk_parts(self) -> list[tuple[int | None, int, int]]:
         """Return runs of the trunk's calls, with the offloaded layer that each reads, if any."""
@@ -445,8 +464,8 @@ def recipe_of(device: torch.device, *, exact: bool) -> str:
     """What bits depend on beside the program: the device's kind, its libraries and the compiler of
     its kernels, the mode."""
     mode = "exact" if exact else "fast"
-    if device.type != "cuda":
-        return f"torch-{device.type}-{torch.__version__}-{mode}"
+    if device.type != "cuda":  # elementwise: see plain_curves.py
+        return f"torch-{device.type}-elementwise-{torch.__version__}-{mode}"
     from triton import __version__ as triton_version
 
     major, minor = torch.cuda.get_device_capability(device)

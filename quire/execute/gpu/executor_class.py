@@ -14,6 +14,7 @@ from quire.config.machine import MachineMemory
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.device_buffers import step_sizes
+from quire.execute.gpu.exchange import ALONE, RankEnds
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.limits import FULL_STEP_TOKENS
@@ -21,6 +22,7 @@ from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.offload import to_host
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan, OffloadSize
+from quire.execute.gpu.place import GatherRoom
 from quire.execute.gpu.step_buffers import StepBuffers
 from quire.execute.gpu.stream import stream_of
 from quire.execute.gpu.support import unsupported
@@ -37,7 +39,8 @@ class TorchExecutorClass:
 
     exact: a row's bits do not depend on the rows beside it. has_fp8: its kernels know it.
     captures: whether a GPU's steps are replayed from graphs. offload: device memory that weights in
-    host memory save.
+    host memory save. ends: what a rank exchanges with others through. executor: the class of what
+    is made. poison: fill buffers with NaN before each run, for tests.
     """
 
     device: torch.device
@@ -45,6 +48,9 @@ class TorchExecutorClass:
     has_fp8: bool = True
     captures: bool = True
     offload: OffloadSize | None = None
+    ends: RankEnds = ALONE
+    executor: type[TorchExecutor] = TorchExecutor
+    poison: bool = False
 
     def check_program(self, program: Program) -> None:
         """Raise ModelError listing what cannot be held, before anything is loaded."""
@@ -73,6 +79,7 @@ class TorchExecutorClass:
             step_bytes=lay_out(program, limits).arena_bytes
             + rope_bytes(program)
             + StepBuffers.num_bytes(**step_sizes(program, limits))
+            + GatherRoom.num_bytes(program, limits)
             + self._kernel_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
@@ -151,15 +158,18 @@ class TorchExecutorClass:
                 kept=lambda name, weight: to_host(weight, stream) if name in in_host else weight,
             )
             captures = self.captures and not offload.layers
-            return TorchExecutor(
+            return self.executor(
                 program,
                 weights,
                 device=self.device,
                 exact=self.exact,
                 limits=options.limits,
                 launch=LaunchOptions(
-                    capture=capture_of(self.device) if captures else None, offload=offload
+                    capture=capture_of(self.device) if captures else None,
+                    offload=offload,
+                    ends=self.ends,
                 ),
+                poison=self.poison,
             )
         except RuntimeError as error:
             if not lacks_memory(error):

@@ -21,8 +21,9 @@ from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
 from quire.execute.gpu.kernels.byte_rows import ByteRows
-from quire.execute.gpu.ops import Call, Place, num_rows
+from quire.execute.gpu.place import Call, Place, num_rows
 from quire.execute.gpu.products import Products
+from quire.execute.gpu.rank_ops import bind_rank_op
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
@@ -89,7 +90,9 @@ class KernelOps:
                 return partial(_copy, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
-            case AllGather() | AllReduce() | Send() | Recv() | Feed() | Route() | Experts():
+            case AllGather() | AllReduce() | Send() | Recv():
+                return bind_rank_op(step, self.place)
+            case Feed() | Route() | Experts():
                 raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)

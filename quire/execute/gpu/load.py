@@ -28,6 +28,7 @@ from quire.execute.gpu.upload import Bytes, Upload
 from quire.execute.quantized_weights import (
     fixed_input_scale,
     quantize_weight,
+    read_f32,
     stored_fp8,
     stored_scales,
 )
@@ -38,6 +39,7 @@ from quire.quant.int_weights import IntMatrix
 from quire.quant.scheme import Scheme
 from quire.weights.binding import Binding
 from quire.weights.content import WeightsDigest, content_digest
+from quire.weights.safetensors import StoredTensor
 
 DIGESTING_THREADS, MAX_DIGESTING = 8, 16  # tensors that are read and not digested yet
 ROWS_AT_ONCE = 8192  # of a weight that becomes fp8: whole blocks, in float32 for a while
@@ -155,7 +157,9 @@ def load(
             done += weight.num_bytes
             if progress is not None:
                 progress(done, total)
-        return Loaded(plain, few, digesting.hexdigest(), coarse)
+        for source in program.elsewhere:  # of which other ranks have all rows
+            digesting.add_source(source)
+        return Loaded(plain, few, digesting.text(is_part=program.is_part), coarse)
 
 
 class _Digesting:
@@ -166,7 +170,8 @@ class _Digesting:
         count = min(DIGESTING_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="quire-digest")
         self._begun: set[str] = set()
-        self._out: deque[tuple[WeightPart, Future[tuple[int, int]] | None]] = deque()
+        self._out: deque[tuple[StoredTensor, Future[tuple[int, int]] | None, Callable[[], None]]]
+        self._out = deque()
 
     def __enter__(self) -> _Digesting:
         return self
@@ -176,25 +181,32 @@ class _Digesting:
 
     def add(self, part: WeightPart) -> None:
         """A part with its tensor already read for its weight."""
-        tensor, future = self._binding.content(part), None
+        self._add(self._binding.content(part), lambda: self._binding.release(part))
+
+    def add_source(self, source: str) -> None:
+        """A tensor that no weight here is made of."""
+        self._add(self._binding.content_of(source), lambda: self._binding.release_source(source))
+
+    def text(self, *, is_part: bool) -> str:
+        """Of all of it, when it is there: see WeightsDigest."""
+        while self._out:
+            self._finish_one()
+        return self._digest.text(is_part=is_part)
+
+    def _add(self, tensor: StoredTensor, release: Callable[[], None]) -> None:
+        future = None
         if tensor.name not in self._begun:
             self._begun.add(tensor.name)
             future = self._threads.submit(content_digest, tensor.raw)
-        self._out.append((part, future))
+        self._out.append((tensor, future, release))
         while len(self._out) > MAX_DIGESTING:
             self._finish_one()
 
-    def hexdigest(self) -> str:
-        """Of all of it, when it is there."""
-        while self._out:
-            self._finish_one()
-        return self._digest.hexdigest()
-
     def _finish_one(self) -> None:
-        part, future = self._out.popleft()
+        tensor, future, release = self._out.popleft()
         if future is not None:
-            self._digest.add(self._binding.content(part), future.result())
-        self._binding.release(part)
+            self._digest.add(tensor, future.result())
+        release()
 
 
 def _fp8(
@@ -235,7 +247,7 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
         if stored is not None:
             upload.copy(stored, rows)
         else:
-            wide = torch.from_numpy(binding.read_f32(part) + np.float32(weight.offset))
+            wide = torch.from_numpy(read_f32(replace(weight, parts=(part,)), binding))
             # A vector is kept in f32, with the values that its dtype has.
             rows.copy_(wide.to(TORCH_TYPES[weight.dtype]))
         first += part.rows
@@ -245,7 +257,8 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
 def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
     """Bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
-    if not wanted or part.transposed or weight.offset or binding.content(part).dtype != "bf16":
+    is_cut = part.transposed or part.of_columns
+    if not wanted or is_cut or weight.offset or binding.content(part).dtype != "bf16":
         return None
     stored = binding.tensor(part)
     # The rows of stacked experts are counted through all of them.

@@ -8,18 +8,17 @@ Always holds: arithmetic is float32, and rounding happens where an output is sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import assert_never
 
 import torch
-from torch import Tensor
 
 from quire.execute.gpu import plain, plain_attention
-from quire.execute.gpu.kernels.cache_layout import CachePool
-from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight, Loaded
-from quire.execute.gpu.step_buffers import Counts, StepBuffers
+from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight
+from quire.execute.gpu.place import Call, Place
+from quire.execute.gpu.rank_ops import bind_rank_op
+from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
 from quire.program.forms import IdSource
@@ -39,43 +38,7 @@ from quire.program.ops import (
     SoftCap,
     StoreKV,
 )
-from quire.program.program import Program
 from quire.program.stage_ops import Recv, Send
-from quire.program.tensors import Rows, View
-
-Call = Callable[[Counts], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """All that operations read and write. buffers: [max rows, width] by index. ropes: cosines and
-    sines [positions, half]. pool: set when the cache is made, after that never another."""
-
-    program: Program
-    buffers: Sequence[Tensor]
-    weights: Loaded
-    ropes: Sequence[tuple[Tensor, Tensor]]
-    step: StepBuffers
-    pool: Callable[[], CachePool]
-    exact: bool
-
-    def of(self, view: View, counts: Counts) -> Tensor:
-        """The view's rows of this step."""
-        rows = num_rows(view.buffer.rows, counts)
-        return self.buffers[view.buffer.index][:rows, view.offset : view.offset + view.width]
-
-    def vector(self, name: str | None) -> Tensor | None:
-        """A weight that may not be there."""
-        return None if name is None else self.weights.plain[name]
-
-
-def num_rows(rows: Rows, counts: Counts) -> int:
-    """How many a step has of what a buffer's rows are."""
-    return {
-        Rows.TOKENS: counts.tokens,
-        Rows.SEQUENCES: counts.sequences,
-        Rows.SAMPLES: counts.samples,
-    }[rows]
 
 
 def bind_plain(segment: str, place: Place) -> list[Call]:
@@ -115,7 +78,9 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_copy, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
-        case AllGather() | AllReduce() | Send() | Recv() | Feed() | Route() | Experts():
+        case AllGather() | AllReduce() | Send() | Recv():
+            return bind_rank_op(op, place)
+        case Feed() | Route() | Experts():
             raise AssertionError(f"{op.kind}: check_program rejects programs with it")
         case _:
             assert_never(op)
@@ -141,7 +106,6 @@ def _norm(op: Norm, place: Place, counts: Counts) -> None:
         eps=op.eps,
         form=op.form,
         group=op.group,
-        by_row=place.exact,
     )
     place.of(op.y, counts).copy_(y)
 
@@ -157,12 +121,12 @@ def _linear(op: Linear, place: Place, counts: Counts) -> None:
             weight.scheme,
             bias,
             input_scale=weight.input_scale,
-            by_row=place.exact,
+            exact=place.exact,
         )
     elif weight is not None:
         y = plain.int_linear(x, weight.values, weight.scales, weight.scheme, bias)
     else:
-        y = plain.linear(x, place.weights.plain[op.weight], bias, by_row=place.exact)
+        y = plain.linear(x, place.weights.plain[op.weight], bias, exact=place.exact)
     place.of(op.y, counts).copy_(y)
 
 
@@ -202,7 +166,7 @@ def _attention(op: Attention, place: Place, counts: Counts) -> None:
 def _activation(op: Activation, place: Place, counts: Counts) -> None:
     gate = place.of(op.gate, counts)
     up = None if op.up is None else place.of(op.up, counts)
-    y = plain.activation(gate, up, form=op.form, by_row=place.exact)
+    y = plain.activation(gate, up, form=op.form)
     place.of(op.y, counts).copy_(y)
 
 
@@ -219,7 +183,7 @@ def _scale(op: Scale, place: Place, counts: Counts) -> None:
 
 def _soft_cap(op: SoftCap, place: Place, counts: Counts) -> None:
     x = place.of(op.x, counts)
-    x.copy_(plain.soft_cap(x, op.cap, by_row=place.exact))
+    x.copy_(plain.soft_cap(x, op.cap))
 
 
 def _copy(op: Copy, place: Place, counts: Counts) -> None:

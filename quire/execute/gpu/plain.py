@@ -1,8 +1,8 @@
 """Each operation in plain PyTorch: what runs on CPU tensors, and what kernels are compared with.
 
 Operands are tensors of any float type, computed with in float32; a result is float32 and rounded
-by the caller that stores it. With `by_row` each row is computed alone, in its own memory, so that
-its bits depend on it alone: libraries choose instructions by row count and by alignment.
+by the caller that stores it. Always holds: but for products that are not exact, an element's bits
+depend neither on the rows and columns beside it nor on its place among them (plain_curves.py).
 Knows no program, no cache and no batch. Letters: R rows, K inputs, N outputs, D head_dim.
 """
 
@@ -13,10 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quire.execute.gpu import plain_curves
 from quire.quant.scheme import ACTIVATION_GROUP, Scheme
 
 TINY = 2.0**-100  # as quire/quant/int_rows.py
 E4M3 = torch.float8_e4m3fn
+# Elements that are multiplied at once by an exact product.
+_PRODUCTS_AT_ONCE = 1 << 20
 
 
 def norm(
@@ -27,30 +30,35 @@ def norm(
     eps: float,
     form: str,
     group: int,
-    by_row: bool,
 ) -> Tensor:
     """RMS or layer norm of x [R, N], or of each run of `group` columns by itself."""
-
-    def normed(rows: Tensor) -> Tensor:
-        runs = rows.reshape(len(rows), -1, group or rows.shape[1])
-        if form == "layer":
-            runs = runs - runs.mean(dim=-1, keepdim=True)
-        mean_square = (runs * runs).mean(dim=-1, keepdim=True)
-        y = runs * torch.rsqrt(mean_square + eps)
-        y = y if weight is None else y * weight
-        return (y if bias is None else y + bias).reshape(rows.shape)
-
-    return _rows(normed, x, by_row=by_row)
+    runs = x.float().reshape(len(x), -1, group or x.shape[1])
+    if form == "layer":
+        runs = runs - _mean(runs.clone())
+    y = runs / torch.sqrt(_mean(runs * runs) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).reshape(x.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: bool) -> Tensor:
-    """x [R, K] @ weight [N, K].T (+ bias [N]): [R, N]."""
-    wide = weight.float()
-    if by_row:
-        y = _rows(lambda row: torch.mv(wide, row[0])[None], x, by_row=True, width=len(weight))
-    else:
-        y = x.float() @ wide.T
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, exact: bool) -> Tensor:
+    """x [R, K] @ weight [N, K].T (+ bias [N]): [R, N]. exact: an output's sum has one order,
+    whatever rows and outputs are computed with it."""
+    y = _exact_product(x.float(), weight) if exact else x.float() @ weight.float().T
     return y if bias is None else y + bias
+
+
+def _exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    rows, (outputs, columns) = len(x), weight.shape
+    y = torch.empty(rows, outputs, dtype=torch.float32, device=x.device)
+    outputs_at_once = max(min(outputs, _PRODUCTS_AT_ONCE // columns), 1)
+    rows_at_once = max(_PRODUCTS_AT_ONCE // (columns * outputs_at_once), 1)
+    for first in range(0, outputs, outputs_at_once):
+        part = slice(first, first + outputs_at_once)
+        wide = weight[part].float()
+        for row in range(0, rows, rows_at_once):
+            some = slice(row, row + rows_at_once)
+            y[some, part] = plain_curves.sum_last(x[some, None] * wide)
+    return y
 
 
 def int_linear(
@@ -87,7 +95,7 @@ def fp8_linear(
     bias: Tensor | None,
     *,
     input_scale: Tensor | None = None,
-    by_row: bool,
+    exact: bool,
 ) -> Tensor:
     """x [R, K], made fp8, by an fp8 weight [N, K]: [R, N]. scales: [N], or of blocks [B, groups].
     input_scale: of all rows [1], where it is fixed.
@@ -101,7 +109,7 @@ def fp8_linear(
     y = torch.zeros(len(x), len(values), dtype=torch.float32, device=x.device)
     for first in range(0, values.shape[1], ACTIVATION_GROUP):
         part = slice(first, first + ACTIVATION_GROUP)
-        total = linear(rows[:, part], values[:, part], None, by_row=by_row)
+        total = linear(rows[:, part], values[:, part], None, exact=exact)
         if not scheme.group:
             y = y + total
             continue
@@ -171,40 +179,34 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, heads: int, head_dim: int) -> T
     return y.reshape(x.shape)
 
 
-def activation(gate: Tensor, up: Tensor | None, *, form: str, by_row: bool) -> Tensor:
+def activation(gate: Tensor, up: Tensor | None, *, form: str) -> Tensor:
     """form(gate), times up where there is one."""
-    y = _rows(FORMS[form], gate, by_row=by_row)
+    y = FORMS[form](gate.float())
     return y if up is None else y * up.float()
 
 
-def soft_cap(x: Tensor, cap: float, *, by_row: bool) -> Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap): next to x where it is small, never beyond cap."""
     divisor = torch.tensor(cap, dtype=torch.float32, device=x.device)
-    return _rows(lambda rows: torch.tanh(rows / divisor) * divisor, x, by_row=by_row)
+    return plain_curves.tanh(x.float() / divisor) * divisor
 
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "silu": lambda x: x / (1 + plain_curves.exp(-x)),
     "relu": lambda x: torch.clamp(x, min=0),
-    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5)),
+    "gelu": lambda x: 0.5 * x * (1 + plain_curves.erf(x * 0.5**0.5)),
     "gelu_tanh": lambda x: (
-        0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
+        0.5 * x * (1 + plain_curves.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x * x * x)))
     ),
 }
+
+
+def _mean(terms: Tensor) -> Tensor:
+    """The mean over the last axis, which stays with one element; overwrites `terms`."""
+    count = torch.tensor(terms.shape[-1], dtype=torch.float32, device=terms.device)
+    return (plain_curves.sum_last(terms) / count)[..., None]
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c; the product exact, the sum rounded once to float64 and then to float32."""
     return (a.double() * b.double() + c.double()).float()
-
-
-def _rows(
-    compute: Callable[[Tensor], Tensor], x: Tensor, *, by_row: bool, width: int = 0
-) -> Tensor:
-    """compute of all rows at once, or of each by itself in fresh (so equally aligned) memory."""
-    if not by_row:
-        return compute(x.float().contiguous())
-    y = torch.empty(len(x), width or x.shape[1], dtype=torch.float32, device=x.device)
-    for index in range(len(x)):
-        y[index] = compute(x[index : index + 1].float().clone())[0]
-    return y

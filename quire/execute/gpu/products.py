@@ -24,7 +24,7 @@ from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
-from quire.execute.gpu.ops import Call, Place
+from quire.execute.gpu.place import Call, Place
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.ops import Linear
 from quire.program.program import Program
@@ -122,6 +122,7 @@ class Products:
     def _plain(self, op: Linear) -> Call:
         place, view = self.place, op.x
         bias, held = place.vector(op.bias), place.weights.plain[op.weight]
+        undivided = place.program.weights[op.weight].undivided_rows
         is_plain = bias is None and view.dtype == op.y.dtype
         if not place.exact and is_plain and held.device.type != "cpu":
             product = fast_product(held, self.scratch.workspace)
@@ -132,6 +133,7 @@ class Products:
             place.of(op.y, counts),
             bias=bias,
             workspace=self.scratch.workspace,
+            undivided=undivided,
         )
 
 
@@ -175,4 +177,8 @@ def _sums(program: Program, rows: int) -> int:
     """Elements of the pieces of the largest product that is split over programs."""
     weights = (program.weights[op.weight] for op in _products(program))
     plain = (weight for weight in weights if weight.quantized is None)
-    return max((max_sums(weight.rows, weight.columns, rows) for weight in plain), default=0)
+    sums = (
+        max_sums(weight.rows, weight.columns, rows, undivided=weight.undivided_rows)
+        for weight in plain
+    )
+    return max(sums, default=0)

@@ -6,11 +6,9 @@ machines without it.
 
 from __future__ import annotations
 
-from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.declarations import FP8_CACHE
 from quire.program.ops import Embed, Feed
 from quire.program.program import Program
-from quire.program.stage_ops import Recv, Send
 
 
 def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -> list[str]:
@@ -29,15 +27,6 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
         problems.append(
             "it is a mixture of experts, which this executor has no operations for "
             "(--executor native runs it, on CPUs)"
-        )
-    if any(
-        isinstance(op, AllGather | AllReduce | Send | Recv)
-        for ops in program.segments.values()
-        for op in ops
-    ):
-        problems.append(
-            "it is a rank's or a stage's share of a model, which this executor has no transport "
-            "for (--executor native has one)"
         )
     if any(cache.ranks > 1 for cache in program.caches):
         problems.append(

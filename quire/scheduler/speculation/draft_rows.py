@@ -21,7 +21,7 @@ from quire.base.records import StepPlan, StepResult
 from quire.cache.manager import CacheManager
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.in_flight import PlanOutcome
-from quire.scheduler.interfaces import DraftCost, DraftSource, KVDraftSource, StepExtension
+from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
@@ -73,7 +73,6 @@ class DraftRows(StepExtension):
     ) -> None:
         self._requests, self._batch, self._cache, self._shares = requests, batch, cache, shares
         self._speed, self._source = speed, source
-        self._kv_source = source if isinstance(source, KVDraftSource) else None
         self._overlaps = limits.plans_in_flight > 1
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
@@ -81,6 +80,7 @@ class DraftRows(StepExtension):
         self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
         self._stats = DraftStats(source.max_drafts)
+        self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
         self._knows_plain = False  # a step of decoding rows without drafts was timed
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
@@ -118,10 +118,14 @@ class DraftRows(StepExtension):
     def fields(self) -> dict[str, Any]:
         """Counters of drafts, as fields of EngineStats."""
         return {
+            "proposer": self._source.proposer_name,
             "drafting_ms_total": self._source.drafting_ms,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": self._stats.drafted_at,
             "accepted_draft_tokens_total": self._stats.accepted_at,
+            "prediction_rows_total": self._prediction_stats.rows_total,
+            "prediction_tokens_total": self._prediction_stats.drafted_at,
+            "accepted_prediction_tokens_total": self._prediction_stats.accepted_at,
         }
 
     def note(self, sequence: SequenceState) -> None:
@@ -165,9 +169,9 @@ class DraftRows(StepExtension):
         if num_able < len(can):
             places = can.nonzero()[0]
             index, ends, limits = index[places], ends[places], limits[places]
-        if self._kv_source is not None:
+        if self._source.uses_cache:
             capacities = self._stored_capacities(step, rows, can.nonzero()[0])
-            self._kv_source.note_kv(index, self._cache.tables.blocks[index], capacities)
+            self._source.note_kv(index, self._cache.tables.blocks[index], capacities)
         costs: list[DraftCost] = []
 
         def cost() -> DraftCost:
@@ -186,7 +190,7 @@ class DraftRows(StepExtension):
         has_drafts = fits > 0
         if not np.logical_or.reduce(has_drafts):
             return
-        if self._kv_source is not None:  # blocks in which the next drafts can be computed
+        if self._source.uses_cache:  # blocks in which the next drafts can be computed
             grows, room = index[has_drafts], self._batch.ceiling[index] - ends
             ahead = np.minimum(fits + 1 + self._source.max_drafts, room)
             self._blocks(step, grows, ends[has_drafts], ahead[has_drafts])
@@ -236,6 +240,9 @@ class DraftRows(StepExtension):
             sequence.rejected_drafts += num - good
         self._stats.count(nums, goods)
         slots = index.astype(np.intp)
+        if (predicted := self._source.from_prediction) is not None:
+            of_some = predicted[slots]
+            self._prediction_stats.count(drafted[of_some].tolist(), accepted[of_some].tolist())
         self._source.verified(slots, drafted, accepted)
         if self._timed is not None:
             self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))

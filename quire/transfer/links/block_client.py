@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quire.base.kv_transfer import Failure
 from quire.transfer.links.block_server import BEAT_S, LOST_S
 from quire.transfer.links.channel import Channel, LinkTimeout
-from quire.transfer.links.checksum import checksum_of
+from quire.transfer.links.checksum import checksum_of, copied
 from quire.transfer.links.handshake import Refused, greet_as_fetcher
 from quire.transfer.links.messages import (
     Beat,
@@ -66,7 +66,8 @@ class FetchJob:
     of the transfer, and the other engine can end its lease.
 
     num_landed: leading blocks that are in their places. failure: why they are fewer; None where all
-    are there, or the job was cancelled. receive_ms: time spent on their bytes.
+    are there, or the job was cancelled. receive_ms: time spent on their bytes. lock: held while a
+    place is written.
     """
 
     source: Source
@@ -83,11 +84,11 @@ class FetchJob:
 
     def cancel(self) -> None:
         """End the job; its thread writes nothing more."""
+        self.is_cancelled = True
+        if self.channel is not None:
+            self.channel.stop()  # so that a thread that waits for bytes stops writing at once
         with self.lock:
-            self.is_cancelled = True
-            channel = self.channel
-        if channel is not None:
-            channel.close()
+            pass  # nothing is being written any more
 
 
 class _Gave(Exception):
@@ -154,7 +155,7 @@ class BlockClient:
             thread.join(CONNECT_S + TLS_S + 1.0)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next()) is not None:
             try:
                 self._run(job)
             except _Gave as gave:
@@ -166,15 +167,22 @@ class BlockClient:
             self._ended.put(job)
             self._wake()
 
+    def _next(self) -> FetchJob | None:
+        """Wait for a job; meanwhile give up what nothing reads any more."""
+        while True:
+            due_s = [one.forget_unread() for one in self._openers.values()]
+            wait_s = min((one for one in due_s if one is not None), default=None)
+            with contextlib.suppress(queue.Empty):
+                return self._jobs.get(timeout=wait_s)
+
     def _run(self, job: FetchJob) -> None:
         if time.monotonic() - job.began_s > self._timeout_s:
             raise _Gave(Failure.TIMEOUT, "other transfers took all threads")
         channel = self._connected(job)
         try:
-            with job.lock:
-                if job.is_cancelled:
-                    return
-                job.channel = channel
+            job.channel = channel
+            if job.is_cancelled:  # before it had a channel to stop
+                return
             self._fetch(job, channel)
         except (Refused, ssl.SSLError) as error:
             raise _Gave(Failure.REFUSED, str(error)) from error
@@ -239,7 +247,6 @@ class BlockClient:
 
     def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _Gave where they are too few."""
-        buffer = np.empty(self._identity.block_bytes if reader is None else 0, np.uint8)
         last_s = time.monotonic()
         while job.num_landed < len(job.digests):
             said = channel.receive(Block, Beat, End, within_s=LOST_S)
@@ -252,37 +259,31 @@ class BlockClient:
                 continue
             assert isinstance(said, Block)
             last_s = time.monotonic()
-            raw = self._read(said, channel, reader, buffer)
+            if (said.offset == Block.INLINE) != (reader is None):
+                raise MessageError("a block comes in another way than it was asked for")
             if said.index != job.num_landed:
                 raise MessageError(f"block {said.index} came in place of {job.num_landed}")
-            if not self._place(job, said, raw):
+            if not self._place(job, said, channel, reader):
                 return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
 
-    def _read(self, said: Block, channel: Channel, reader: Reader | None, buffer: Bytes) -> Bytes:
-        """Return where the bytes of a block are now."""
-        if (said.offset == Block.INLINE) != (reader is None):
-            raise MessageError("a block comes in another way than it was asked for")
-        if reader is None:
-            channel.receive_inline(buffer.data, within_s=LOST_S)
-            return buffer
-        return reader.view(said.offset, self._identity.block_bytes)
+    def _place(self, job: FetchJob, said: Block, channel: Channel, reader: Reader | None) -> bool:
+        """Bring a block into its place, and check what is there; return False after `cancel`.
 
-    def _place(self, job: FetchJob, said: Block, raw: Bytes) -> bool:
-        """Copy a block into its place, and check what is there; return False after `cancel`.
-
-        The other side may change its memory at any time, so what was copied is summed.
+        The other side may change its memory at any time, so what is in the place is summed.
         """
-        with job.lock:
-            if job.is_cancelled:
-                return False
-            place = self._room(job.places[said.index])
-            place[:] = raw
-        is_whole = checksum_of(place) == said.checksum
+        num_bytes = self._identity.block_bytes
+        raw = None if reader is None else reader.view(said.offset, num_bytes)
         with job.lock:
             if job.is_cancelled:
                 return False  # and the place may be another block's by now
-            if not is_whole:
+            place = self._room(job.places[said.index])
+            if raw is None:
+                channel.receive_inline(place.data, within_s=LOST_S)
+                checksum = checksum_of(place)
+            else:
+                checksum = copied(raw, place)
+            if checksum != said.checksum:
                 reason = f"block {said.index} does not match its checksum"
                 raise _Gave(Failure.BAD_BYTES, reason)
             job.num_landed += 1

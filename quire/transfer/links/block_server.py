@@ -111,7 +111,7 @@ class BlockServer:
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for channel in threads:
-            channel.close()
+            channel.stop()
         for thread in (self._thread, *threads.values()):
             thread.join(_CLOSE_S)
 

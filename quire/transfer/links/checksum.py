@@ -16,3 +16,12 @@ def checksum_of(raw: NDArray[np.uint8]) -> int:
     """Return the checksum of contiguous bytes; other threads go on meanwhile."""
     low, _ = _native.content_digest(raw)
     return low
+
+
+def copied(raw: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
+    """Copy contiguous bytes; return the checksum of what `out` has now.
+
+    Bytes are read once, so that another process may change them meanwhile. Other threads go on.
+    """
+    low, _ = _native.copy_digest(raw, out)
+    return low

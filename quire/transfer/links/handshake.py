@@ -8,23 +8,20 @@
     Identity                       ->
                                    <-    Identity, or Refusal
 
-A proof is an HMAC-SHA-256 of the side's name and both nonces under a key derived from the shared
-key, so that neither the key nor a proof of the other side can be replayed. Always holds: before
-the other side has proved the key, it learns the protocol's version and nothing else; nothing is
-transferred between engines that compute different blocks. Messages are encrypted only where the
+A proof (quire/base/key_proof.py) is made with a key derived from the shared key. Always holds:
+before the other side has proved the key, it learns the protocol's version and nothing else; nothing
+is transferred between engines that compute different blocks. Messages are encrypted only where the
 connection is secured before (security.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-import secrets
 from dataclasses import dataclass
 
+from quire.base.key_proof import KeyProof
 from quire.transfer.links.channel import Channel, LinkClosed
 from quire.transfer.links.messages import (
-    NONCE_BYTES,
     VERSION,
     Hello,
     Identity,
@@ -62,8 +59,8 @@ def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
 
     Raises Refused, MessageError and OSError.
     """
-    mine = secrets.token_bytes(NONCE_BYTES)
-    channel.send(Hello(VERSION, mine), within_s=STEP_S)
+    proof = KeyProof(key, is_server=False)
+    channel.send(Hello(VERSION, proof.nonce), within_s=STEP_S)
     try:
         hello = channel.receive(Hello, within_s=STEP_S)
     except LinkClosed as error:
@@ -74,12 +71,12 @@ def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
     assert isinstance(hello, Hello)
     if hello.version != VERSION:
         raise Refused(_versions(other=hello.version))
-    channel.send(Proof(_proof(key, b"fetch", mine, hello.nonce)), within_s=STEP_S)
-    proof = channel.receive(Proof, Refusal, within_s=STEP_S)
-    if isinstance(proof, Refusal):
-        raise Refused(proof.reason)
-    assert isinstance(proof, Proof)
-    if not hmac.compare_digest(proof.proof, _proof(key, b"hand", mine, hello.nonce)):
+    channel.send(Proof(proof.own(hello.nonce)), within_s=STEP_S)
+    said = channel.receive(Proof, Refusal, within_s=STEP_S)
+    if isinstance(said, Refusal):
+        raise Refused(said.reason)
+    assert isinstance(said, Proof)
+    if not proof.accepts(said.proof, hello.nonce):
         raise Refused("the other side does not have this engine's transfer key")
     channel.send(own, within_s=STEP_S)
     other = channel.receive(Identity, Refusal, within_s=STEP_S)
@@ -98,15 +95,15 @@ def greet_as_server(channel: Channel, key: bytes, own: Identity) -> Identity:
     """
     hello = channel.receive(Hello, within_s=STEP_S)
     assert isinstance(hello, Hello)
-    mine = secrets.token_bytes(NONCE_BYTES)
-    channel.send(Hello(VERSION, mine), within_s=STEP_S)
+    proof = KeyProof(key, is_server=True)
+    channel.send(Hello(VERSION, proof.nonce), within_s=STEP_S)
     if hello.version != VERSION:
         raise Refused(_versions(other=hello.version))
-    proof = channel.receive(Proof, within_s=STEP_S)
-    assert isinstance(proof, Proof)
-    if not hmac.compare_digest(proof.proof, _proof(key, b"fetch", hello.nonce, mine)):
+    said = channel.receive(Proof, within_s=STEP_S)
+    assert isinstance(said, Proof)
+    if not proof.accepts(said.proof, hello.nonce):
         raise _refuse(channel, "the transfer keys of the two engines differ; give both one file")
-    channel.send(Proof(_proof(key, b"hand", hello.nonce, mine)), within_s=STEP_S)
+    channel.send(Proof(proof.own(hello.nonce)), within_s=STEP_S)
     other = channel.receive(Identity, within_s=STEP_S)
     assert isinstance(other, Identity)
     if why := mismatch(other, own):
@@ -135,10 +132,6 @@ def mismatch(fetching: Identity, handing: Identity) -> str:
             "same model"
         )
     return ""
-
-
-def _proof(key: bytes, side: bytes, fetcher_nonce: bytes, server_nonce: bytes) -> bytes:
-    return hmac.digest(key, side + b"\0" + fetcher_nonce + server_nonce, "sha256")
 
 
 def _refuse(channel: Channel, why: str) -> Refused:

@@ -19,9 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
+from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES
+
 VERSION = 2
 MAGIC = b"QuireKVX"
-NONCE_BYTES = PROOF_BYTES = FINGERPRINT_BYTES = 32
+FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
 TRANSFER_ID_BYTES = 16
 MAX_TEXT_BYTES = 4096

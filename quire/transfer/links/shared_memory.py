@@ -2,8 +2,10 @@
 
 The memory is a file in memory without a name (memfd), which the other process opens through
 /proc. So there is nothing to unlink: the system frees it when the last of the two processes has
-closed it, however each of them ends. Knows no block. Always holds: what is mapped is the segment
-that the other side has made, checked by a secret in its first page, and keeps its size.
+closed it, however each of them ends. A mapping is kept a little longer than it is read, because the
+first touch of its pages takes about as long as a copy of their bytes. Knows no block. Always holds:
+what is mapped is the segment that the other side has made, checked by a secret in its first page,
+and keeps its size; nothing stays mapped for long without a reader.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ import fcntl
 import mmap
 import os
 import secrets
+import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError
 from quire.transfer.links.messages import Segment
+from quire.transfer.links.ways import Opener
 
 Bytes = NDArray[np.uint8]
 
@@ -27,6 +33,9 @@ SECRET_BYTES = 32
 # A mapping beyond the end of a file ends the process that reads it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
+# How long a mapping outlives its last reader, and how often it is looked whether its engine still
+# lives: the memory of one that has ended is kept so much longer.
+KEEP_S, LOOK_S = 2.0, 0.25
 
 
 class OwnSegment:
@@ -61,9 +70,9 @@ class MappedSegment:
     """The memory of another process, for reading. Raises OSError where it cannot be mapped."""
 
     def __init__(self, segment: Segment) -> None:
-        path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
+        self._path = f"/proc/{segment.process_id}/fd/{segment.descriptor}"
         # What is no file does not answer an open at once.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise OSError("the segment could become smaller, which ends what reads it")
@@ -79,6 +88,11 @@ class MappedSegment:
         self._bytes: Bytes = np.frombuffer(shared, np.uint8)
         self.num_bytes = segment.num_bytes - PAGE
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the other side has closed it, or ended."""
+        return not os.path.lexists(self._path)
+
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """Return bytes at an offset after the first page. Raises OSError beyond the end."""
         if not 0 <= offset <= self.num_bytes - num_bytes:
@@ -88,3 +102,71 @@ class MappedSegment:
     def close(self) -> None:
         """Let it be unmapped, with the last view."""
         self._bytes = NO_BYTES
+
+
+class MappedSegments:
+    """The segments of other engines that are mapped here; any thread may call.
+
+    now_s: a clock. Readers of one segment share its mapping.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._mapped: dict[Segment, MappedSegment] = {}
+        self._readers: dict[Segment, int] = {}
+        self._unread_s: dict[Segment, float] = {}  # since when those without a reader have none
+
+    def __len__(self) -> int:
+        """How many segments are mapped."""
+        return len(self._mapped)
+
+    def opener(self) -> Opener:
+        """Return what opens segments for reading."""
+        return Opener(Segment, self.open, self.forget_unread)
+
+    def open(self, segment: Segment) -> SegmentReader:
+        """Return a reader. Raises OSError where the segment cannot be mapped."""
+        with self._lock:
+            if segment not in self._mapped:
+                self._mapped[segment] = MappedSegment(segment)
+            self._readers[segment] = self._readers.get(segment, 0) + 1
+            self._unread_s.pop(segment, None)
+            return SegmentReader(self, segment, self._mapped[segment])
+
+    def ended(self, segment: Segment) -> None:
+        """Note that a reader has ended."""
+        with self._lock:
+            self._readers[segment] -= 1
+            if not self._readers[segment]:
+                del self._readers[segment]
+                self._unread_s[segment] = self._now_s()
+
+    def forget_unread(self) -> float | None:
+        """Unmap what has had no reader for KEEP_S, or was abandoned; return when to look again.
+
+        None: nothing is mapped without a reader.
+        """
+        with self._lock:
+            due_s = self._now_s() - KEEP_S
+            for segment, since_s in [*self._unread_s.items()]:
+                if since_s <= due_s or self._mapped[segment].is_abandoned:
+                    del self._unread_s[segment]
+                    self._mapped.pop(segment).close()
+            left_s = (since_s - due_s for since_s in self._unread_s.values())
+            return min((min(one, LOOK_S) for one in left_s), default=None)
+
+
+class SegmentReader:
+    """A Reader (see ways.py) of one segment."""
+
+    def __init__(self, segments: MappedSegments, segment: Segment, mapped: MappedSegment) -> None:
+        self._segments, self._segment, self._mapped = segments, segment, mapped
+
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """See Reader."""
+        return self._mapped.view(offset, num_bytes)
+
+    def close(self) -> None:
+        """See Reader."""
+        self._segments.ended(self._segment)

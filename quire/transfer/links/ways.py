@@ -44,12 +44,21 @@ class Reader(Protocol):
         """Read nothing any more."""
 
 
+def _keeps_nothing() -> float | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """How the fetching side reads. message: what it is sent first. open: raises OSError."""
+    """How the fetching side reads. message: what it is sent first. open: raises OSError.
+
+    forget_unread: gives up what is kept for later readers and has been without one for a while;
+    returns the seconds until more of it is due, None where nothing is kept.
+    """
 
     message: type[AnyMessage]
     open: Callable[[Any], Reader]
+    forget_unread: Callable[[], float | None] = _keeps_nothing
 
 
 def way_of(*, handing: Identity, fetching: Identity) -> str | None:

@@ -19,15 +19,11 @@ from quire.api.http.auth import is_open
 from quire.api.http.middleware import served_path
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
+from quire.api.openapi.operation import ERRORS
 from quire.api.openapi.operations import OPERATIONS
+from quire.base.http_apis import api_of
 
 EVENTS, JSON, LINES = "text/event-stream", "application/json", "application/x-ndjson"
-# Schemas of errors, by the beginning of their paths.
-ERRORS_BELOW = {
-    "/v1/messages": "AnthropicError",
-    "/api": "OllamaError",
-    **dict.fromkeys(("/completion", "/infill", "/props", "/slots"), "LlamaCppError"),
-}
 
 
 @dataclass(slots=True)
@@ -88,8 +84,7 @@ def check_said(method: str, path: str, reply: Reply) -> None:
     if reply.status == 304:  # a file of the web page that the browser has
         return
     responses = _responses(method, served_path(path))
-    tops = [top for top in ERRORS_BELOW if f"{served_path(path)}/".startswith(f"{top}/")]
-    error = ERRORS_BELOW[tops[0]] if tops else "Error"
+    error = ERRORS[api_of(served_path(path))]
     if responses is None or _is_not_served(reply):
         assert reply.status in (401, 403, 404, 405, 500), reply
         validator(error).validate(reply.json)

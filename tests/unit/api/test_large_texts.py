@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.api.generation.request_context import max_text_bytes
+from quire.api.generation.text_bounds import max_text_bytes
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 MIB = 1 << 20

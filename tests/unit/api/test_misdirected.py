@@ -25,7 +25,7 @@ def answered(path: str, body: Any) -> Reply:
     ("path", "fields", "said"),
     [
         (CHAT, {"think": True}, 'write it as reasoning_effort: "none" switches reasoning off'),
-        (CHAT, {"speculative.n_max": 4}, 'write it as speculation: "off", "auto" or {"max_draft'),
+        (CHAT, {"speculative.type": "a"}, 'write it as speculation: "off", "auto" or {"max_draft'),
         (CHAT, {"functions": [FUNCTION]}, "given as tools; write each as an entry of tools: {"),
         (CHAT, {"function_call": FUNCTION}, "write it as tool_choice: {"),
         (CHAT, {"structured_outputs": {"json": "{bad"}},
@@ -72,7 +72,7 @@ def test_a_key_in_another_place_is_said_to_be_there(
 ) -> None:
     async def exchange() -> Reply:
         site = Site(api_key=("sk-1",))
-        return await site.call("GET", "/v1/models", b"", headers=headers, query=query)
+        return await site.call("GET", "/tokenizer_info", b"", headers=headers, query=query)
 
     reply = asyncio.run(exchange())
     assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")

@@ -13,14 +13,20 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params as completion_types
 from openai.types.chat import completion_create_params as chat_types
+from openai.types.responses import input_token_count_params as count_types
+from openai.types.responses import response_create_params as response_types
 
 from quire.api.generation.fields import CHAT, COMPLETIONS
-from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, UNSERVED
+from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, OPTIONS, UNSERVED
+from quire.api.openai.responses.fields import INPUT_TOKENS, RESPONSES
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}
 COMPLETION_FIELDS = {*typing.get_type_hints(completion_types.CompletionCreateParamsBase), "stream"}
+RESPONSE_FIELDS = {*typing.get_type_hints(response_types.ResponseCreateParamsBase)}
+COUNT_FIELDS = {*typing.get_type_hints(count_types.InputTokenCountParams)}
 MESSAGES = [{"role": "user", "content": "hi"}]
+FOREIGN = (NO_EFFECT, UNSERVED, OPTIONS, HINTS)
 
 # Unserved fields that would change an answer: the value, and a word of the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -44,13 +50,19 @@ def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> R
 
 @pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
 def test_every_field_of_openais_chats_is_in_the_table(name: str) -> None:
-    assert sum(name in table for table in (CHAT, NO_EFFECT, UNSERVED, HINTS)) == 1
+    assert name in CHAT or sum(name in table for table in FOREIGN) == 1
     assert (name in UNSERVED) == (name in REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
 def test_every_field_of_openais_completions_is_in_the_table(name: str) -> None:
-    assert sum(name in table for table in (COMPLETIONS, NO_EFFECT, UNSERVED, HINTS)) == 1
+    assert sum(name in table for table in (COMPLETIONS, *FOREIGN)) == 1
+
+
+def test_every_field_of_openais_responses_is_in_the_table() -> None:
+    for fields, honoured in ((RESPONSE_FIELDS, RESPONSES), (COUNT_FIELDS, INPUT_TOKENS)):
+        missing = [name for name in fields - honoured if not any(name in t for t in FOREIGN)]
+        assert set(missing) <= {"prompt"}  # refused with a reason of its own
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -68,7 +80,8 @@ def test_unserved_fields_are_rejected_by_name(name: str) -> None:
     [
         ("metadata", {"a": "b"}),
         ("prompt_cache_key", "k"),
-        ("prompt_cache_options", {"mode": "implicit", "ttl": "30m"}),
+        ("prompt_cache_options", {"mode": "implicit", "ttl": "30m", "prewarm": False}),
+        ("prompt_cache_options", {"mode": "explicit", "comparison_response_id": None}),
         ("prompt_cache_retention", "24h"),
         ("safety_identifier", "me"),
         ("user", "me"),
@@ -83,6 +96,83 @@ def test_unserved_fields_are_rejected_by_name(name: str) -> None:
 )
 def test_fields_without_effect_are_accepted(name: str, value: Any) -> None:
     assert post("/v1/chat/completions", {"messages": MESSAGES, name: value}).status == 200
+
+
+def test_an_answer_repeats_the_labels_that_were_sent() -> None:
+    chat: dict[str, Any] = {"messages": MESSAGES, "n": 2, "seed": 1}
+    labels = {"metadata": {"a": "b"}, "service_tier": "auto"}
+    plain, told = (post("/v1/chat/completions", chat | more).json for more in ({}, labels))
+    assert "metadata" not in plain
+    assert "service_tier" not in plain
+    assert (told["metadata"], told["service_tier"]) == ({"a": "b"}, "default")
+    events = post("/v1/chat/completions", {**chat, **labels, "stream": True}).events[:-1]
+    assert {event["service_tier"] for event in events} == {"default"}
+    assert not [event for event in events if "metadata" in event]
+    plain = post("/v1/chat/completions", {**chat, "stream": True}).events[:-1]
+    assert not [event for event in plain if "service_tier" in event]
+    for metadata in ("text", {"a": 1}, {"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys("abc")):
+        reply = post("/v1/chat/completions", {**chat, "metadata": metadata})
+        assert (reply.status, reply.error["param"]) == (400, "metadata")
+    many = {str(number): "" for number in range(17)}
+    assert post("/v1/chat/completions", {**chat, "metadata": many}).status == 400
+
+
+class LateEngine(FakeEngine):
+    """An engine of which choice 0 begins last, with the scores of the prompt."""
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        first = []
+        async for delta in super().generate(*args, **options):
+            if delta.index == 0:
+                first.append(delta)
+            else:
+                yield delta
+        for delta in first:
+            yield delta
+
+
+def test_the_first_chunks_of_choices_are_in_their_order() -> None:
+    body = {"messages": MESSAGES, "n": 3, "seed": 1, "stream": True}
+    more: dict[str, Any] = {"return_token_ids": True, "prompt_logprobs": 0}
+    for fields in ({}, more):
+        events = post("/v1/chat/completions", {**body, **fields}, LateEngine()).events[:-1]
+        choices = [event["choices"][0] for event in events]
+        assert [choice["index"] for choice in choices[:3]] == [0, 1, 2]
+        assert [choice["delta"].get("role") for choice in choices[:4]] == ["assistant"] * 3 + [None]
+        texts = ["", "", ""]
+        for choice in choices:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+        assert texts == ["Hello"] * 3
+        scored = [event for event in events if "prompt_logprobs" in event]
+        assert len(scored) == len(fields) // 2
+        assert ["prompt_token_ids" in event for event in events[:2]] == [bool(fields), False]
+
+
+def test_a_refusal_is_the_echo_of_a_last_message() -> None:
+    said = [*MESSAGES, {"role": "assistant", "refusal": "No."}]
+    body = {"messages": said, "echo": True}
+    engine = FakeEngine()
+    reply = post("/v1/chat/completions", body, engine)
+    assert reply.json["choices"][0]["message"]["content"] == "No.Hello"
+    assert b"assistant:No.;" in bytes(engine.asked[0].prompt_ids)
+    parts = [{"type": "refusal", "refusal": "No."}]
+    told = post(
+        "/v1/chat/completions",
+        {"messages": [*MESSAGES, {"role": "assistant", "content": parts}], "echo": True},
+    )
+    assert told.json["choices"][0]["message"]["content"] == "No.Hello"
+
+
+def test_a_prompt_of_null_is_an_empty_one() -> None:
+    for body in ({"prompt": None}, {"prompt": ""}):
+        engine = FakeEngine()
+        engine.tokenizer = ByteTokenizer(bos=1)
+        assert post("/v1/completions", body, engine).status == 200
+        assert engine.asked[0].prompt_ids == [1]
+        reply = post("/v1/completions", body)
+        assert (reply.status, reply.error["param"]) == (400, "prompt")
+        assert "the prompt is empty" in reply.error["message"]
+    assert "prompt is missing" in post("/v1/completions", {}).error["message"]
 
 
 def test_the_last_tokens_of_a_prompt_are_kept_on_request() -> None:

@@ -16,38 +16,14 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from quire.api.anthropic.fields import MESSAGES
 from quire.api.app import build_admin_app, routes_of
-from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
-from quire.api.generation.fields import (
-    APPLY_TEMPLATE,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    GENERATE,
-    TOKENIZE,
-)
-from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, SYNONYMS, UNSERVED
+from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, OPTIONS, SYNONYMS, UNSERVED
 from quire.api.http.auth import is_open
 from quire.api.http.origins import is_guarded
-from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
-from quire.api.ollama.fields import (
-    OLLAMA_CHAT,
-    OLLAMA_EMBED,
-    OLLAMA_EMBEDDINGS,
-    OLLAMA_GENERATE,
-    OLLAMA_SHOW,
-)
-from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.document import document, served
 from quire.api.openapi.error_words import error_rows
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.field_words import (
-    OF_CHATS,
-    OF_EMBEDDINGS,
-    OF_MESSAGES,
-    OF_RESPONSES,
-    OF_TEXTS,
     WORDS,
 )
 from quire.api.openapi.operations import OPERATIONS
@@ -57,11 +33,8 @@ from quire.engine.output.output_stream import TextDelta
 from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
-HONOURED = CHAT | COMPLETIONS | GENERATE | TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
-HONOURED |= MESSAGES | RESPONSES | OLLAMA_CHAT | OLLAMA_GENERATE | OLLAMA_SHOW
-HONOURED |= OLLAMA_EMBED | OLLAMA_EMBEDDINGS | LLAMA_EMBEDDING
-HONOURED |= LLAMA_COMPLETION | LLAMA_INFILL
-HONOURED |= EMBEDDINGS | POOLING | SCORE | RERANK
+BODIES = [operation.body for operation in OPERATIONS.values() if operation.body is not None]
+HONOURED = frozenset[str]().union(*BODIES)
 FULL = full_document()
 OUTSIDE = re.compile(r"^([a-z]+:)?//", re.I)
 
@@ -120,11 +93,12 @@ def test_an_undescribed_route_is_an_error() -> None:
 
 def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert WORDS.keys() == HONOURED
-    assert OF_CHATS.keys() <= CHAT
-    assert OF_MESSAGES.keys() <= MESSAGES
-    assert OF_RESPONSES.keys() <= RESPONSES
-    assert OF_EMBEDDINGS.keys() <= EMBEDDINGS | RERANK
-    assert OF_TEXTS.keys() <= TOKENIZE | DETOKENIZE | APPLY_TEMPLATE
+    own: dict[int, tuple[set[str], set[str]]] = {}
+    for operation in OPERATIONS.values():
+        if operation.body is not None:
+            words = operation.fields_form.words
+            own.setdefault(id(words), (set(words), set()))[1].update(operation.body)
+    assert all(described <= taken for described, taken in own.values())
 
 
 @pytest.mark.parametrize("name", sorted(n for n, op in OPERATIONS.items() if op.body is not None))
@@ -138,7 +112,7 @@ def test_a_request_has_its_honoured_rejected_and_inert_fields(name: str) -> None
         by_kind[schema.get("x-quire", "honoured")].add(field)
         assert schema["description"].endswith("."), field
     assert by_kind["honoured"] == operation.body
-    assert by_kind["refused"] == UNSERVED.keys() - operation.body
+    assert by_kind["refused"] == (UNSERVED.keys() | OPTIONS.keys()) - operation.body
     assert by_kind["no effect"] == NO_EFFECT.keys() - operation.body
     assert by_kind["hint"] == HINTS.keys() - operation.body
     synonyms = {n for n, path in SYNONYMS.items() if path[0] in operation.body}
@@ -164,7 +138,7 @@ def test_the_examples_are_valid_and_answered() -> None:
             example.pop("n_predict", None)
             if "max_tokens" not in (operation.body or ()):
                 del example["max_tokens"]
-            method, _, path = name.partition(" ")
+            method, _, path = name.replace("{model}", CARD.name).partition(" ")
             if path in ("/v1/files", "/v1/batches", "/v1/messages/batches") or "{" in path:
                 continue  # tests/unit/api/batches and responses: they need what is stored
             reply = await Site().call(method, path, json.dumps(example).encode())
@@ -330,7 +304,11 @@ def test_the_page_has_all_routes_and_fields_without_external_resources() -> None
     text = shown("/docs")
     page = _Page(text)
     words = set(page.words)
-    missing = [name for name in HONOURED | UNSERVED.keys() | NO_EFFECT.keys() if name not in words]
+    missing = [
+        name
+        for name in HONOURED | UNSERVED.keys() | NO_EFFECT.keys() | OPTIONS.keys()
+        if name not in words
+    ]
     assert missing == []
     plain = text.replace("<wbr>", "")
     assert not [op for op in OPERATIONS if f"<code>{op.partition(' ')[2]}</code>" not in plain]

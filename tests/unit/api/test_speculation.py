@@ -59,6 +59,21 @@ def post(body: dict[str, Any], path: str = "/v1/chat/completions") -> tuple[Repl
             },
             SpeculationParams(prediction_ids=tuple(b"ab")),
         ),
+        (
+            {
+                "prediction": {
+                    "type": "content",
+                    "content": [
+                        {
+                            "type": "text",
+                            "text": "a",
+                            "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"},
+                        }
+                    ],
+                }
+            },
+            SpeculationParams(prediction_ids=tuple(b"a")),
+        ),
         ({"speculation": None}, None),
         ({}, None),
     ],
@@ -79,7 +94,26 @@ def test_usage_counts_prediction_tokens_where_there_are_any() -> None:
     details = reply.json["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == 6
     assert details["rejected_prediction_tokens"] == 2
-    assert "completion_tokens_details" not in post(CHAT)[0].json["usage"]
+    assert "accepted_draft_tokens" not in details
+
+
+def test_usage_counts_drafts_under_other_names_without_a_prediction() -> None:
+    reply, _ = post({**CHAT, "speculation": "auto"})
+    details = {"reasoning_tokens": 0, "accepted_draft_tokens": 3, "rejected_draft_tokens": 1}
+    assert reply.json["usage"]["completion_tokens_details"] == details
+    plain = post(CHAT)[0].json["usage"]["completion_tokens_details"]
+    assert plain == {"reasoning_tokens": 0}
+
+
+def test_a_prediction_of_which_nothing_was_tried_counts_nothing() -> None:
+    engine = FakeEngine(card=ABLE)
+    reply = asyncio.run(_posted(engine, {**CHAT, "prediction": PREDICTION}))
+    details = reply.json["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0
+
+
+async def _posted(engine: FakeEngine, body: dict[str, Any]) -> Reply:
+    return await Site(engine).post("/v1/chat/completions", body)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +130,15 @@ def test_usage_counts_prediction_tokens_where_there_are_any() -> None:
         ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
         ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction"),
         ({"prediction": {"type": "content", "content": 3}}, "prediction"),
+        (
+            {
+                "prediction": {
+                    "type": "content",
+                    "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": "here"}],
+                }
+            },
+            "prediction",
+        ),
         ({"prediction": PREDICTION, "speculation": "off"}, "prediction"),
     ],
 )

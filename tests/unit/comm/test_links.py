@@ -131,6 +131,38 @@ def test_steps_that_only_one_end_runs_leave_both_in_step(ends: Ends) -> None:
     assert (received[:2] == 3.0).all()
 
 
+def test_rows_go_through_from_outside_the_compiled_module_too() -> None:
+    ends = Ends(LinkSizes(slot_bytes=100, slots=2))
+    rows = np.arange(7 * 40, dtype=np.uint8).reshape(7, 40)
+    received = np.zeros_like(rows)
+    for end in ends.rows.values():
+        end.native.begin(1)
+    sender = threading.Thread(target=ends.rows[0].send_rows, args=(rows,))
+    sender.start()
+    ends.rows[1].receive_rows(received)
+    sender.join()
+    np.testing.assert_array_equal(received, rows)
+    for end in ends.rows.values():
+        end.native.begin(2)
+    ends.rows[0].reject()
+    with pytest.raises(ValueError, match="rejected the step"):
+        ends.rows[1].receive_rows(received)
+    with pytest.raises(ValueError, match="rows have no bytes"):
+        ends.rows[0].send_rows(np.zeros((3, 0), np.uint8))
+    ends.groups[0].abort()
+    with pytest.raises(DeviceLost):
+        ends.rows[1].receive_rows(received)
+
+
+def test_what_is_to_end_with_the_group_is_called_by_an_abort() -> None:
+    ends, calls = Ends(LinkSizes(slot_bytes=64, slots=1)), []
+    ends.groups[0].on_abort(lambda: calls.append(1))
+    ends.groups[1].abort()
+    assert not calls
+    ends.groups[0].abort()
+    assert calls == [1]
+
+
 def test_other_rows_than_are_meant_lose_the_group(ends: Ends) -> None:
     _, _, send = program_of("send", ends.rows[0])
     _, _, receive = program_of("recv", ends.rows[1])

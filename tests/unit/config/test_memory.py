@@ -8,7 +8,14 @@ import pytest
 
 from quire.base.errors import CapacityError
 from quire.config.machine import MachineMemory
-from quire.config.memory import DEFAULT_SHARE, RESERVE_BYTES, MemoryNeeds, mib, plan_memory
+from quire.config.memory import (
+    DEFAULT_SHARE,
+    RESERVE_BYTES,
+    DraftNeeds,
+    MemoryNeeds,
+    mib,
+    plan_memory,
+)
 
 MIB = 2**20
 NEEDS = MemoryNeeds(
@@ -87,6 +94,27 @@ def test_a_model_that_does_not_fit_is_rejected_with_required_and_available_memor
         plan_memory(NEEDS, _memory(300 * MIB))
     for part in ("367.0 MiB are needed", "100.0 MiB weights", "300.0 MiB are available", "lower"):
         assert part in str(told.value)
+
+
+def test_what_a_proposer_takes_has_lines_by_its_name() -> None:
+    draft = DraftNeeds(
+        name="prompt lookup",
+        host_bytes=7 * MIB,
+        host_what="history of answers",
+        advice="lower --speculate-history-tokens",
+    )
+    asked = replace(NEEDS, draft=draft)
+    plan, plain = (plan_memory(each, _left_for_cache(1000 * MIB)) for each in (asked, NEEDS))
+    by_name = {line.what: -line.num_bytes for line in plan.lines}
+    assert by_name["prompt lookup: history of answers"] == 7 * MIB
+    assert plan.num_blocks < plain.num_blocks
+    with pytest.raises(CapacityError, match=r"7.0 MiB prompt lookup: history.*or lower --specul"):
+        plan_memory(asked, _memory(300 * MIB))
+    on_device = replace(NEEDS, draft=draft.on_device())
+    assert plan_memory(on_device, _left_for_cache(1000 * MIB)).lines == plain.lines
+    with pytest.raises(CapacityError) as told:
+        plan_memory(on_device, _memory(300 * MIB))
+    assert "lookup" not in str(told.value)
 
 
 def test_requested_cache_memory_is_taken_or_rejected() -> None:

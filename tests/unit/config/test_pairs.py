@@ -32,7 +32,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file "
+        "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file kv_store "
         "kv_events_config speculate-ngram"
     ),
     "pipeline_parallel_size": "context_parallel_size kv_tier_path kv_events_config speculate-ngram",

@@ -141,7 +141,7 @@ def test_heads_without_speculate_serve_requests_that_ask(
         plain = generated(llm)
         assert not watched.drafts
         assert generated(llm, SchedulingParams(speculation=SpeculationParams(is_on=True))) == plain
-        assert "draft model: weights" in llm.memory_text
+        assert "draft heads: weights" in llm.memory_text
     assert watched.drafts
 
 
@@ -369,8 +369,8 @@ def test_token_tables_that_disagree_are_refused(deep_model: Path, tmp_path: Path
 
 def test_the_memory_of_an_eagle_head_is_planned(deep_model: Path, eagle: Path) -> None:
     with LLM(deep_model, speculate="eagle", draft_model=str(eagle), **SETTINGS) as llm:
-        assert "draft model: weights" in llm.memory_text
-        assert "draft model: KV cache (" in llm.memory_text
+        assert "draft heads: weights" in llm.memory_text
+        assert "draft heads: KV cache (" in llm.memory_text
     with pytest.raises(SettingError, match="hidden states of the model, which --executor torch"):
         sized_heads(
             engine_config({"model": str(deep_model), "executor": "torch"}),

@@ -69,6 +69,7 @@ def test_answers_are_those_without_speculation(
 
 def test_the_card_says_what_is_offered(drafting: LLM) -> None:
     assert (drafting.card.max_draft_tokens, drafting.card.speculates) == (8, True)
+    assert "prompt lookup: beside the sum 12 bytes of host memory per token" in drafting.memory_text
 
 
 def test_what_cannot_be_had_is_refused_at_the_start() -> None:
@@ -113,7 +114,7 @@ def test_earlier_answers_are_proposed_within_a_tenant(
     off = SchedulingParams(speculation=SpeculationParams(is_on=False))
     settings: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "speculate": "ngram"}
     with LLM(model, speculate_history_tokens=100, **settings) as llm:
-        assert "history of answers" in llm.memory_text
+        assert "prompt lookup: history of answers" in llm.memory_text
         answers = []
         for terms in (off, *(SchedulingParams(tenant=name) for name in ("a", "a", "b", "a"))):
             [answer] = llm.generate([[5, 6, 7]], sampling, terms=terms)

@@ -61,6 +61,17 @@ PREEMPTED: dict[str, Any] = {
     "preemption_cost_counts": (2, *([0] * (len(PREEMPTION_COSTS_MS) - 1)), 7),
     "preemption_cost_ms_total": 600.0,
 }
+# Seven rows with drafts, three of them from predictions.
+DRAFTED: dict[str, Any] = {
+    "proposer": "eagle",
+    "drafting_ms_total": 29.0,
+    "draft_rows_total": 7,
+    "draft_tokens_total": (7, 5),
+    "accepted_draft_tokens_total": (6, 4),
+    "prediction_rows_total": 3,
+    "prediction_tokens_total": (3,),
+    "accepted_prediction_tokens_total": (1,),
+}
 FOUND: dict[str, Any] = {
     "prefix_hit_tokens_total": 54,
     "prefix_hit_host_tokens_total": 8,
@@ -127,18 +138,14 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_holds_total", engine(held_total=22), 22),
     ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
-    ("quire_drafting_seconds_total", engine(drafting_ms_total=29.0), 0.029),
-    ("quire_draft_rows_total", engine(draft_rows_total=7), 7),
-    (
-        "quire_draft_tokens_total{position=2}",
-        engine(draft_rows_total=7, draft_tokens_total=(7, 5)),
-        5,
-    ),
-    (
-        "quire_accepted_draft_tokens_total{position=1}",
-        engine(draft_rows_total=7, accepted_draft_tokens_total=(6, 4)),
-        6,
-    ),
+    ("quire_drafting_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.029),
+    ("quire_draft_rows_total{proposer=eagle}", engine(**DRAFTED), 4),
+    ("quire_draft_rows_total{proposer=prediction}", engine(**DRAFTED), 3),
+    ("quire_draft_tokens_total{position=1,proposer=eagle}", engine(**DRAFTED), 4),
+    ("quire_draft_tokens_total{position=2,proposer=eagle}", engine(**DRAFTED), 5),
+    ("quire_draft_tokens_total{position=1,proposer=prediction}", engine(**DRAFTED), 3),
+    ("quire_accepted_draft_tokens_total{position=1,proposer=eagle}", engine(**DRAFTED), 5),
+    ("quire_accepted_draft_tokens_total{position=1,proposer=prediction}", engine(**DRAFTED), 1),
     ("quire_prefix_hit_tokens_by_tier_total{tier=pool}", engine(**FOUND), 30),
     ("quire_prefix_hit_tokens_by_tier_total{tier=host}", engine(**FOUND), 8),
     ("quire_prefix_hit_tokens_by_tier_total{tier=disk}", engine(**FOUND), 16),
@@ -185,10 +192,10 @@ def family_of(sample: str) -> str:
 
 
 def test_every_metric_has_a_case_that_moves_it() -> None:
-    metrics = Metrics(("a", "b"))
+    metrics, shown = Metrics(("a", "b")), set()
     for _, happens, _ in MOVES:
         happens(metrics)
-    shown = {name.split("{")[0] for name in samples(metrics)}
+        shown |= {name.split("{")[0] for name in samples(metrics)}
     families = {family_of(name) for name in shown}
     moved = {family_of(name) for name, _, _ in MOVES}
     assert families == moved

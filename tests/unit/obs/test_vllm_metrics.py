@@ -54,6 +54,29 @@ def test_each_name_has_the_value_of_ours() -> None:
             assert found[key] == number, key
 
 
+def test_drafts_are_summed_over_proposers_and_positions_count_from_0() -> None:
+    metrics = Metrics()
+    metrics.show_vllm_names("box")
+    assert samples(metrics)["vllm:spec_decode_num_drafts_total", ()] == 0
+    stats = EngineStats(
+        proposer="ngram",
+        draft_rows_total=7,
+        draft_tokens_total=(7, 5),
+        accepted_draft_tokens_total=(6, 4),
+        prediction_rows_total=3,
+        prediction_tokens_total=(3,),
+        accepted_prediction_tokens_total=(1,),
+    )
+    metrics.see(stats)
+    found = samples(metrics)
+    assert found["vllm:spec_decode_num_drafts_total", ()] == 7
+    assert found["vllm:spec_decode_num_draft_tokens_total", ()] == 12
+    assert found["vllm:spec_decode_num_accepted_tokens_total", ()] == 10
+    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    by_position = {labels: value for (name, labels), value in found.items() if name == at}
+    assert by_position == {(("position", "0"),): 6, (("position", "1"),): 4}
+
+
 def test_before_a_step_and_without_the_setting() -> None:
     metrics = Metrics()
     assert b"vllm:" not in metrics.text()

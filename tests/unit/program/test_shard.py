@@ -63,6 +63,24 @@ def test_a_rank_has_its_rows_of_every_tensor(tmp_path: Path) -> None:
         assert own.source_shapes() == program.source_shapes()
 
 
+@pytest.mark.parametrize("degree", [2, 4])
+def test_shares_name_the_outputs_of_the_undivided_weight(degree: int, tmp_path: Path) -> None:
+    program = llama(tmp_path, tie_word_embeddings=False, num_key_value_heads=1)
+    whole = {op.weight: program.weights[op.weight].rows for op in products_of(program)}
+    for rank in range(degree):
+        own = shard(program, degree=degree, rank=rank)
+        for op in products_of(own):
+            source = next(name for name in whole if op.weight.startswith(name))
+            assert own.weights[op.weight].undivided_rows == whole[source]
+            assert own.weights[op.weight].rows < whole[source]
+        assert from_plain(json.loads(json.dumps(to_plain(own)))) == own
+    assert not any(weight.whole_rows for weight in program.weights.values())
+
+
+def products_of(program: Program) -> list[Linear]:
+    return [op for op in program.operations() if isinstance(op, Linear)]
+
+
 def test_a_layer_exchanges_four_times_and_splits_no_sum(tmp_path: Path) -> None:
     program = llama(tmp_path)
     own = shard(program, degree=2, rank=1)

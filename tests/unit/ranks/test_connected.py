@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +23,20 @@ from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.weights.checkpoint import open_checkpoint
 from tests.connected_ranks import LoopbackRanks, connected_site
 from tests.models.generate import logits_of
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny_llama
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=1)
 OPTIONS = ExecutorOptions(limits=LIMITS)
 IDS = list(range(3, 35))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes that tests start from one that has their modules."""
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,15 @@ from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
-from quire.ranks.pipeline_class import PipelineExecutorClass, PipelineRanks
+from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, row_sizes
 from quire.ranks.start import RankStart
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 from tests.models.cases_experts import MIXTRAL
 from tests.models.generate import logits_of, sequence_batch
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -36,6 +38,13 @@ LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=1)
 OPTIONS = ExecutorOptions(limits=LIMITS)
 TWO = PipelineExecutorClass(stages=2, degree=1, binds=False)
 IDS = list(range(3, 35))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes that tests start from one that has their modules."""
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +87,13 @@ def test_two_processes_answer_as_one(
     for _ in range(2):  # packed, then mapped
         cache = PackCache(tmp_path / "packed", Log("test"))
         two = TWO(program, open_checkpoint(folder), replace(OPTIONS, pack_cache=cache))
-        assert isinstance(two, PipelineRanks)
+        assert isinstance(two, PipelineExecutor)
         assert isinstance(two, PipelinedExecutor)
         two.allocate_cache(5, 16)
         assert logits_of(two, IDS, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
         assert two.weights_digest == whole.weights_digest
         assert set(two.weights) < set(program.weights)
-        assert sum(two.layers) == 3
+        assert sum(two.lead.layers) == 3
         assert two.links.source is not None
         assert two.links.source.native.received_bytes == len(IDS) * 4 * 60
         assert two.ops_done > 0

@@ -36,6 +36,9 @@ class Storing(FakeReplica):
             if fields.get("stream"):
                 return None
             return 200, json.dumps({"id": self.made[-1], "object": "response"}).encode()
+        if plain == "/v1/responses/input_tokens":
+            known = fields["previous_response_id"] in self.made
+            return (200, b'{"input_tokens":7}') if known else (404, b"{}")
         found = re.fullmatch(r"/v1/responses/(resp_\w+)(/\w+)?", plain)
         if found is None or found[1] not in self.made:
             return 404, b'{"error":{"message":"no such","code":"response_not_found"}}'
@@ -76,6 +79,20 @@ def test_a_conversation_stays_with_the_replica_that_has_it() -> None:
     assert {len(one.made) > 0 for one in replicas} == {True}, "new ones are spread"
     asked = [entry for one in replicas for entry in one.asked]
     assert any(path.endswith("input_items?limit=2&order=asc") for _, path in asked)
+
+
+def test_tokens_are_counted_where_the_previous_response_is_stored() -> None:
+    replicas = [Storing("a"), Storing("b"), Storing("c")]
+
+    async def story(router: Router) -> None:
+        for _ in range(3):
+            _, first = await _create(router)
+            for _ in range(3):
+                body = {"input": "a", "previous_response_id": first["id"]}
+                found = await router.post("/v1/responses/input_tokens", body, headers=KEY)
+                assert (found[0], json.loads(found[2])) == (200, {"input_tokens": 7})
+
+    run(replicas, story)
 
 
 def test_an_id_that_the_router_does_not_know_is_asked_for() -> None:

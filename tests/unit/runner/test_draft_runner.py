@@ -19,7 +19,8 @@ from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.runner.draft_runner import DraftRunner
 from quire.runner.model_runner import ModelRunner
-from quire.speculative.draft_model import DraftLimits, ModelProposer
+from quire.speculative.draft_model import ModelProposer
+from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import no_drafts
 from quire.weights.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny_llama

@@ -20,6 +20,9 @@ GARBAGE = 1  # of fake_worker.py
 class FakeDrafts:
     """answer: the tokens of a request run alone. right: the share of right drafts."""
 
+    proposer_name, uses_cache = "fake", False
+    from_prediction = None
+
     def __init__(
         self,
         max_drafts: int,
@@ -54,6 +57,9 @@ class FakeDrafts:
         request, answer = self._live[slot]
         self.learned.append((request.request_id, output.tolist()))
         assert output.tolist() == list(answer[: len(output)])
+
+    def note_kv(self, slots: NDArray[np.intp], block_tables: Int32s, capacities: Int32s) -> None:
+        raise AssertionError("these drafts use no cache")
 
     def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
         assert step_ms >= 0.0
@@ -94,6 +100,7 @@ class FakeDrafts:
 class FakeKVDrafts(FakeDrafts):
     """Writes garbage wherever drafts may be computed, from the last known token on."""
 
+    uses_cache = True
     content: list[int]  # of the worker's pool
     block_size: int
 

@@ -21,14 +21,16 @@ from quire.scheduler.scheduler import Scheduler
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer
 
 Int32s = NDArray[np.int32]
 TOKEN, MAX_DRAFTS, NUM_TURNS = 7, 4, 128
 
 
-class Repeats:
+class Repeats(LookupProposer):
     """Proposes the token that every position gets; or finds nothing."""
+
+    name = "repeats"
 
     def __init__(self, *, finds: bool) -> None:
         self._finds = finds
@@ -50,9 +52,6 @@ class Repeats:
         if self._finds:
             drafts.ids[:] = TOKEN
             drafts.counts[:] = limits
-
-    def verified(self, slots: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
-        pass
 
 
 class Case:
@@ -176,10 +175,8 @@ def test_the_time_of_the_host_ends_drafting_where_it_does_not_pay(
     assert drafted <= share if share < 0.5 else drafted >= share
 
 
-class Model(Repeats):
+class Model(Repeats, CostlyProposer):
     """Computes its drafts; a pass takes `pass_ms`."""
-
-    drafting_ms = catch_up_ms = 0.0
 
     def __init__(self, *, pass_ms: float) -> None:
         super().__init__(finds=True)
@@ -193,9 +190,6 @@ class Model(Repeats):
 
     def behind_ms(self, tokens: TokenTable, slots: NDArray[np.intp]) -> NDArray[np.float64]:
         return np.zeros(len(slots))
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("running", [1, 16])

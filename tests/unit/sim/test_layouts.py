@@ -40,8 +40,9 @@ LINKS = Links(
 
 
 def planner(folder: Path, links: Links = LINKS, **settings: Any) -> Planner:
-    model = config_folder(folder / "m", LLAMA_3_70B)
-    return Planner({"model": model, **settings}, find_device("h100"), links=links)
+    """Return a planner for contexts of 16,384 tokens: prompts of 131,072 take 64 steps to count."""
+    sizes = {"model": config_folder(folder / "m", LLAMA_3_70B), "max_model_len": 16_384}
+    return Planner(sizes | settings, find_device("h100"), links=links)
 
 
 def layouts(one: Planner, num_devices: int, *, requests: int = 64) -> LayoutPlanner:

@@ -12,7 +12,8 @@ from quire.base.rare_records import Speculation
 from quire.base.records import NO_INTS, Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.speculative.draft_model import DraftLimits, ModelProposer
+from quire.speculative.draft_model import ModelProposer
+from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import no_drafts
 
 Int32s = NDArray[np.int32]
@@ -193,14 +194,14 @@ def test_requests_without_blocks_have_no_drafts_and_get_those_that_come_free() -
     case.begin(1, 1, 2)  # one
     case.begin(2, 4, 4)
     assert [len(drafts) for drafts in case.propose([0, 1, 2])] == [3, 3, 0]
-    assert case.proposer.num_free_blocks == 0
+    assert case.proposer.blocks.num_free == 0
     room = case.proposer.possible(case.known, np.array([0, 1, 2]), np.full(3, 8, np.int32))
     assert room.tolist() == [3, 3, 0]
     case.proposer.end(0)
     assert case.propose([1, 2]) == [case.answer(1, 3), case.answer(2, 3)]
     for slot in (1, 2):
         case.proposer.end(slot)
-    assert case.proposer.num_free_blocks == 3
+    assert case.proposer.blocks.num_free == 3
 
 
 def test_a_preempted_request_begins_again_with_what_it_had_generated() -> None:

@@ -17,7 +17,7 @@ from quire.speculative.control import AdaptiveControl, Control, FixedControl, St
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import Drafts
+from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
 
 Int32s = NDArray[np.int32]
 NUM_SLOTS, MAX_DRAFTS, VOCAB_SIZE = 4, 3, 50
@@ -31,8 +31,10 @@ def cost_of(num_requests: int) -> StepCost:
     return StepCost(step_ms=10.0, step_tokens=num_requests, draft_ms=np.ones(num_requests))
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Proposes the same tokens after any text; raises where slot `fails` is among those asked."""
+
+    name = "scripted"
 
     def __init__(self, token_ids: tuple[int, ...] = (7, 8, 9), fails: int = -1) -> None:
         self.asked: list[list[int]] = []
@@ -138,7 +140,7 @@ def test_drafts_are_cut_to_the_vocabulary_and_the_limit(
     assert case.propose(0, limit=limit) == [drafts]
 
 
-class CountedModel(ScriptedProposer):
+class CountedModel(ScriptedProposer, CostlyProposer):
     """A proposer that computes; notes for how many drafts it was asked."""
 
     def __init__(self, pass_ms: float = 1.0, behind_ms: float = 0.0) -> None:
@@ -297,3 +299,36 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
         case.drafter.note_step(10.0, None, 0.0)
         num_plain += 1
     assert 200 <= num_plain <= 400  # tried again seldom
+
+
+def test_which_drafts_come_from_predictions_is_known_by_slot() -> None:
+    case = Case(NgramProposer(NUM_SLOTS))
+    case.begin(0, [1, 2, 5, 1, 2], 3)
+    assert case.propose(0) == [[5, 1, 2]]
+    assert case.drafter.from_prediction is None
+    case.begin(1, [1, 2, 5, 1, 2], 3, prediction_ids=ints(1, 2, 30, 31))
+    assert case.propose(0, 1) == [[5, 1, 2], [30, 31]]
+    assert case.drafter.from_prediction.tolist() == [False, True, False, False]
+    case.drafter.end(1)
+    case.begin(1, [1, 2, 5, 1, 2], 3)
+    assert not case.drafter.from_prediction.any()
+
+
+class Learner(ScriptedProposer):
+    """Has the methods of a LearningProposer and of a CacheProposer, and is neither."""
+
+    def learn(self, slot: int, output: Int32s) -> None:
+        raise AssertionError("it is not asked")
+
+    def note_kv(self, slots: Any, block_tables: Any, capacities: Any) -> None:
+        raise AssertionError("it is not asked")
+
+
+def test_what_a_proposer_can_do_is_said_by_its_base_classes() -> None:
+    drafter = Case(Learner()).drafter
+    assert (drafter.learns, drafter.uses_cache, drafter.proposer_name) == (False, False, "scripted")
+    case = Case(Learner())
+    case.begin(0, [1, 2, 3], 3)
+    case.drafter.learn(0, ints(1))
+    with pytest.raises(TypeError, match="abstract"):
+        type("Costly", (ScriptedProposer, CostlyProposer), {})()

@@ -12,14 +12,15 @@ from quire.base.rare_records import Speculation
 from quire.base.records import NO_INTS, Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.speculative.draft_model import DraftLimits
-from quire.speculative.eagle import FROM_ITSELF, FROM_TARGET, EagleProposer
-from quire.speculative.features import FeatureRing
-from quire.speculative.head_proposer import HeadRows
+from quire.speculative.draft_heads import HeadRows
+from quire.speculative.eagle import HEAD, EagleProposer
+from quire.speculative.hidden_states import HiddenStateRing
+from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import Drafts, no_drafts
 
 Int32s = NDArray[np.int32]
 SLOTS, BLOCK, LENGTH = 4, 4, 60
+FROM_TARGET, FED_BACK = False, True
 
 
 def features_of(slot: int, position: int) -> list[float]:
@@ -32,7 +33,7 @@ class FakeHead:
 
     def __init__(self, num_blocks: int) -> None:
         self.tokens = TokenTable(SLOTS, LENGTH)
-        self.passes: list[tuple[int, dict[int, tuple[int, int]]]] = []
+        self.passes: list[tuple[bool, dict[int, tuple[int, int]]]] = []
         self.fails = False
         self._tables = np.zeros((SLOTS, LENGTH), np.int32)
         self._pool = np.full((num_blocks, BLOCK, 2), -1.0)
@@ -50,7 +51,8 @@ class FakeHead:
         if self.fails:
             raise RuntimeError("no memory")
         spans = zip(rows.starts.tolist(), rows.counts.tolist(), strict=True)
-        self.passes.append((head, dict(zip(rows.slots.tolist(), spans, strict=True))))
+        assert head == HEAD
+        self.passes.append((rows.fed_back, dict(zip(rows.slots.tolist(), spans, strict=True))))
         sampled, hidden, at = [], [], 0
         for slot, start, num, position in zip(
             rows.slots.tolist(),
@@ -60,10 +62,10 @@ class FakeHead:
             strict=True,
         ):
             for row in range(start, start + num):
-                token, feature = int(rows.token_ids[at]), rows.features[at]
+                token, feature = int(rows.token_ids[at]), rows.hidden_states[at]
                 target = position - (start + num) - 1 + row  # the position the row stands for
                 assert token == self.tokens.tokens[slot, target + 1]
-                if head == FROM_TARGET:
+                if not rows.fed_back:
                     assert feature.tolist() == features_of(slot, target)
                 block = self._tables[slot, row // BLOCK]
                 self._pool[block, row % BLOCK] = token, feature[1]
@@ -88,7 +90,7 @@ class Rig:
         self, *, num_blocks: int = 40, max_tokens: int = 64, max_model_len: int = LENGTH
     ) -> None:
         self.head = FakeHead(num_blocks)
-        self.ring = FeatureRing(200, 2, SLOTS)
+        self.ring = HiddenStateRing(200, 2, SLOTS)
         limits = DraftLimits(SLOTS, num_blocks, BLOCK, max_model_len, max_tokens)
         times = count()
         self.proposer = EagleProposer(self.head, self.ring, limits, lambda: float(next(times)))
@@ -146,8 +148,8 @@ def test_drafts_follow_from_all_rows_and_then_from_own_hidden_states() -> None:
     assert drafts.counts.tolist() == [3, 3]
     assert rig.head.passes == [
         (FROM_TARGET, {0: (0, 5), 2: (0, 8)}),
-        (FROM_ITSELF, {0: (5, 1), 2: (8, 1)}),
-        (FROM_ITSELF, {0: (6, 1), 2: (9, 1)}),
+        (FED_BACK, {0: (5, 1), 2: (8, 1)}),
+        (FED_BACK, {0: (6, 1), 2: (9, 1)}),
     ]
 
 

@@ -9,10 +9,11 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.speculative.control import FixedControl
-from quire.speculative.draft_model import DraftLimits
+from quire.speculative.drafter import Drafter
+from quire.speculative.passes import DraftLimits
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import no_drafts
-from quire.speculative.self_draft import SelfDrafter, SelfProposer
+from quire.speculative.self_draft import SelfProposer
 from tests.unit.speculative.test_draft_model import BLOCK, SLOTS, VOCAB, Case, FakeModel
 
 Int32s = NDArray[np.int32]
@@ -111,7 +112,7 @@ def test_the_drafter_passes_blocks_on() -> None:
     def report(what: str, **fields: object) -> None:
         raise AssertionError(f"{what}: {fields}")
 
-    drafter = SelfDrafter(
+    drafter = Drafter(
         case.proposer,
         PredictionProposer(SLOTS),
         FixedControl(3),
@@ -120,6 +121,7 @@ def test_the_drafter_passes_blocks_on() -> None:
         vocab_size=VOCAB,
         report=report,
     )
+    assert drafter.uses_cache
     case.begin(0, 5, 6, 7)
     case.note([0])
     drafter.note_kv(np.array([0]), case.tables[[0]], np.array([4], np.int32))

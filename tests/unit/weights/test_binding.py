@@ -14,6 +14,7 @@ from quire.base.errors import WeightsError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
+from quire.models.registry import build_program, open_model
 from quire.program.builder import ProgramBuilder
 from quire.program.declarations import CacheSpec, Weight, WeightForm, WeightPart
 from quire.program.program import Program
@@ -22,6 +23,7 @@ from quire.weights.binding import Binding, bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import sequence_batch
 from tests.safetensors_writer import encode, write_raw, write_safetensors
+from tests.tiny_models import write_tiny_llama
 
 Tensors = dict[str, Any]
 EMBED, FUSED, POSITIONS = "core.embed.weight", "core.fused.weight", "core.positions.weight"
@@ -183,6 +185,42 @@ def test_masks_of_old_files_are_ignored_whatever_their_type(tmp_path: Path) -> N
     _write_with_masks(tmp_path, held, {"core.mask": ("U8", (1, 1, 4, 4))})
     with pytest.raises(WeightsError, match=r"core\.mask \(shape \[1, 1, 4, 4\]\) is not part of"):
         bind(program(), open_checkpoint(tmp_path))
+
+
+def with_layers(folder: Path, extra: Tensors, **config: Any) -> Binding:
+    """Bind a Llama of two layers with further tensors."""
+    model = write_tiny_llama(folder, num_hidden_layers=2, **config)
+    held = {name: checkpoint_tensor(model, name) for name in open_checkpoint(model).names}
+    write_safetensors(model / "model.safetensors", held | extra)
+    spec = open_model(model)
+    program = build_program(spec, dtype=DType.F32, max_positions=spec.max_positions)
+    return bind(program, open_checkpoint(model))
+
+
+def checkpoint_tensor(model: Path, name: str) -> np.ndarray[Any, Any]:
+    return open_checkpoint(model).read_f32(name)
+
+
+MTP = {
+    "model.layers.2.eh_proj.weight": np.ones((4, 8), np.float32),
+    "model.layers.2.enorm.weight": np.ones(4, np.float32),
+    "model.layers.2.self_attn.q_proj.weight": np.ones((4, 4), np.float32),
+    "model.layers.2.shared_head.norm.weight": np.ones(4, np.float32),
+}
+
+
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    with_layers(tmp_path / "m", MTP, num_nextn_predict_layers=1)
+
+
+def test_a_layer_too_many_is_none_that_predicts_further_tokens(tmp_path: Path) -> None:
+    third = {"model.layers.2.self_attn.q_proj.weight": np.ones((4, 4), np.float32)}
+    with pytest.raises(WeightsError, match=r"layers.2.self_attn.q_proj.weight .* not part of"):
+        with_layers(tmp_path / "m", third)
+    more = {name.replace("2.", "3.", 1): tensor for name, tensor in MTP.items()}
+    norm = {"model.layers.2.input_layernorm.weight": np.ones(4, np.float32)}
+    with pytest.raises(WeightsError, match=r"there are weights of 3 layers, .* asks for 2"):
+        with_layers(tmp_path / "n", third | norm | more)
 
 
 def test_a_weight_of_a_masks_type_is_rejected(tmp_path: Path) -> None:

@@ -32,6 +32,18 @@ def test_the_native_digest_matches_its_definition() -> None:
         assert _native.content_digest(content) == _digest(content.tobytes()), size
 
 
+def test_a_copy_is_digested_as_it_is_made() -> None:
+    rng = np.random.default_rng(4)
+    for size in (0, 1, 63, 64, 65, 1023, 1024, 1025, 5000, PIECE, PIECE + 77):
+        content = rng.integers(0, 256, size, np.uint8)
+        room = np.full(size + 2, 99, np.uint8)
+        assert _native.copy_digest(content, room[1:-1]) == _digest(content.tobytes()), size
+        assert np.array_equal(room[1:-1], content)
+        assert (room[0], room[-1]) == (99, 99)
+    with pytest.raises(ValueError, match="length"):
+        _native.copy_digest(np.zeros(3, np.uint8), np.zeros(4, np.uint8))
+
+
 def test_any_changed_byte_swap_or_length_changes_it() -> None:
     content = np.random.default_rng(1).integers(0, 256, PIECE + 3000, np.uint8)
     seen = {_native.content_digest(content), _native.content_digest(content[:-1])}

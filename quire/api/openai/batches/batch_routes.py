@@ -25,6 +25,7 @@ from quire.api.batches.stored_batches import (
 from quire.api.http.errors import UnknownBatch
 from quire.api.http.request_io import Deadline, body_in_time, read_object
 from quire.api.openai.batches.file_routes import page_of
+from quire.api.openai.metadata import checked_metadata
 from quire.api.openai.responses.stored_routes import whole_of
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from quire.api.server_state import ServerState
 
 MAX_LISTED, NUM_LISTED = 100, 20
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 _FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
 _BODY_BYTES = 64 * 1024
 
@@ -143,7 +143,9 @@ class BatchRoutes:
             raise InvalidParameter(
                 f'completion_window is {show(window)}; "24h" is allowed', param="completion_window"
             )
-        return str(endpoint), input_id, _metadata(body.get("metadata"))
+        metadata = body.get("metadata")
+        labels = None if metadata is None else checked_metadata(metadata)
+        return str(endpoint), input_id, labels
 
 
 def _find(database: Connection, key: bytes, id_: str) -> StoredBatch:
@@ -154,22 +156,3 @@ def _find(database: Connection, key: bytes, id_: str) -> StoredBatch:
             f"batch {show(id_)} is a message batch; GET /v1/messages/batches/{id_} has it"
         )
     return batch
-
-
-def _metadata(value: Any) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if (
-        not isinstance(value, dict)
-        or len(value) > MAX_PAIRS
-        or not all(
-            isinstance(text, str) and len(text) <= MAX_VALUE_CHARS for text in value.values()
-        )
-        or not all(len(name) <= MAX_KEY_CHARS for name in value)
-    ):
-        raise InvalidParameter(
-            f"metadata is {show(value)}; an object of at most {MAX_PAIRS} texts is allowed, names "
-            f"of at most {MAX_KEY_CHARS} characters and texts of at most {MAX_VALUE_CHARS}",
-            param="metadata",
-        )
-    return value

@@ -43,6 +43,9 @@ MAX_FILE_BYTES = 512 * 1024 * 1024
 MAX_LISTED = 10_000
 ORDERS = ("asc", "desc")
 PURPOSES = ("batch", "batch_output")
+# Those of OpenAI's files that no file has here; a list of them is empty.
+_OTHER_PURPOSES = ("assistants", "assistants_output", "fine-tune", "fine-tune-results", "vision")
+LISTED_PURPOSES = (*PURPOSES, *_OTHER_PURPOSES, "user_data", "evals")
 _MAX_NAME_CHARS, _MAX_PURPOSE_BYTES = 512, 64
 # Beside the file, a form has heads and a purpose.
 _FORM_BYTES = 64 * 1024
@@ -230,10 +233,10 @@ def _label_of(filename: str) -> str:
 def _purpose_in(query: QueryParams) -> str | None:
     """Return the purpose that is asked for. Raises InvalidParameter."""
     found = query.getlist("purpose")
-    if len(found) > 1 or not set(found) <= set(PURPOSES):
+    if len(found) > 1 or not set(found) <= set(LISTED_PURPOSES):
         raise InvalidParameter(
             f"purpose is {show(found[0] if len(found) == 1 else found)}; one of "
-            f"{', '.join(PURPOSES)} is allowed",
+            f"{', '.join(LISTED_PURPOSES)} is allowed",
             param="purpose",
         )
     return found[0] if found else None

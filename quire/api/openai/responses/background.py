@@ -104,6 +104,10 @@ class BackgroundResponse(ResumableStream):
             await self._save()
         await super()._put(events, is_last)
 
+    def _put_error(self, events: bytes) -> None:
+        """Append the error and response.failed, each of which has a number."""
+        self.journal.put_last(*(part + b"\n\n" for part in events.split(b"\n\n") if part))
+
     def _start_expiry(self) -> None:
         if self.journal.ended:
             super()._start_expiry()

@@ -21,12 +21,17 @@ from starlette.routing import Route
 from quire.api.generation.conversation import MAX_MESSAGES
 from quire.api.http.errors import UnknownConversation
 from quire.api.http.request_io import Deadline, body_in_time, read_object
+from quire.api.openai.metadata import checked_metadata
 from quire.api.openai.responses.input_items import Item, checked_items, fault
 from quire.api.openai.responses.item_ids import PREFIXES
-from quire.api.openai.responses.request import metadata_of
 from quire.api.openai.responses.store import ResponseStore, StoredResponse
 from quire.api.openai.responses.stored_items import listed, resolved
-from quire.api.openai.responses.stored_routes import json_of, page_of_items, query_of
+from quire.api.openai.responses.stored_routes import (
+    items_shown,
+    json_of,
+    page_of_items,
+    query_of,
+)
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -163,7 +168,7 @@ class ConversationRoutes:
     async def create(self, request: Request) -> Response:
         """Add a conversation."""
         body = await self._body(request, ("items", "metadata"))
-        metadata = metadata_of({} if body.get("metadata") is None else body)
+        metadata = checked_metadata({} if body.get("metadata") is None else body["metadata"])
         given, items = body.get("items"), list[Item]()
         if given not in (None, []):
             items = await self._new_items(request, given)
@@ -175,11 +180,14 @@ class ConversationRoutes:
         return json_of((await self._found(request)).response)
 
     async def update(self, request: Request) -> Response:
-        """Replace the labels of a conversation."""
+        """Replace the labels of a conversation; null removes them."""
         body = await self._body(request, ("metadata",))
-        if body.get("metadata") is None:
-            raise InvalidParameter("metadata is missing; an object is needed", param="metadata")
-        metadata = metadata_of(body)
+        if "metadata" not in body:
+            raise InvalidParameter(
+                "metadata is missing; an object is needed, or null to remove the labels",
+                param="metadata",
+            )
+        metadata = checked_metadata({} if body["metadata"] is None else body["metadata"])
 
         def relabelled(stored: StoredResponse) -> StoredResponse:
             shown = {**msgspec.json.decode(stored.response), "metadata": metadata}
@@ -205,7 +213,7 @@ class ConversationRoutes:
         body = await self._body(request, ("items",))
         items = await self._new_items(request, body.get("items"))
         await self._conversations.add(request.state.key, request.path_params["id"], items)
-        shown = [listed(item) for item in items]
+        shown = items_shown(request, [listed(item) for item in items])
         return json_of(
             msgspec.json.encode(
                 {
@@ -224,7 +232,8 @@ class ConversationRoutes:
         item_id = request.path_params["item_id"]
         for item in _listed(await self._found(request)):
             if item["id"] == item_id:
-                return json_of(msgspec.json.encode(item))
+                (shown,) = items_shown(request, [item])
+                return json_of(msgspec.json.encode(shown))
         raise _no_item(item_id)
 
     async def delete_item(self, request: Request) -> Response:

@@ -23,6 +23,7 @@ from quire.api.generation.generate import (
 from quire.api.openai.responses.conversations import ConversationRoutes, Conversations
 from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.fields import RESPONSES
+from quire.api.openai.responses.input_tokens import InputTokensRoute
 from quire.api.openai.responses.item_ids import RESPONSE_PREFIX
 from quire.api.openai.responses.response_request import ResponseRequest
 from quire.api.openai.responses.store import ResponseStore
@@ -39,6 +40,11 @@ def responses_routes(
     create = ResponsesRoute(server_state, store, conversations)
     return [
         Route("/v1/responses", create.post, methods=["POST"]),
+        Route(
+            "/v1/responses/input_tokens",
+            InputTokensRoute(server_state, store, conversations).post,
+            methods=["POST"],
+        ),
         *StoredRoutes(server_state, store, forward).routes(),
         *ConversationRoutes(server_state, store, conversations).routes(),
     ]

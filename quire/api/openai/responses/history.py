@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.api.openai.responses.input_items import Item, fault, texts_of
 from quire.base.show import show
+from quire.output_parsers.parsed_answer import PHASES
 
 _OWN = "quire:"  # before the base64 of a text
 
@@ -27,7 +28,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
         if kind == "function_call":
             names[item["call_id"]] = item["name"]
         of_assistant = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
-        if not of_assistant or turn.is_full_for(kind):
+        if not of_assistant or turn.is_full_for(item):
             messages += turn.end()
             turn = _Turn()
         if of_assistant:
@@ -58,12 +59,15 @@ class _Turn:
     def __init__(self) -> None:
         self._thoughts: list[str] = []
         self._content: Any = None
+        self._phase: str | None = None
         self._calls: list[dict[str, Any]] = []
 
-    def is_full_for(self, kind: str) -> bool:
-        """Whether an item of this type begins another message."""
-        if kind == "function_call":
+    def is_full_for(self, item: Item) -> bool:
+        """Whether an item begins another message."""
+        if item["type"] == "function_call":
             return False
+        if self._phase == PHASES[0] and item.get("phase") == PHASES[1]:
+            return bool(self._calls)
         return bool(self._calls) or self._content is not None
 
     def add(self, item: Item) -> None:
@@ -71,7 +75,9 @@ class _Turn:
             texts = texts_of(item.get("content")) or [_unsealed(item.get("encrypted_content", ""))]
             self._thoughts += [text for text in texts if text]
         elif item["type"] == "message":
-            self._content = _content(item["content"])
+            content = _content(item["content"])
+            self._content = content if self._content is None else _both(self._content, content)
+            self._phase = item.get("phase")
         else:
             function = {"name": item["name"], "arguments": item["arguments"]}
             self._calls.append({"id": item["call_id"], "type": "function", "function": function})
@@ -81,6 +87,8 @@ class _Turn:
         if self._content is None and not self._calls and not self._thoughts:
             return
         message = {"role": "assistant", "content": self._content}
+        if self._phase is not None:  # as other keys of messages, for templates that read it
+            message["phase"] = self._phase
         if self._thoughts:
             message["reasoning_content"] = message["reasoning"] = "\n".join(self._thoughts)
         if self._calls:
@@ -103,12 +111,28 @@ def _other(item: Item, names: dict[str, str]) -> dict[str, Any]:
             "item is a function_call with it; send that item, or the previous_response_id of the "
             "response that has it"
         )
+    if item.get("name", names[id_]) != names[id_]:
+        raise fault(
+            f"an item of type function_call_output has the name {show(item['name'])}, and the "
+            f"function_call with its call_id the name {show(names[id_])}; leave the name out"
+        )
     return {
         "role": "tool",
         "tool_call_id": id_,
         "name": names[id_],
         "content": _content(item["output"]),
     }
+
+
+def _both(commentary: Any, answer: Any) -> Any:
+    """Return two contents as one, as chats have it."""
+    if isinstance(commentary, str) and isinstance(answer, str):
+        return f"{commentary}\n{answer}"
+    listed = [
+        [{"type": "text", "text": one}] if isinstance(one, str) else one
+        for one in (commentary, answer)
+    ]
+    return [*listed[0], *listed[1]]
 
 
 def _content(content: Any) -> Any:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.api.generation.conversation import MAX_MESSAGES
+from quire.api.generation.foreign_fields import BREAKPOINT, check_options
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
+from quire.output_parsers.parsed_answer import PHASES
 
 Item = dict[str, Any]
 
@@ -25,18 +27,27 @@ _DIRECT = {"caller": {"type": "direct"}}
 _KEYS: Mapping[str, Mapping[str, Any]] = {
     "message": {**_OF_EVERY_ITEM, "role": ..., "content": ..., "phase": ...},
     "function_call": {**_OF_EVERY_ITEM, **_CALL, **_DIRECT},
-    "function_call_output": {**_OF_EVERY_ITEM, "call_id": ..., "output": ..., **_DIRECT},
+    "function_call_output": {
+        **_OF_EVERY_ITEM,
+        **{"call_id": ..., "name": ..., "output": ...},
+        **_DIRECT,
+    },
     "reasoning": {**_OF_EVERY_ITEM, "summary": ..., "content": ..., "encrypted_content": ...},
     "item_reference": {"type": ..., "id": ...},
 }
 # Keys of parts that have no effect on the prompt.
-_OF_TEXT = {"type", "annotations", "logprobs", "parsed"}
+_OF_TEXT = {"type", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint"}
 _OF_USER, _OF_ASSISTANT = {"input_text": "text"}, {"output_text": "text", "refusal": "refusal"}
 _MEDIA = ("input_image", "input_file", "input_audio")
 
 
-def checked_items(given: Any) -> list[Item]:
-    """Return the items of `input`. Raises InvalidParameter with the path of what is wrong."""
+def checked_items(given: Any, *, may_be_empty: bool = False) -> list[Item]:
+    """Return the items of `input`. Raises InvalidParameter with the path of what is wrong.
+
+    may_be_empty: the request continues a conversation.
+    """
+    if may_be_empty and (given is None or given == []):
+        return []
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not given:
@@ -109,6 +120,8 @@ def _message(path: str, item: Item) -> None:
     if role not in _ROLES:
         found = "missing" if role is None else show(role)
         raise fault(f"{path}.role is {found}; {', '.join(_ROLES)} are allowed")
+    if item.get("phase", PHASES[0]) not in PHASES:
+        raise fault(f"{path}.phase is {show(item['phase'])}; {' and '.join(PHASES)} are allowed")
     _content(
         f"{path}.content", item.get("content"), _OF_ASSISTANT if role == "assistant" else _OF_USER
     )
@@ -139,6 +152,9 @@ def _content(path: str, content: Any, kinds: Mapping[str, str]) -> None:
                     f"{place} has {show(key)}, which a part of type {kind} does not have here; "
                     "leave it out"
                 )
+        point = part.get("prompt_cache_breakpoint")
+        if point is not None:
+            check_options(f"{place}.prompt_cache_breakpoint", point, BREAKPOINT, param="input")
         _text(place, part, kinds[kind])
 
 
@@ -150,10 +166,13 @@ def _call(path: str, item: Item) -> None:
 
 def _output(path: str, item: Item) -> None:
     _text(path, item, "call_id", "the id of a call")
+    if "name" in item:
+        _text(path, item, "name", "the name of the call's function")
     _content(f"{path}.output", item.get("output"), _OF_USER)
 
 
 def _reasoning(path: str, item: Item) -> None:
+    item.setdefault("summary", [])  # which items have when they are returned
     for key, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         parts = item.get(key, [])
         if not isinstance(parts, list):

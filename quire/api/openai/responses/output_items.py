@@ -31,7 +31,7 @@ class OutputItems:
         self._response_id = response_id
         self._call_id = call_id
         self._seals = seals
-        self._kind = ""  # of the open item; "" between items
+        self._kind = self._phase = ""  # of the open item; "" between items
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
 
@@ -46,13 +46,16 @@ class OutputItems:
                 yield from self._open("call", named)
                 continue
             kind = "call" if piece.kind == "arguments" else piece.kind
-            if kind != self._kind:
+            text = piece.text
+            if kind != self._kind or piece.phase != self._phase:
                 more: dict[str, Any] = (
                     {"role": "assistant"} if kind == "content" else {"summary": []}
                 )
-                yield from self._open(kind, {**more, "content": []})
-            self._texts.append(piece.text)
-            delta: dict[str, Any] = {"delta": piece.text}
+                if piece.phase:  # white space before a paragraph is between messages here
+                    more["phase"], text = piece.phase, text.lstrip()
+                yield from self._open(kind, {**more, "content": []}, piece.phase)
+            self._texts.append(text)
+            delta: dict[str, Any] = {"delta": text}
             if kind == "content":
                 delta["logprobs"] = list(logprobs)
                 self._logprobs += logprobs
@@ -79,9 +82,9 @@ class OutputItems:
         self._kind = ""
         yield self._of_item("response.output_item.done")
 
-    def _open(self, kind: str, fields: dict[str, Any]) -> Iterator[Event]:
+    def _open(self, kind: str, fields: dict[str, Any], phase: str = "") -> Iterator[Event]:
         yield from self.close()
-        self._kind, self._texts, self._logprobs = kind, [], []
+        self._kind, self._phase, self._texts, self._logprobs = kind, phase, [], []
         name = _TYPES[kind]
         id_ = item_id(name, self._response_id, len(self.items), is_output=True)
         self.items.append({"id": id_, "type": name, "status": "in_progress", **fields})

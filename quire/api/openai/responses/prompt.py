@@ -46,7 +46,7 @@ class PromptMaker:
         self._max_tokens = max_tokens
         self._instructions = instructions_of(context.given)
         self._effort = reasoning_of(context.given, context)["effort"]
-        self._adds_special = flag(context.given, "add_special_tokens")
+        self.adds_special = flag(context.given, "add_special_tokens")
 
     async def make(self, items: Sequence[Item]) -> ResponsePrompt:
         """Return the prompt of these items. Raises RequestError."""
@@ -59,6 +59,22 @@ class PromptMaker:
             if not begins:
                 raise
             return await self._newest(items, begins, error)
+
+    async def conversation(self, items: Sequence[Item]) -> Conversation:
+        """Return the text of the prompt of these items. Raises RequestError."""
+        variables = self._given.get("chat_template_kwargs", {})
+        if not isinstance(variables, dict):
+            raise InvalidParameter(
+                f"chat_template_kwargs is {show(variables)}; an object is allowed",
+                param="chat_template_kwargs",
+            )
+        fields = ConversationFields(
+            messages=messages_of(self._instructions, items),
+            effort=self._effort,
+            tools=None if self._offer is None else self._offer.shown,
+            variables=variables,
+        )
+        return await rendered(self._context, fields)
 
     async def _newest(
         self, items: Sequence[Item], begins: Sequence[int], error: ContextTooLong
@@ -82,23 +98,11 @@ class PromptMaker:
 
     async def _of(self, items: Sequence[Item], *, room: int = 1) -> ResponsePrompt:
         """Return the prompt, which leaves `room` tokens to the answer."""
-        variables = self._given.get("chat_template_kwargs", {})
-        if not isinstance(variables, dict):
-            raise InvalidParameter(
-                f"chat_template_kwargs is {show(variables)}; an object is allowed",
-                param="chat_template_kwargs",
-            )
-        fields = ConversationFields(
-            messages=messages_of(self._instructions, items),
-            effort=self._effort,
-            tools=None if self._offer is None else self._offer.shown,
-            variables=variables,
-        )
-        conversation = await rendered(self._context, fields)
+        conversation = await self.conversation(items)
         token_ids = await encode(
             self._context,
             conversation.text,
-            add_special_tokens=self._adds_special,
+            add_special_tokens=self.adds_special,
             min_output=room,
             param="input",
         )

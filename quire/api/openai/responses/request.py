@@ -18,10 +18,16 @@ from quire.base.parameter_checks import whole
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.show import show
 
-MAX_PAIRS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 SUMMARIES = ("auto", "concise", "detailed")
 VERBOSITIES = ("low", "medium", "high")
 _FORMAT = '{"type": "json_schema", "name": "...", "schema": {...}}'
+# Fields without effect that a response repeats.
+_LABELS = (
+    *("user", "safety_identifier", "max_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+)
+# Keys of `reasoning` with one value, which is what responses are made with.
+_REASONING = {"context": "auto", "mode": "standard"}
 _SCHEMA_KEYS = ("name", "description", "schema", "strict")
 
 
@@ -49,13 +55,21 @@ def text_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> dict[str, Any]:
     """Return `reasoning`, checked. context: notes what is ignored; None: notes nothing."""
     reasoning = given.get("reasoning", {})
-    known = {"effort", "summary", "generate_summary"}
+    known = {"effort", "summary", "generate_summary", *_REASONING}
     if not isinstance(reasoning, dict) or reasoning.keys() - known:
         raise InvalidParameter(
-            f"reasoning is {show(reasoning)}; an object with effort and summary is allowed",
+            f"reasoning is {show(reasoning)}; an object with effort, summary, context and mode is "
+            "allowed",
             param="reasoning",
         )
-    found: dict[str, Any] = {"effort": reasoning.get("effort"), "summary": None}
+    for name, neutral in _REASONING.items():
+        if reasoning.get(name, neutral) not in (None, neutral):
+            raise InvalidParameter(
+                f'reasoning.{name} is {show(reasoning[name])}; "{neutral}" is allowed: the '
+                "model's template decides what it reads of earlier reasoning; there is one mode",
+                param="reasoning",
+            )
+    found: dict[str, Any] = {"effort": reasoning.get("effort"), "summary": None, **_REASONING}
     if found["effort"] is not None and found["effort"] not in EFFORTS:
         raise InvalidParameter(
             f"reasoning.effort is {show(found['effort'])}; {', '.join(EFFORTS)} are allowed",
@@ -73,6 +87,19 @@ def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> di
         if context is not None:
             context.ignore(f"reasoning.{name}")
     return found
+
+
+def labels_of(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels that a response repeats; they have no other effect. sent: a whole body."""
+    labels = {name: sent.get(name) for name in _LABELS}
+    labels |= {"prompt": None, "moderation": None}  # which are not served
+    options = sent.get("prompt_cache_options")
+    if options is not None:  # with OpenAI's defaults
+        labels["prompt_cache_options"] = {
+            "mode": options.get("mode") or "implicit",
+            "ttl": options.get("ttl") or "30m",
+        }
+    return labels
 
 
 def check_text(given: Mapping[str, Any], context: RequestContext) -> None:
@@ -138,22 +165,6 @@ def instructions_of(given: Mapping[str, Any]) -> str | None:
             f"instructions is {show(instructions)}; a text is allowed", param="instructions"
         )
     return instructions
-
-
-def metadata_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the labels that a response repeats."""
-    metadata = given.get("metadata", {})
-    fits = isinstance(metadata, dict) and len(metadata) <= MAX_PAIRS
-    if not fits or not all(
-        isinstance(value, str) and len(key) <= MAX_KEY_CHARS and len(value) <= MAX_VALUE_CHARS
-        for key, value in metadata.items()
-    ):
-        raise InvalidParameter(
-            f"metadata is {show(metadata)}; an object of at most {MAX_PAIRS} texts is allowed, of "
-            f"at most {MAX_VALUE_CHARS} characters each, with names of at most {MAX_KEY_CHARS}",
-            param="metadata",
-        )
-    return dict(metadata)
 
 
 def check_stream_options(given: Mapping[str, Any]) -> None:

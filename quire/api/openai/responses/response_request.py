@@ -13,21 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.api.generation.choice_streams import ChoiceStreams, Prompt
-from quire.api.generation.conversation import MAX_MESSAGES, parsing_of
+from quire.api.generation.conversation import parsing_of
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.thinking_budget import budget_of
-from quire.api.generation.tools import ToolOffer
 from quire.api.http.errors import SHAPES, Aborted
+from quire.api.openai.metadata import checked_metadata
 from quire.api.openai.responses.background import (
     BackgroundEvents,
     BackgroundResponse,
     QueuedResponse,
 )
-from quire.api.openai.responses.conversations import Conversations, items_before
+from quire.api.openai.responses.conversation_input import read_input
+from quire.api.openai.responses.conversations import Conversations
 from quire.api.openai.responses.dialect import ResponsesDialect
 from quire.api.openai.responses.fields import ENCRYPTED, LOGPROBS
-from quire.api.openai.responses.input_items import Item, checked_items, fault
+from quire.api.openai.responses.input_items import Item
 from quire.api.openai.responses.prompt import PromptMaker
 from quire.api.openai.responses.request import (
     as_named_here,
@@ -35,7 +36,7 @@ from quire.api.openai.responses.request import (
     check_text,
     included,
     includes_reasoning,
-    metadata_of,
+    labels_of,
     num_top,
     reasoning_of,
     sampling_fields,
@@ -43,8 +44,8 @@ from quire.api.openai.responses.request import (
 )
 from quire.api.openai.responses.response_writer import ResponseWriter
 from quire.api.openai.responses.store import ResponseStore, StoredResponse, StoreError
-from quire.api.openai.responses.stored_items import earlier_items, resolved, with_ids
-from quire.api.openai.responses.tool_fields import tool_offer
+from quire.api.openai.responses.stored_items import with_ids, without_sealed
+from quire.api.openai.responses.tool_fields import tool_offer, tools_of
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
 from quire.base.errors import InvalidParameter, OverloadedError, RequestError
@@ -71,7 +72,7 @@ class ResponseRequest:
         self._key: bytes = request.state.key
         self._writer: ResponseWriter | None = None
         self._items: list[Item] = []  # of its own input
-        self._stores = False
+        self._stores = self._keeps_sealed = False
         self._conversation_id: str | None = None  # until its items are added
 
     async def read(self, request: GenerationRequest) -> GenerationJob:
@@ -100,6 +101,8 @@ class ResponseRequest:
         response = self._writer.snapshot() if self.is_background else self._writer.final
         if response is None:
             return
+        if not self._keeps_sealed:
+            response = {**response, "output": without_sealed(response["output"])}
         await self._add_to_conversation(response)
         if not self._stores:
             return
@@ -150,30 +153,6 @@ class ResponseRequest:
             )
         return stores
 
-    async def _conversation(self, given: Mapping[str, Any]) -> list[Item]:
-        """Return the items of the conversation: those of earlier responses, and of the input."""
-        self._items = await resolved(self._store, self._key, checked_items(given.get("input")))
-        previous_id, conversation = given.get("previous_response_id"), given.get("conversation")
-        if previous_id is None and conversation is None:
-            return self._items
-        if conversation is None:
-            earlier = await earlier_items(self._store, self._key, previous_id)
-        elif previous_id is not None:
-            raise InvalidParameter(
-                "previous_response_id and conversation are both given; give one of them",
-                param="previous_response_id",
-            )
-        else:
-            self._conversation_id, earlier = await items_before(
-                self._conversations, self._key, conversation
-            )
-        if len(earlier) + len(self._items) > MAX_MESSAGES:
-            raise fault(
-                f"input has {len(self._items)} items after the {len(earlier)} before it; at most "
-                f"{MAX_MESSAGES} are allowed"
-            )
-        return [*earlier, *self._items]
-
     async def _read(self, request: GenerationRequest) -> GenerationJob:
         given, engine, context = request.given, request.engine, request.context
         check_stream_options(given)
@@ -188,10 +167,17 @@ class ResponseRequest:
         offer = tool_offer(given)
         self._stores = self._stored(given)
         self.is_background = flag(given, "background")
-        items = await self._conversation(given)
-        prompt = await PromptMaker(context, offer, sampling.max_tokens).make(items)
+        found = await read_input(self._store, self._conversations, self._key, given)
+        self._items, self._conversation_id = found.own, found.conversation_id
+        prompt = await PromptMaker(context, offer, sampling.max_tokens).make(found.items)
         shown = None if self._conversation_id is None else {"id": self._conversation_id}
-        frame = {**_frame(request, sampling, offer), "store": self._stores, "conversation": shown}
+        frame = {
+            **_frame(request, sampling),
+            **tools_of(given, offer),
+            **labels_of(getattr(self._request.state, "body", given)),
+            "store": self._stores,
+            "conversation": shown,
+        }
         sampling, parser = parsing_of(
             context,
             offer,
@@ -204,8 +190,13 @@ class ResponseRequest:
         default = default_sampling(engine.card, num_prompt_tokens=num_tokens).max_tokens
         sampling = request.limited(sampling, num_tokens, default_tokens=default)
         text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
+        self._keeps_sealed = ENCRYPTED in include
         self._writer = ResponseWriter(
-            frame, parser, logprobs=LOGPROBS in include, seals=ENCRYPTED in include
+            frame,
+            parser,
+            logprobs=LOGPROBS in include,
+            # The response to a POST has it unasked, as OpenAI's has.
+            seals=self._keeps_sealed or not self.is_background,
         )
         return GenerationJob(
             prompts=[Prompt(token_ids=prompt.token_ids, sampling=sampling, text_rules=text_rules)],
@@ -239,12 +230,9 @@ class ResponseRequest:
         return respond
 
 
-def _frame(
-    request: GenerationRequest, sampling: SamplingParams, offer: ToolOffer | None
-) -> dict[str, Any]:
+def _frame(request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
     """Return the fields of the response that are known before the answer."""
     given = request.given
-    tools = () if offer is None else offer.tools
     return {
         "id": request.envelope.id,
         "object": "response",
@@ -255,25 +243,16 @@ def _frame(
         "incomplete_details": None,
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
-        "metadata": metadata_of(given),
+        "metadata": checked_metadata(given.get("metadata", {})),
         "model": request.envelope.model,
-        "parallel_tool_calls": True if offer is None else offer.parallel,
         "previous_response_id": given.get("previous_response_id"),
         "reasoning": reasoning_of(given, None),
         "service_tier": "default",
         "temperature": sampling.temperature,
         "text": text_of(given),
-        "tool_choice": given.get("tool_choice", "auto"),
-        "tools": [_shown(tool["function"]) for tool in tools],
         "top_logprobs": given.get("top_logprobs", 0),
         "top_p": sampling.top_p,
         "truncation": given.get("truncation", "disabled"),
         "usage": None,
         "seed": None,
     }
-
-
-def _shown(function: dict[str, Any]) -> dict[str, Any]:
-    """Return a function as a response repeats it."""
-    empty = {"description": None, "parameters": None, "strict": False}
-    return {"type": "function", **empty, **function}

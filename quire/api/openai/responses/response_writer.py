@@ -109,7 +109,8 @@ class ResponseWriter:
         for _ in self._items.close("incomplete"):
             pass
         self._status = "failed"
-        self._frame["error"] = {"code": FAILURES[error["type"]], "message": error["message"]}
+        kept = {name: error[name] for name in ("message", "param", "type")}
+        self._frame["error"] = {"code": FAILURES[error["type"]], **kept}
         return self.snapshot()
 
     def cancel(self) -> dict[str, Any]:
@@ -138,11 +139,13 @@ class ResponseWriter:
         """Return the log-probabilities of a piece of content; drop the tokens before it."""
         if piece.kind != "content":
             return []
-        waiting = "".join(text for text, _ in self._waiting)
-        begin = max(waiting.rfind(piece.text), 0)
+        waiting, said = "".join(text for text, _ in self._waiting), piece.text
+        if said not in waiting:  # a line break before a paragraph is not of the model
+            said = said.removeprefix("\n")
+        begin = max(waiting.rfind(said), 0)
         at, found, rest = 0, list[TokenText](), list[tuple[str, TokenText]]()
         for text, token in self._waiting:
-            if at >= begin + len(piece.text):
+            if at >= begin + len(said):
                 rest.append((text, token))
             elif at + max(len(text), 1) > begin:
                 found.append(token)
@@ -185,7 +188,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": 0,
+                "cache_write_tokens": 0,  # see usage_json
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens},

@@ -5,14 +5,15 @@ A response of another key is never found. It does not know how a store keeps its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from quire.api.generation.conversation import MAX_MESSAGES
 from quire.api.http.errors import UnknownResponse
-from quire.api.openai.responses.input_items import Item, fault
+from quire.api.openai.responses.history import sealed
+from quire.api.openai.responses.input_items import Item, fault, texts_of
 from quire.api.openai.responses.item_ids import item_id, place_of
 from quire.api.openai.responses.store import ResponseStore, StoredResponse
 from quire.base.errors import InvalidParameter
@@ -71,12 +72,19 @@ async def earlier_items(store: ResponseStore, key: bytes, id_: Any) -> list[Item
     return [item for part in reversed(parts) for item in part]
 
 
-async def resolved(store: ResponseStore, key: bytes, items: Sequence[Item]) -> list[Item]:
-    """Return items with the stored ones in place of references. Raises InvalidParameter."""
+async def resolved(
+    store: ResponseStore, key: bytes, items: Sequence[Item], earlier: Sequence[Item] = ()
+) -> list[Item]:
+    """Return items with the stored ones in place of references. Raises InvalidParameter.
+
+    earlier: items of the same conversation, which references may name too.
+    """
+    by_id = {item["id"]: item for item in earlier if "id" in item}
     found = []
     for at, item in enumerate(items):
         if item["type"] == "item_reference":
-            item = await _referenced(store, key, f"input[{at}].id", item["id"])
+            id_ = item["id"]
+            item = by_id.get(id_) or await _referenced(store, key, f"input[{at}].id", id_)
         found.append(item)
     return found
 
@@ -107,6 +115,31 @@ def with_ids(response_id: str, items: Sequence[Item]) -> list[Item]:
 def listed_items(stored: StoredResponse) -> list[Item]:
     """Return the input items of a response in the form of the API: messages have parts."""
     return [listed(item) for item in msgspec.json.decode(stored.items)]
+
+
+def with_sealed(items: Iterable[Item]) -> list[Item]:
+    """Return items with the encrypted_content of all reasoning with a text."""
+    return [
+        {**item, "encrypted_content": sealed("\n".join(texts_of(item["content"])))}
+        if _has_text(item) and "encrypted_content" not in item
+        else item
+        for item in items
+    ]
+
+
+def without_sealed(items: Iterable[Item]) -> list[Item]:
+    """Return items without the encrypted_content of reasoning with a text."""
+    return [
+        {key: value for key, value in item.items() if key != "encrypted_content"}
+        if _has_text(item)
+        else item
+        for item in items
+    ]
+
+
+def _has_text(item: Item) -> bool:
+    """Return whether an item is reasoning that can be read."""
+    return item["type"] == "reasoning" and bool(item.get("content"))
 
 
 def listed(item: Item) -> Item:

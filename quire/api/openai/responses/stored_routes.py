@@ -14,13 +14,19 @@ import msgspec
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from quire.api.http.errors import ResumeGone
 from quire.api.openai.responses.background import BackgroundResponse
-from quire.api.openai.responses.fields import INCLUDABLE
+from quire.api.openai.responses.fields import ENCRYPTED, INCLUDABLE
 from quire.api.openai.responses.store import ResponseStore, StoredResponse
-from quire.api.openai.responses.stored_items import OPEN_STATUSES, listed_items, unknown_response
+from quire.api.openai.responses.stored_items import (
+    OPEN_STATUSES,
+    listed_items,
+    unknown_response,
+    with_sealed,
+)
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
 from quire.base.errors import InvalidParameter, QuireError
@@ -32,6 +38,17 @@ Answer = Callable[[Request], Awaitable[Response | None]]
 MAX_SEQUENCE_NUMBER = 2**31 - 2
 MAX_LISTED, NUM_LISTED = 100, 20
 ORDERS = ("asc", "desc")
+_NO_IDS = ("input_tokens", "compact")
+
+
+class _OneResponse(Route):
+    """A route of one response; names of other routes of this API are no ids."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return whether a request is for this route."""
+        if scope["path"].rpartition("/")[2] in _NO_IDS:
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 class StoredRoutes:
@@ -48,8 +65,8 @@ class StoredRoutes:
     def routes(self) -> list[Route]:
         """Return all of them."""
         return [
-            Route("/v1/responses/{id}", self.get, methods=["GET"]),
-            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
+            _OneResponse("/v1/responses/{id}", self.get, methods=["GET"]),
+            _OneResponse("/v1/responses/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]
@@ -79,7 +96,7 @@ class StoredRoutes:
             raise _no_events(response)
         if is_open:
             found = await self._save_failed(request.state.key, found, response)
-        return json_of(found.response)
+        return json_of(_shown(request, found.response))
 
     async def delete(self, request: Request) -> Response:
         """Remove a response; a background response is cancelled before."""
@@ -140,7 +157,7 @@ class StoredRoutes:
         if background is None or (after is None and not background.is_running):
             return None
         if after is None:
-            return json_of(msgspec.json.encode(background.snapshot()))
+            return json_of(_shown(request, msgspec.json.encode(background.snapshot())))
         headers = {"x-request-id": background.id}
         return FollowStream(self._server_state, background, headers, after=after, resumes=True)
 
@@ -172,7 +189,8 @@ class StoredRoutes:
         self, key: bytes, found: StoredResponse, response: dict[str, Any]
     ) -> StoredResponse:
         """Store a response as failed that no process runs any more."""
-        error = {"code": "server_error", "message": "the server ended before the response did"}
+        message = "the server ended before the response did"
+        error = {"code": "server_error", "message": message, "param": None, "type": "server_error"}
         response |= {"status": "failed", "error": error}
         failed = structs.replace(found, response=msgspec.json.encode(response))
         await self._store.save(key, failed)
@@ -205,7 +223,7 @@ def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
                 param="after",
             )
         items = items[ids.index(query["after"]) + 1 :]
-    page = items[:limit]
+    page = items_shown(request, items[:limit])
     return json_of(
         msgspec.json.encode(
             {
@@ -217,6 +235,20 @@ def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
             }
         )
     )
+
+
+def items_shown(request: Request, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return items with the additions that a query includes."""
+    asked = (*request.query_params.getlist("include"), *request.query_params.getlist("include[]"))
+    return with_sealed(items) if ENCRYPTED in asked else items
+
+
+def _shown(request: Request, response: bytes) -> bytes:
+    """Return the JSON of a response with the additions that a query includes."""
+    if not request.query_params.getlist("include") and "include[]" not in request.query_params:
+        return response
+    found = msgspec.json.decode(response)
+    return msgspec.json.encode({**found, "output": items_shown(request, found["output"])})
 
 
 def query_of(request: Request, allowed: tuple[str, ...]) -> Mapping[str, str]:

@@ -37,6 +37,43 @@ def tool_offer(given: Mapping[str, Any]) -> ToolOffer | None:
         raise InvalidParameter(str(error).replace(".function", ""), param=error.param) from error
 
 
+def tools_of(given: Mapping[str, Any], offer: ToolOffer | None) -> dict[str, Any]:
+    """Return the fields of tools as a response repeats them; they have been checked."""
+    tools = () if offer is None else offer.tools
+    return {
+        "parallel_tool_calls": given.get("parallel_tool_calls", True),
+        "tool_choice": _shown_choice(given.get("tool_choice", "auto")),
+        "tools": [
+            {**_shown(tool["function"]), **_neutral(sent)}
+            for tool, sent in zip(tools, given.get("tools", ()), strict=True)
+        ],
+    }
+
+
+def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
+    empty = {"description": None, "parameters": None, "strict": False}
+    return {"type": "function", **empty, **function}
+
+
+def _neutral(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a tool that ask for nothing, if they were sent."""
+    return {key: tool[key] for key in _NEUTRAL if tool.get(key) is not None}
+
+
+def _shown_choice(choice: Any) -> Any:
+    """Return a choice with names beside types, where it was sent in the form of chats."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "name": choice.get("function", choice)["name"]}
+    allowed = choice.get("allowed_tools", choice)
+    return {
+        "type": "allowed_tools",
+        "mode": allowed.get("mode", "auto"),
+        "tools": [_shown_choice({**tool, "type": "function"}) for tool in allowed["tools"]],
+    }
+
+
 def _fault(message: str, param: str = "tools") -> InvalidParameter:
     return InvalidParameter(message, param=param)
 

@@ -1,11 +1,12 @@
 """y = x @ W.T (+ bias) in bf16 or f32 with one order of K for any number of rows: the exact mode.
 
-An output is made of pieces of K: as few, by the weight's shape alone, as give few rows enough
-programs to read it (`piece_of`). A piece is one chain of a tile's products in the order of K;
-pieces are added in order, then the bias. How many rows and outputs a tile takes, and whether pieces
-go to programs of their own (few tiles: all of the chip must read weights) or one after the other,
-changes no bit: weights are always the first operand and rows the second, so that every tile is made
-of the same instruction with another number of rows.
+An output is made of pieces of K: as few, by the shape of the undivided weight alone, as give few
+rows enough programs to read it (`piece_of`); a rank's share of the outputs has the same pieces. A
+piece is one chain of a tile's products in the order of K; pieces are added in order, then the bias.
+How many rows and outputs a tile takes, and whether pieces go to programs of their own (few tiles:
+all of the chip must read weights) or one after the other, changes no bit: weights are always the
+first operand and rows the second, so that every tile is made of the same instruction with another
+number of rows.
 
 Twin: reference_ops.linear, within the error of f32 sums. Knows no other scheme. Scratch for pieces
 is the caller's (`Workspace`), used by one launch at a time.
@@ -59,16 +60,17 @@ TILES = {torch.bfloat16: BF16_TILES, torch.float32: F32_TILES}
 
 
 def piece_of(outputs: int, columns: int) -> tuple[int, int]:
-    """(columns of a piece, pieces) of a weight [outputs, columns]."""
+    """(columns of a piece, pieces) of an undivided weight [outputs, columns]."""
     wanted = min(cdiv(FILL, cdiv(outputs, PIECE_OUTPUTS)), MAX_PIECES)
     wanted = max(min(wanted, columns // SHORTEST_PIECE), 1)
     length = cdiv(cdiv(columns, wanted), PIECE_STEP) * PIECE_STEP
     return length, cdiv(columns, length)
 
 
-def max_sums(outputs: int, columns: int, max_rows: int) -> int:
-    """Elements that a Workspace needs for a weight's pieces to be split whenever that helps."""
-    _, pieces = piece_of(outputs, columns)
+def max_sums(outputs: int, columns: int, max_rows: int, *, undivided: int = 0) -> int:
+    """Elements that a Workspace needs for a weight's pieces to be split whenever that helps.
+    undivided: outputs of the whole weight, where this is a share."""
+    _, pieces = piece_of(undivided or outputs, columns)
     # Where FILL tiles of few rows and more are needed, nothing is split.
     most = FILL * PIECE_OUTPUTS * PIECE_ROWS
     return pieces * min(max_rows * outputs, most) if pieces > 1 else 0
@@ -223,11 +225,13 @@ def linear(
     *,
     bias: torch.Tensor | None = None,
     workspace: Workspace | None = None,
+    undivided: int = 0,
 ) -> None:
     """y [R, N] = x [R, K] @ weight [N, K].T (+ bias f32 [N]).
 
     x and weight: both bf16 or both f32, any row stride (fast where strides are whole numbers of 16
-    bytes). y: f32 or bf16. Without a workspace pieces are never split over programs.
+    bytes). y: f32 or bf16. Without a workspace pieces are never split over programs. undivided:
+    outputs of the weight that this one is a share of; 0: it is whole.
     """
     (rows, columns), outputs = x.shape, weight.shape[0]
     check_rows("x", x)
@@ -238,7 +242,7 @@ def linear(
         raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; both bf16 or both f32 are needed")
     if rows == 0:
         return
-    length, pieces = piece_of(outputs, columns)
+    length, pieces = piece_of(undivided or outputs, columns)
     room = 0 if workspace is None else workspace.sums.numel()
     tile, is_split = choose_tile(
         TILES[x.dtype], rows, outputs, pieces=pieces if pieces * rows * outputs <= room else 1

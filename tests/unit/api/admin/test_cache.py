@@ -42,7 +42,9 @@ def cache_details(body: dict[str, Any], *, use: CacheUsage | None = DIFFERS, **s
 
     reply = run(story)
     assert reply.status == 200, reply.body
-    return reply.json["usage"]["prompt_tokens_details"]
+    details = reply.json["usage"]["prompt_tokens_details"]
+    assert details.pop("cache_write_tokens") == 0
+    return details
 
 
 def test_cache_details_have_tokens_by_tier_and_the_miss_reason() -> None:

@@ -185,4 +185,5 @@ def test_usage_counts_each_token_once() -> None:
     assert usage["input_tokens"] == prompt - 24 - 2
     events = dict(events_of(stream))
     for found in (events["message_start"]["message"]["usage"], events["message_delta"]["usage"]):
-        assert {**found, "output_tokens": 0} == {**usage, "output_tokens": 0}
+        counts = {"output_tokens": 0, "output_tokens_details": None}
+        assert {**found, **counts} == {**usage, **counts}

@@ -58,7 +58,8 @@ def ask(
     async def exchange() -> Reply:
         site = Site(on or engine(), **settings)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await site.call(method, path, raw, headers=headers)
+        path_alone, _, query = path.partition("?")
+        return await site.call(method, path_alone, raw, headers=headers, query=query.encode())
 
     return asyncio.run(exchange())
 
@@ -99,15 +100,23 @@ def test_a_whole_answer_is_a_message() -> None:
         "type": "message",
         "role": "assistant",
         "model": "fake",
-        "content": [{"type": "text", "text": "Hello"}],
+        "content": [{"type": "text", "text": "Hello", "citations": None}],
         "stop_reason": "stop_sequence",
         "stop_sequence": "END",
+        "stop_details": None,
+        "container": None,
+        "diagnostics": None,
         "usage": {
             "input_tokens": prompt - 2,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 2,
             "cache_creation": NOTHING_MADE,
             "output_tokens": 2,
+            "output_tokens_details": {"thinking_tokens": 0},
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
+            "speed": "standard",
         },
         "seed": 7,
     }
@@ -135,9 +144,14 @@ def test_the_events_of_a_stream_come_in_order() -> None:
     data = [data for _, data in events]
     assert data[0]["message"]["content"] == []
     assert data[0]["message"]["usage"]["cache_read_input_tokens"] == 2
-    assert data[1]["content_block"] == {"type": "text", "text": ""}
+    assert data[1]["content_block"] == {"type": "text", "text": "", "citations": None}
     assert [event["delta"]["text"] for event in data[2:5]] == ["Hel", "lo", "!"]
-    assert data[6]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+    assert data[6]["delta"] == {
+        "stop_reason": "stop_sequence",
+        "stop_sequence": "END",
+        "stop_details": None,
+        "container": None,
+    }
     assert data[6]["usage"]["output_tokens"] == 3
 
 
@@ -313,9 +327,20 @@ def test_thinking_is_the_effort_of_a_chat(thinking: Any, chat: dict[str, Any]) -
             {"tool_choice": "auto", "parallel_tool_calls": False},
         ),
         (
-            {"type": "tool", "name": "weather"},
+            {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
             {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
         ),
+        (
+            {"type": "tool", "name": "weather"},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "weather"}}],
+                }
+            },
+        ),
+        ({"type": "auto", "name": None, "disable_parallel_tool_use": None}, {}),
     ],
 )
 def test_a_tool_choice_has_the_grammar_of_the_same_chat(choice: Any, chat: dict[str, Any]) -> None:
@@ -333,6 +358,90 @@ def test_a_format_of_the_answer_has_the_grammar_of_the_same_chat() -> None:
     assert asked.sampling.structured_outputs == same.sampling.structured_outputs is not None
 
 
+def test_a_system_message_keeps_its_place() -> None:
+    said = [*SAID, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    chat = [*SAID, {"role": "system", "content": "Be brief."}]
+    asked = of_message({"messages": said, "system": "Hello."})
+    same = of_chat({**ASKED, "messages": [{"role": "system", "content": "Hello."}, *chat]})
+    assert asked.prompt_ids == same.prompt_ids
+    made = engine()
+    refuses = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}"
+    made.template = ChatTemplate({"default": f"{refuses}{{% endif %}}{{% endfor %}}"}, variables={})
+    assert refusal({**ASKED, "messages": said}, on=made)[:2] == (400, "invalid_request_error")
+
+
+def test_thinking_is_counted_and_its_text_left_out_on_request() -> None:
+    script = ("<think>", "It is", " asked.", "</think>", "I look.")
+    shown = {"type": "adaptive", "display": "summarized"}
+    whole = ask({**ASKED, "thinking": shown}, on=engine(*script)).json
+    assert whole["content"][0]["thinking"] == "It is asked."
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 4}
+    hidden = {**ASKED, "thinking": {**shown, "display": "omitted"}}
+    omitted = ask(hidden, on=engine(*script)).json
+    assert omitted["content"] == [{**whole["content"][0], "thinking": ""}, whole["content"][1]]
+    events = events_of(ask({**hidden, "stream": True}, on=engine(*script)))
+    assert joined(events) == omitted["content"]
+    deltas = [data["delta"]["type"] for name, data in events if name == "content_block_delta"]
+    assert deltas == ["signature_delta", "text_delta"]
+    usages = [data["usage"] for name, data in events if name == "message_delta"]
+    assert usages == [omitted["usage"]]
+    assert events[0][1]["message"]["usage"]["output_tokens_details"] is None
+    # Sent back, a block without its text adds nothing to the prompt.
+    turn = {"role": "assistant", "content": omitted["content"]}
+    plain = {"role": "assistant", "content": "I look."}
+    asked = of_message({"messages": [*SAID, turn, *SAID]})
+    assert asked.prompt_ids == of_message({"messages": [*SAID, plain, *SAID]}).prompt_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_output_the_prompt_is_computed_and_cached(stream: bool) -> None:
+    made = engine("", reason=FinishReason.LENGTH)
+    said = [{"role": "user", "content": "a" * 2042}]  # fills the context
+    reply = ask({**ASKED, "messages": said, "max_tokens": 0, "stream": stream}, on=made)
+    assert reply.status == 200
+    (asked,) = made.asked
+    assert (asked.sampling.max_tokens, asked.sampling.prompt_logprobs) == (0, 0)
+    if not stream:
+        assert (reply.json["content"], reply.json["stop_reason"]) == ([], "max_tokens")
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"speed": "standard"},
+    {"diagnostics": {"previous_message_id": None}},
+    {"metadata": {"user_id": "u" * 1000}},
+    {"cache_control": {"type": "ephemeral", "ttl": None}},
+    {"output_config": {"effort": None, "format": None, "task_budget": None}},
+    {"thinking": {"type": "disabled", "budget_tokens": None, "display": None}},
+]
+
+
+@pytest.mark.parametrize("sent", NEUTRAL)
+def test_what_asks_for_nothing_is_accepted(sent: dict[str, Any]) -> None:
+    reply = ask({**ASKED, **sent})
+    assert (reply.status, reply.headers.get("x-quire-ignored-fields")) == (200, None)
+
+
+def test_a_region_is_a_hint() -> None:
+    reply = ask({**ASKED, "inference_geo": "eu"})
+    assert reply.headers["x-quire-ignored-fields"] == "inference_geo"
+
+
+@pytest.mark.parametrize(("path", "sent"), [(PATH, ASKED), (COUNT, {"messages": SAID})])
+def test_beta_clients_add_a_parameter_to_the_query(path: str, sent: dict[str, Any]) -> None:
+    assert ask(sent, path=f"{path}?beta=true").status == 200
+    status, kind, words = refusal(sent, path=f"{path}?beta=true&other=1")
+    assert (status, kind) == (400, "invalid_request_error")
+    assert '"other"' in words
+
+
+def test_conversations_may_have_many_messages() -> None:
+    turns = [{"role": role, "content": ""} for role in ("user", "assistant")] * 2100
+    made = engine()
+    made.card = replace(CARD, max_model_len=60_000)
+    assert ask({**ASKED, "messages": [*turns, *SAID]}, on=made).status == 200
+    assert made.asked[0].prompt_ids.count(ord(";")) == 4201
+
+
 def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(content)}]}
 
@@ -341,7 +450,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": None}, "messages is missing"),
     "an empty list": ({"messages": []}, "messages is []"),
     "no object": ({"messages": ["hi"]}, 'messages[0] is "hi"'),
-    "a system message": ({"messages": [{"role": "system", "content": "a"}]}, "system is a field"),
+    "an unknown role": (
+        {"messages": [{"role": "robot", "content": "a"}]},
+        "user, assistant and sy",
+    ),
+    "a role of lists": ({"messages": [{"role": [], "content": "a"}]}, "messages[0].role is []"),
+    "an image of the system": (
+        {"messages": [{"role": "system", "content": [{"type": "image"}]}]},
+        'messages[0].content[0].type is "image"; text is allowed here',
+    ),
+    "thinking between tools": ({"thinking": {"type": "between_tools"}}, "not between calls of"),
+    "an unknown display": (
+        {"thinking": {"type": "adaptive", "display": "full"}},
+        "display of summarized or omitted",
+    ),
+    "another speed": ({"speed": "fast"}, "there is one speed"),
+    "a message to compare": ({"diagnostics": {"previous_message_id": "msg_a"}}, "not compared"),
+    "a tool that is not offered": (
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "train"}},
+        'tool_choice names "train"',
+    ),
     "an unknown key": ({"messages": [{**SAID[0], "name": "me"}]}, 'messages[0] has "name"'),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     "an image": (blocks({"type": "image", "source": {}}), 'messages[0].content[0].type is "image"'),
@@ -374,7 +502,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a call as the last block": ({"messages": HISTORY[:2]}, "does not end with text"),
     "an image as system": ({"system": [{"type": "image"}]}, 'system[0].type is "image"'),
     "no max_tokens": ({"max_tokens": None}, "max_tokens is missing"),
-    "max_tokens of 0": ({"max_tokens": 0}, "max_tokens is 0"),
+    "max_tokens of false": ({"max_tokens": False}, "max_tokens is false"),
     "a temperature above 1": ({"temperature": 1.5}, "0 to 1"),
     "a tool of the server": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

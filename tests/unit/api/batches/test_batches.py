@@ -114,6 +114,15 @@ def test_results_are_in_the_order_of_the_lines(store: Path) -> None:
         assert batch["request_counts"] == {"total": 8, "completed": 6, "failed": 2}
         output = await lines_of(site, batch["output_file_id"])
         assert [entry["custom_id"] for entry in output] == [f"id-{n}" for n in (0, 1, 2, 3, 4, 7)]
+        usages = [entry["response"]["body"]["usage"] for entry in output]
+        assert batch["model"] == "fake"
+        assert batch["usage"] == {
+            "input_tokens": sum(usage["prompt_tokens"] for usage in usages),
+            "input_tokens_details": {"cached_tokens": 2 * 6},
+            "output_tokens": 2 * 6,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": sum(usage["total_tokens"] for usage in usages),
+        }
         alone = (await site.post(ENDPOINT, line(3)["body"])).json
         body = output[3]["response"]["body"]
         assert body["choices"] == alone["choices"]
@@ -341,6 +350,59 @@ def test_other_endpoints(store: Path) -> None:
         assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}, batch
 
     on_site(store, use, engine("a", "b"))
+
+
+def test_usage_is_counted_in_every_form(store: Path) -> None:
+    responses = {"input": "hi", "max_output_tokens": 4}
+    lines = [{**line(0, "/v1/responses"), "body": responses}]
+    embedded = [{**line(0, "/v1/embeddings"), "body": {"input": ["a", "bc"]}}]
+
+    async def use(site: Site) -> None:
+        for endpoint, sent in (("/v1/responses", lines), ("/v1/embeddings", embedded)):
+            batch = await ended(site, await started(site, sent, endpoint))
+            (output,) = await lines_of(site, batch["output_file_id"])
+            usage = output["response"]["body"]["usage"]
+            assert batch["usage"]["total_tokens"] == usage["total_tokens"] > 0
+            assert batch["model"] == "fake"
+        failed = await ended(site, await started(site, [line(1, max_tokens="many")]))
+        assert (failed["model"], failed["usage"]["total_tokens"]) == (None, 0)
+
+    on_site(store, use)
+
+
+def test_a_journal_of_an_older_server_is_read_and_counts_new_batches(store: Path) -> None:
+    async def fill(site: Site) -> str:
+        id_ = await started(site, [line(0)])
+        await ended(site, id_)
+        return id_
+
+    old = on_site(store, fill)
+    added = ("model", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    with sqlite3.connect(store) as database:
+        for name in added:
+            database.execute(f"ALTER TABLE batches DROP COLUMN {name}")
+    database.close()
+
+    async def use(site: Site) -> None:
+        batch = (await site.get(f"{BATCHES}/{old}")).json
+        assert (batch["status"], batch["model"], batch["usage"]) == ("completed", None, None)
+        assert len(await lines_of(site, batch["output_file_id"])) == 1
+        new = await ended(site, await fill(site))
+        assert new["usage"]["output_tokens"] == 2
+
+    on_site(store, use)
+
+
+def test_a_list_of_files_of_another_purpose_is_empty(store: Path) -> None:
+    async def use(site: Site) -> None:
+        await upload(site, [line(0)])
+        for purpose, count in ((b"batch", 1), (b"user_data", 0), (b"fine-tune", 0)):
+            listed = (await site.get(FILES, query=b"purpose=" + purpose)).json
+            assert len(listed["data"]) == count
+        refused = await site.get(FILES, query=b"purpose=frobnicate")
+        assert (refused.status, refused.error["param"]) == (400, "purpose")
+
+    on_site(store, use)
 
 
 def test_each_key_has_its_own(store: Path) -> None:

@@ -61,7 +61,7 @@ def store(tmp_path: Path) -> Path:
 
 def test_results_are_messages_in_the_order_of_the_requests(store: Path) -> None:
     async def use(site: Site) -> None:
-        wrong, streams = request("b", max_tokens=0), request("c", stream=True)
+        wrong, streams = request("b", max_tokens=-1), request("c", stream=True)
         id_ = await created(site, request("a"), wrong, streams, request("d"))
         batch = await ended(site, id_)
         counts = batch["request_counts"]
@@ -78,6 +78,8 @@ def test_results_are_messages_in_the_order_of_the_requests(store: Path) -> None:
         assert [line["custom_id"] for line in found] == ["a", "b", "c", "d"]
         alone = (await site.post(MESSAGES, params("a"))).json
         message = found[0]["result"]["message"]
+        assert message["usage"].pop("service_tier") == "batch"
+        assert alone["usage"].pop("service_tier") == "standard"
         assert {**message, "id": ""} == {**alone, "id": ""}
         assert found[1]["result"]["type"] == found[2]["result"]["type"] == "errored"
         error = found[1]["result"]["error"]

@@ -52,7 +52,8 @@ def test_a_completion_has_openais_shape() -> None:
                 "prompt_tokens": 3,
                 "completion_tokens": 2,
                 "total_tokens": 5,
-                "prompt_tokens_details": {"cached_tokens": 2},
+                "prompt_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+                "completion_tokens_details": {"reasoning_tokens": 0},
             },
             "kv_transfer_params": None,
         }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
 
+from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
     CHAT,
@@ -21,12 +23,14 @@ from quire.api.generation.foreign_fields import (
     HINT_VALUES,
     HINTS,
     NO_EFFECT,
+    OPTIONS,
     SYNONYMS,
     UNSERVED,
     documented,
 )
 from quire.api.generation.sampler_order import ORDERS
-from quire.api.generation.unknown_fields import OTHER_NAMES
+from quire.api.generation.unknown_fields import OTHER_NAMES, unknown_field
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
 
@@ -35,14 +39,15 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     return known_fields(body, CHAT, warn_unknown=False)[0]
 
 
-FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *ORDERS, *HINTS, *OTHER_NAMES]
+FOREIGN = [*SYNONYMS, *NO_EFFECT, *UNSERVED, *OPTIONS, *ORDERS, *HINTS, *OTHER_NAMES]
 OF_KIND: dict[str, Any] = {"string": "any", "object": {}, "number": 3, "boolean": True}
 
 
 def test_no_foreign_field_is_listed_twice() -> None:
     assert len(FOREIGN) == len(set(FOREIGN))
-    # A field of chats that a completion accepts and does not need.
-    assert set(FOREIGN) & (COMPLETIONS | CHAT) == {"include_reasoning"}
+    # Fields of chats that a completion accepts and does not need.
+    of_chats = {"include_reasoning", "metadata", "service_tier"}
+    assert set(FOREIGN) & (COMPLETIONS | CHAT) == of_chats
 
 
 def test_the_documented_rows_are_those_of_the_table() -> None:
@@ -61,7 +66,27 @@ def test_null_means_absent_for_every_field(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(NO_EFFECT))
 def test_fields_without_effect_are_accepted_at_any_value(name: str) -> None:
-    assert given({name: OF_KIND[NO_EFFECT[name]]}) == {}
+    body = {name: OF_KIND[NO_EFFECT[name]]}
+    assert known_fields(body, COMPLETIONS, warn_unknown=False) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in OPTIONS.items() for key in keys]
+)
+def test_a_key_of_options_is_accepted_at_what_asks_for_nothing(name: str, key: str) -> None:
+    rule = OPTIONS[name][key]
+    for value in (None, *rule.allowed):
+        assert given({name: {key: value}}) == {}
+    assert given({name: {}}) == {}
+    for value in (True, "something else", 0):
+        with pytest.raises(InvalidParameter) as caught:
+            given({name: {key: value}})
+        assert caught.value.param == name
+        assert f"{name}.{key} is" in str(caught.value)
+        assert rule.why in str(caught.value)
+    for odd in ("text", [], {"frobnicate": 1}):
+        with pytest.raises(InvalidParameter, match=f"{name} is "):
+            given({name: odd})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +219,7 @@ def test_ignored_fields_are_in_a_header_and_in_the_log() -> None:
 )
 def test_a_label_of_another_type_is_rejected(name: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidParameter, match=words) as caught:
-        given({name: value})
+        known_fields({name: value}, COMPLETIONS, warn_unknown=False)
     assert caught.value.param == name
     assert given({name: None}) == {}
 
@@ -245,3 +270,38 @@ def test_a_second_neutral_value_needs_the_field_that_makes_it_neutral() -> None:
     assert given({"repeat_last_n": 0, "repetition_penalty_range": 0}) == {}
     with pytest.raises(InvalidParameter, match="repeat_last_n is 0"):
         given({"repeat_last_n": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("prompt", {}, ", which takes contents"),
+        ("messages", {"contents": []}, ", which takes contents; leave it out, or write turns"),
+        ("max_tokens", {}, "; write it as an entry of generationConfig"),
+        ("temprature", {}, '; did you mean "temperature"? leave it out'),
+    ],
+)
+def test_a_set_of_fields_says_what_its_route_has_in_place_of_others(
+    name: str, body: dict[str, Any], said: str
+) -> None:
+    fields = FieldSet(
+        {"contents", "temperature"},
+        takes="contents",
+        how="write turns" if body else "",
+        advice={"max_tokens": "; write it as an entry of generationConfig"}.get,
+    )
+    with pytest.raises(InvalidParameter, match="is not a field of this request") as raised:
+        known_fields({name: [], **body}, fields, warn_unknown=False)
+    assert f"of this request{said}" in str(raised.value)
+
+
+def test_no_route_is_said_to_take_an_input_that_it_refuses() -> None:
+    """A route with another input says so, or nothing: names are not guessed."""
+    for operation in OPERATIONS.values():
+        for name in ("prompt", "messages", "tokens", "input", "query", "text"):
+            if operation.body is None or name in operation.body:
+                continue
+            said = str(unknown_field(name, operation.body, {}))
+            taken = re.search(r"which takes (\w+)(?: and (\w+))?", said)
+            assert taken is None or {*filter(None, taken.groups())} <= operation.body, said
+    assert "takes" not in str(unknown_field("prompt", frozenset({"contents"}), {}))

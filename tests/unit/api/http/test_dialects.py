@@ -1,175 +1,38 @@
-"""A second HTTP dialect over the neutral code: its own path, errors, events and key header."""
+"""Another HTTP API over the neutral code (line_api.py): paths, errors, events and key header."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from quire.api.app import build_app, routes_of
-from quire.api.generation.chat_output import ChatOutputParser
-from quire.api.generation.choice_streams import Choice, Prompt, PromptState
-from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
-from quire.api.generation.generate import (
-    GenerationJob,
-    GenerationRequest,
-    GenerationRoute,
-    generate,
-)
-from quire.api.generation.request_context import encode
-from quire.api.generation.tools import offer_of
-from quire.api.generation.usage import Usage
-from quire.api.http.dialect import Dialect, Headers
-from quire.api.http.errors import ErrorReport
+from quire.api.generation.generate import GenerationRoute
+from quire.api.http.dialect import Dialect
 from quire.api.http.middleware import RequestMiddleware
 from quire.api.openai.dialect import OPENAI
+from quire.api.openapi.document import served
 from quire.api.openapi.operations import OPERATIONS
-from quire.base.errors import InvalidParameter, NotAuthorized, WorkerError
-from quire.base.sampling_params import SamplingParams
-from quire.engine.output.output_stream import TextDelta
+from quire.base.errors import WorkerError
 from quire.text.chat_template import ChatTemplate
-from quire.text.messages import checked_messages
 from tests.unit.api import fake_engine
 from tests.unit.api.fake_engine import Site
+from tests.unit.api.http.line_api import DIALECT, RECITE, TALK_TEMPLATE, TOP, line_routes
 from tests.unit.api.said import Reply
 
-PATH = "/lines/say"
-
-
-class LineFraming:
-    """One line of JSON for each event: its kind, if it has one, and its payload; no ids."""
-
-    media_type = "application/x-ndjson"
-    heartbeat = b"\n"
-
-    def event(self, number: int, payload: bytes, kind: str) -> bytes:
-        return kind.encode() + payload + b"\n"
-
-    def error(self, number: int, data: bytes) -> bytes:
-        return b"! " + data + b"\n"
-
-    def end(self, number: int) -> bytes:
-        return b""
-
-
-class LineDialect:
-    challenge = None
-    id_header = "x-request-id"
-
-    def read_key(self, headers: Headers) -> bytes:
-        for name, value in headers:
-            if name == b"x-line-key":
-                return value
-        raise NotAuthorized("send the key as x-line-key")
-
-    def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
-        status = 529 if report.code == "shutting_down" else report.status
-        fault = {"fault": report.code, "reason": report.message, "at": report.param}
-        return status, {**fault, "request": request_id}
-
-    def framing(self, request_id: str) -> LineFraming:
-        return LineFraming()
-
-
-class LineWriter:
-    def whole(self, choices: Sequence[Sequence[Choice]], usage: Usage) -> dict[str, Any]:
-        return {"said": choices[0][0].text, "tokens": usage.completion_tokens}
-
-    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        yield {"type": "text", "more": delta.text}
-
-    def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any]:
-        return {"type": "text", "more": text}
-
-    def of_progress(self, progress: PromptState) -> dict[str, Any]:
-        return {"progress": progress.processed}
-
-    def so_far(self, usage: Usage) -> dict[str, Any]:
-        return {}
-
-    def of_usage(self, usage: Usage) -> dict[str, Any]:
-        return {"tokens": usage.completion_tokens}
-
-
-class TalkWriter(LineWriter):
-    """Writes the parts of a parsed answer, each under its kind, and calls with their ids."""
-
-    def __init__(self, parser: ChatOutputParser) -> None:
-        self._parser = parser.choice(0)
-
-    def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
-        ends = delta.finish_reason is not None
-        for piece in self._parser.pieces(delta.text, delta.token_chars, ends=ends):
-            call = {"id": self._parser.call_id(piece.call)} if piece.kind == "call" else {}
-            yield {"type": piece.kind, "more": piece.text, **call}
-
-    def of_text(self, prompt: int, index: int, text: str) -> None:
-        return None
-
-
-async def _read_talk(asked: GenerationRequest) -> GenerationJob:
-    """Read a conversation of a form of its own: a list of [role, text]."""
-    messages = [{"role": role, "content": text} for role, text in asked.given["talk"]]
-    fields = ConversationFields(messages=checked_messages(messages))
-    conversation = await rendered(asked.context, fields)
-    sampling, parser = parsing_of(
-        asked.context,
-        offer_of({"tools": [TOOL]}),
-        replace(conversation, shows_tools=True),
-        SamplingParams(seed=1),
-        includes_reasoning=True,
-    )
-    assert parser is not None
-    token_ids = await encode(
-        asked.context, conversation.text, add_special_tokens=False, param="talk"
-    )
-    sampling = asked.limited(sampling, len(token_ids), default_tokens=None)
-    rules = parser.text_rules(asked.engine.tokenizer)
-    prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=rules)
-    return GenerationJob(prompts=[prompt], writer=TalkWriter(parser))
-
-
-TALK_TEMPLATE = {"default": "<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}"}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-async def _read(asked: GenerationRequest) -> GenerationJob:
-    if "talk" in asked.given:
-        return await _read_talk(asked)
-    text = asked.given.get("text")
-    if not isinstance(text, str):
-        raise InvalidParameter("text is missing; give a text", param="text")
-    token_ids = await encode(asked.context, text, add_special_tokens=False, param="text")
-    sampling = SamplingParams(max_tokens=8, seed=1)
-    return GenerationJob(
-        prompts=[Prompt(token_ids=token_ids, sampling=sampling)], writer=LineWriter()
-    )
+PATH = "/lines/fake:say"
 
 
 def _site(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Site:
     monkeypatch.setattr(fake_engine, "check_said", lambda *_: None)  # the document has no /lines
     site = Site(**settings)
-    dialect: Dialect = LineDialect()
-    route = GenerationRoute(
-        honoured=frozenset({"text", "talk", "stream"}),
-        id_prefix="line-",
-        read=_read,
-        dialect=dialect,
-    )
-
-    async def say(request: Request) -> Response:
-        return await generate(site.server_state, request, route)
-
-    routes = [Route(PATH, say, methods=["POST"]), *routes_of(site.server_state)]
+    routes = [*line_routes(site.server_state), *routes_of(site.server_state)]
     router = Router(routes, redirect_slashes=False)
-    site.app = RequestMiddleware(router, site.server_state, OPENAI, dialects={"/lines": dialect})
+    site.app = RequestMiddleware(router, site.server_state, OPENAI, dialects={TOP: DIALECT})
     return site
 
 
@@ -178,6 +41,7 @@ def _ask(
     body: Any,
     headers: dict[str, str] | None = None,
     path: str = PATH,
+    query: bytes = b"",
     error: Exception | None = None,
     says: str | None = None,
     **settings: Any,
@@ -188,16 +52,20 @@ def _ask(
             site.engine.script = tuple(says)
             site.engine.template = ChatTemplate(TALK_TEMPLATE, variables={})
         site.engine.fails_with, site.engine.fails_after = error, 1
-        return await site.post(path, body, headers=headers)
+        return await site.post(path, body, headers=headers, query=query)
 
     return asyncio.run(ask())
 
 
 def _generation_route(route: Route) -> GenerationRoute | None:
-    """Return what the object that serves a route passes to `generate`."""
-    owner = getattr(route.endpoint, "__self__", None)
-    held = [] if owner is None else vars(owner).values()
-    return next((value for value in held if isinstance(value, GenerationRoute)), None)
+    """Return what the object or the closure that serves a route passes to `generate`."""
+
+    def held() -> Iterator[Any]:
+        yield from vars(getattr(route.endpoint, "__self__", None) or object).values()
+        for cell in getattr(route.endpoint, "__closure__", None) or ():
+            yield cell.cell_contents
+
+    return next((value for value in held() if isinstance(value, GenerationRoute)), None)
 
 
 def test_each_generation_route_has_the_dialect_of_its_path() -> None:
@@ -205,22 +73,24 @@ def test_each_generation_route_has_the_dialect_of_its_path() -> None:
         server_state = Site().server_state
         app = build_app(server_state)
         assert isinstance(app, RequestMiddleware)
-        pairs = {route.path: _generation_route(route) for route in routes_of(server_state)}
         return {
-            path: (generation.dialect, app._dialect_of(path))
-            for path, generation in pairs.items()
-            if generation is not None
+            f"{method} {path}": (generation.dialect, app._dialect_of(path))
+            for route in routes_of(server_state)
+            for method, path in served([route])
+            if (generation := _generation_route(route)) is not None
         }
 
     found = asyncio.run(dialects())
-    streamed = {name for name, row in OPERATIONS.items() if row.event and row.body is not None}
-    assert {f"POST {path}" for path in found} == streamed
+    assert found.keys() <= OPERATIONS.keys()
+    assert {name for name, row in OPERATIONS.items() if row.event and row.body} <= found.keys()
+    assert "POST /v1/embeddings" in found
     assert all(of_route is of_path for of_route, of_path in found.values())
 
 
 def test_a_whole_answer_has_the_dialects_form(monkeypatch: pytest.MonkeyPatch) -> None:
     reply = _ask(monkeypatch, {"text": "hi"})
     assert (reply.status, reply.json) == (200, {"said": "Hello", "tokens": 2})
+    assert reply.headers["x-line-id"] == reply.headers["x-request-id"]
 
 
 def test_a_stream_has_the_dialects_framing_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,3 +182,39 @@ def test_a_rejected_key_has_the_dialects_body(monkeypatch: pytest.MonkeyPatch) -
     assert reply.status == 401
     assert reply.json["fault"] == "invalid_api_key"
     assert "www-authenticate" not in reply.headers
+
+
+def test_the_model_is_read_from_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = _ask(monkeypatch, {"text": "hi"}, path="/lines/other:say")
+    assert (reply.status, reply.json["fault"], reply.json["at"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
+    reply = _ask(monkeypatch, {"text": "hi", "model": "fake"})
+    assert (reply.status, reply.json["at"]) == (400, "model"), "the path has it"
+
+
+def test_parameters_of_the_query_are_read_or_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reply = _ask(monkeypatch, {"text": "hi"}, query=b"shout=true")
+    assert reply.json == {"said": "HELLO", "tokens": 2}
+    reply = _ask(monkeypatch, {"text": "hi"}, query=b"shout=true&alt=sse")
+    assert (reply.status, reply.json["at"]) == (400, "alt")
+    assert '"alt" is a parameter of the query, and this route takes shout' in reply.json["reason"]
+    reply = _ask(monkeypatch, {"text": "hi"}, query=b"shout=true&alt=x", unknown_fields="warn")
+    assert (reply.json["said"], reply.headers["x-quire-ignored-fields"]) == ("HELLO", "alt")
+
+
+def test_a_route_may_always_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = RECITE.replace("{model}", "fake")
+    reply = _ask(monkeypatch, {"text": "hi"}, path=path, query=b"shout=true")
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert [json.loads(line.removeprefix(b"text")) for line in reply.body.splitlines()] == [
+        {"type": "text", "more": "HEL"},
+        {"type": "text", "more": "LO"},
+        {"tokens": 2},
+    ]
+    reply = _ask(monkeypatch, {"text": "hi", "stream": False}, path=path)
+    assert (reply.status, reply.json["at"]) == (400, "stream")

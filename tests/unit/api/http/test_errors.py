@@ -7,7 +7,7 @@ import json
 import pytest
 
 from quire.api.http.dialect import error_response
-from quire.api.http.errors import SHAPES, report_of, shape_of
+from quire.api.http.errors import SHAPES, Aborted, ReadElsewhere, report_of, shape_of
 from quire.api.openai.dialect import OPENAI
 from quire.base import errors
 from quire.base.errors import (
@@ -16,6 +16,7 @@ from quire.base.errors import (
     NotAuthorized,
     OverloadedError,
     QuireError,
+    SettingError,
     ShuttingDown,
 )
 
@@ -64,6 +65,22 @@ def test_a_response_has_retry_after() -> None:
     assert response.status_code == 503
     assert response.headers["retry-after"] == "2"
     assert json.loads(bytes(response.body))["error"]["code"] == "overloaded"
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_final"),
+    [
+        *[(kind, True) for kind in (Aborted, ReadElsewhere, errors.PoisonRequest)],
+        *[(kind, True) for kind in (errors.TokenizerError, SettingError, errors.CapacityError)],
+        *[(kind, False) for kind in (OverloadedError, errors.WorkerError, errors.StepRowError)],
+        *[(kind, False) for kind in (errors.TenantLimit, errors.TimedOut, QuireError)],
+    ],
+)
+def test_errors_that_would_recur_are_not_to_be_resent(
+    kind: type[QuireError], is_final: bool
+) -> None:
+    headers = error_response(kind("words"), OPENAI, request_id="r").headers
+    assert headers.get("x-should-retry") == ("false" if is_final else None)
 
 
 def test_draining_and_busy_are_distinguished() -> None:

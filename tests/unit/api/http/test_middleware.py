@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.api.http.sockets import is_loopback, listen, url_of
+from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import SettingError
 from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import FakeEngine, Site
@@ -305,3 +307,33 @@ def test_a_rejection_while_draining_has_reason_and_retry_after() -> None:
             site.server_state.lifecycle.drain()
 
     asyncio.run(exchange())
+
+
+def test_each_response_has_an_id_in_the_header_of_its_api() -> None:
+    """Also where its route gave it none."""
+
+    async def exchange() -> None:
+        site = Site()
+        gets = {name.partition(" ")[2] for name in OPERATIONS if name.startswith("GET ")}
+        for path in sorted(gets - {"/admin/record"}):  # which is read until its reader leaves
+            reply = await site.get(path.replace("{", "").replace("}", ""))
+            id_ = reply.headers["x-request-id"]
+            assert re.fullmatch("req-[0-9a-f]{24}", id_), path
+            named = await site.get(path, headers={"x-request-id": "mine"})
+            assert named.headers["x-request-id"] == "mine"
+            if path.startswith("/v1/messages"):
+                assert reply.headers["request-id"] == id_
+                assert re.fullmatch("req-[0-9a-f]{24}", named.headers["request-id"])
+            else:
+                assert "request-id" not in reply.headers
+
+    run(exchange)
+
+
+def test_the_log_has_the_id_of_a_response() -> None:
+    async def exchange() -> None:
+        site = Site()
+        reply = await site.get("/v1/models")
+        assert f"request={reply.headers['x-request-id']} " in site.log.getvalue()
+
+    run(exchange)

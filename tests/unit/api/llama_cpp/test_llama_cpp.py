@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import ANY as ANY_COUNT
 
 import pytest
+from msgspec import structs
 
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
@@ -39,7 +42,9 @@ def ask(
         client = {"client": options.pop("client")} if "client" in options else {}
         site = Site(on or engine(), **options)
         raw = b"" if body is None else json.dumps(body).encode()
-        return await site.call(method, path, raw, headers=headers, **client)
+        path_alone, _, query = path.partition("?")
+        more = {"headers": headers, "query": query.encode(), **client}
+        return await site.call(method, path_alone, raw, **more)
 
     return asyncio.run(exchange())
 
@@ -139,6 +144,10 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"cache_prompt": False, "id_slot": 1, "n_keep": 4}, {}),
     ({"samplers": ["top_k", "temperature"], "top_k": 5}, {"top_k": 5}),
     ({"logit_bias": [[5, -1.5]]}, {"logit_bias": {"5": -1.5}}),
+    ({"dry_multiplier": 0.5}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 64}),
+    ({"dry_multiplier": 0.5, "dry_range": 9}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 9}),
+    ({"temperature": -0.5}, {"temperature": 0}),
+    ({"stop": ["", "x"]}, {"stop": ["x"]}),
     ({"stop": ["x"], "ignore_eos": True}, {"stop": ["x"], "ignore_eos": True}),
 ]
 
@@ -161,8 +170,9 @@ def test_without_output_the_prompt_is_computed() -> None:
     assert (asked.max_tokens, asked.prompt_logprobs) == (0, 0)
 
 
-def test_a_seed_of_minus_one_is_random() -> None:
-    seeds = {asked_by({**ASKED, "seed": -1}).sampling.seed for _ in range(4)}
+@pytest.mark.parametrize("seed", [-1, 4_294_967_295])
+def test_a_seed_of_minus_one_is_random(seed: int) -> None:
+    seeds = {asked_by({**ASKED, "seed": seed}).sampling.seed for _ in range(4)}
     assert len(seeds) == 4
     assert min(seeds) >= 0
 
@@ -173,7 +183,8 @@ def test_a_gap_is_filled_in_by_models_with_infill_tokens() -> None:
     made = engine()
     made.tokenizer.marks = dict.fromkeys(MARKS, 1)
     assert ask({**sent, "input_extra": []}, path=INFILL, on=made).json["content"] == "Hello"
-    assert bytes(made.asked[0].prompt_ids) == b"<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>c"
+    # What the gap begins with ends the text before it, as in llama.cpp's server.
+    assert bytes(made.asked[0].prompt_ids) == b"<|fim_prefix|>ac<|fim_suffix|>b<|fim_middle|>"
     other = {"prompt": "a", "suffix": "b", "max_tokens": 3, "seed": 7}
     again = engine()
     again.tokenizer.marks = made.tokenizer.marks
@@ -181,8 +192,165 @@ def test_a_gap_is_filled_in_by_models_with_infill_tokens() -> None:
     assert ask(sent, path=INFILL, on=made).status == 200
     assert ask(other, path=OPENAI, on=again).status == 200
     assert made.asked[1].prompt_ids == again.asked[0].prompt_ids
-    for bad in ({"input_suffix": None}, {"input_prefix": 3}, {"input_extra": [{"text": "a"}]}):
+    for bad in (
+        {"input_suffix": None},
+        {"input_prefix": 3},
+        {"prompt": 3},
+        {"input_extra": "a"},
+        {"input_extra": ["a"]},
+        {"input_extra": [{"filename": "a"}]},
+        {"input_extra": [{"text": "a", "filename": 3}]},
+        {"input_extra": [{"text": "a"}] * 1025},
+    ):
         assert next(iter(bad)) in refusal({**sent, **bad}, path=INFILL, on=made)
+
+
+FILES = [{"filename": "one.py", "text": "1"}, {"text": "2", "time": 3}]
+GAP = b"<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+
+
+@pytest.mark.parametrize(
+    ("more", "before"),
+    [
+        ((), b"\n\n--- snippet ---\n\n1\n\n--- snippet ---\n\n2"),
+        (
+            ("<|repo_name|>", "<|file_sep|>"),
+            b"<|repo_name|>myproject\n<|file_sep|>one.py\n1<|file_sep|>tmp\n2"
+            b"<|file_sep|>filename\n",
+        ),
+    ],
+)
+def test_texts_of_other_files_precede_the_gap(more: tuple[str, ...], before: bytes) -> None:
+    made = engine()
+    made.tokenizer.marks = dict.fromkeys((*MARKS, *more), 1)
+    sent = {"input_prefix": "a", "input_suffix": "b", "input_extra": FILES, "n_predict": 3}
+    reply = ask(sent, path=INFILL, on=made)
+    assert "x-quire-ignored-fields" not in reply.headers
+    assert bytes(made.asked[0].prompt_ids) == before + GAP
+
+
+def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None:
+    made = engine()
+    made.tokenizer.marks = dict.fromkeys(MARKS, 1)
+    files = [{"text": str(at) * 100} for at in range(9)]
+    sent = {"input_prefix": "a", "input_suffix": "b", "input_extra": files}
+    reply = ask(sent, path=INFILL, on=made)
+    assert reply.headers["x-quire-ignored-fields"] == "input_extra[:6]"
+    prompt = bytes(made.asked[0].prompt_ids)
+    assert [prompt.count(str(at).encode()) for at in range(9)] == [0] * 6 + [100] * 3
+    # Only the texts around the gap: they are refused if they do not fit.
+    assert ask({**sent, "n_predict": 420}, path=INFILL, on=made).status == 200
+    assert bytes(made.asked[1].prompt_ids) == GAP
+    reply = ask({**sent, "input_prefix": "a" * 600}, path=INFILL, on=made)
+    assert reply.error["type"] == "exceed_context_size_error"
+
+
+def test_what_an_editor_sends_is_accepted() -> None:
+    made = engine()
+    made.tokenizer.marks = dict.fromkeys(MARKS, 1)
+    made.defaults = replace(made.defaults, temperature=0.7, repetition_penalty=1.1)
+    sent = {
+        "input_prefix": "a",
+        "input_suffix": "b",
+        "input_extra": FILES,
+        "prompt": "",
+        "n_predict": 8,
+        "stop": [""],
+        "n_indent": 2,
+        "top_k": 40,
+        "top_p": 0.9,
+        "stream": False,
+        "samplers": ["top_k", "top_p", "infill"],
+        "cache_prompt": True,
+        "t_max_prompt_ms": 500,
+        "t_max_predict_ms": 1000,
+        "response_fields": ["content", "timings/prompt_n", "truncated", "none/such"],
+    }
+    reply = ask(sent, path=INFILL, on=made)
+    assert reply.json == {"content": "Hello", "timings/prompt_n": ANY_COUNT, "truncated": False}
+    assert reply.headers["x-quire-ignored-fields"] == "t_max_prompt_ms, samplers.infill"
+    sampling = made.asked[0].sampling
+    # Samplers that the list leaves out are off, whatever the model's files say.
+    assert (sampling.top_k, sampling.top_p) == (40, 0.9)
+    assert (sampling.temperature, sampling.repetition_penalty) == (1.0, 1.0)
+    assert sampling.stop == ()
+    surprising = {"mirostat": 2, "top_k": 0, "top_p": 1}
+    assert ask({**sent, **surprising}, path=INFILL, on=made).status == 200
+    assert made.asked[1].sampling.temperature == 0.7
+    warm = {"samplers": [], "n_predict": 0, "response_fields": [""], "t_max_predict_ms": 1}
+    assert ask({**sent, **warm}, path=INFILL, on=made).json == {}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("limits", "script", "text", "closed"),
+    [
+        ({"t_max_predict_ms": 7}, ("a", "b\nc", "d"), "ab\nc", True),
+        ({"t_max_predict_ms": 7}, ("a", "b", "c"), "abc", False),
+        ({"t_max_predict_ms": 9}, ("a\n", "b\n", "c"), "a\nb\nc", False),
+        ({"t_max_predict_ms": -1}, ("a\n", "b\n", "c"), "a\nb\nc", False),
+        ({"n_indent": 2}, ("a\n", "  b", "\n c", "d"), "a\n  b\n ", True),
+        ({"n_indent": 2}, ("a\n", "\t\tb\n", "\n", "d"), "a\n\t\tb\n", True),
+        ({"n_indent": 2}, ("a\n ", "  b\n", "  c", "d"), "a\n   b\n  cd", False),
+    ],
+)
+def test_lines_end_an_answer(
+    limits: dict[str, Any], script: tuple[str, ...], text: str, closed: bool, stream: bool
+) -> None:
+    made = engine(*script)
+    reply = ask({**ASKED, **limits, "stream": stream}, on=made)
+    said = reply.events if stream else [reply.json]
+    assert "".join(each["content"] for each in said) == text
+    assert said[-1]["stop_type"] == ("limit" if closed else "word")
+    assert not said[-1]["truncated"]
+    assert len(made.closed_early) == closed
+
+
+def test_an_answer_that_fills_the_context_is_truncated() -> None:
+    made = engine(*["a"] * 3, reason=FinishReason.LENGTH)
+    made.card = replace(CARD, max_model_len=5)
+    for sent, is_full in (({"n_predict": -1}, True), ({"n_predict": 2}, False)):
+        made.script = ("a",) * (3 if is_full else 2)
+        answer = ask({**ASKED, **sent}, on=made).json
+        assert (answer["stop_type"], answer["truncated"]) == ("limit", is_full)
+
+
+@pytest.mark.parametrize(
+    ("sent", "names"),
+    [
+        ({"presence_penalty": 1.0}, "repeat_last_n"),
+        ({"repeat_penalty": 1.1}, "repeat_last_n"),
+        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, ""),
+        ({"repeat_penalty": 1.0}, ""),
+        ({"sse_ping_interval": 5}, "sse_ping_interval"),
+        ({"speculative.n_max": 8, "n_discard": 2, "n_cmpl": 1, "n": 1}, "speculative.n_max"),
+    ],
+)
+def test_what_llama_cpp_does_otherwise_is_listed(sent: dict[str, Any], names: str) -> None:
+    assert ask({**ASKED, **sent}).headers.get("x-quire-ignored-fields", "") == names
+
+
+def test_biases_of_texts_and_bans_are_objects_too() -> None:
+    sent = {"logit_bias": {"7": 2, "ab": -1.5, "c": False}}
+    made = engine()
+    settings = ask({**ASKED, **sent}, on=made).json["generation_settings"]
+    assert made.asked[0].sampling.logit_bias == {7: 2, 97: -1.5, 98: -1.5, 99: -math.inf}
+    assert settings["logit_bias"][:2] == [{"bias": 2.0, "token": 7}, {"bias": -1.5, "token": 97}]
+    assert settings["logit_bias"][3] == {"bias": None, "token": 99}
+    for bad in ({"": 1}, {"a": True}, {"a": "b"}, {"99999999999": "b"}):
+        assert "logit_bias" in refusal({**ASKED, "logit_bias": bad})
+
+
+def test_drafts_are_in_the_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = FakeEngine._delta
+
+    def with_drafts(self: Any, *args: Any) -> Any:
+        return structs.replace(given(self, *args), accepted_drafts=3, rejected_drafts=2)
+
+    assert "draft_n" not in ask(ASKED).json["timings"]
+    monkeypatch.setattr(FakeEngine, "_delta", with_drafts)
+    timings = ask(ASKED).json["timings"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (5, 3)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -207,14 +375,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"repeat_last_n": "a"}, "repeat_last_n is"),
     ({"mirostat": 1}, "mirostat is 1"),
     ({"dynatemp_range": 0.5}, "dynatemp_range is 0.5"),
-    ({"t_max_predict_ms": 100}, "deadline_ms"),
-    ({"response_fields": ["content"]}, "response_fields"),
+    ({"t_max_predict_ms": 0.5}, "t_max_predict_ms is 0.5"),
+    ({"n_indent": -1}, "n_indent is -1"),
+    ({"response_fields": "content"}, "response_fields is"),
+    ({"response_fields": [1]}, "response_fields is"),
+    ({"response_fields": ["a"] * 257}, "response_fields is"),
     ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"lora": [{"id": 0}]}, "LoRA"),
-    ({"samplers": ["infill"]}, "samplers holds"),
+    ({"samplers": ["fill"]}, "samplers holds"),
+    ({"samplers": ["top_k", "infill"], "top_p": 0.5}, "does not list top_p"),
     ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers has"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
-    ({"n": 2}, '"n" is not a field'),
+    ({"n": 2}, "n is 2; an answer here is one text"),
+    ({"n": True}, "n is true"),
+    ({"n_cmpl": 2}, "n_cmpl (read as n) is 2"),
     ({"messages": []}, '"messages" is not a field'),
     ({"nonsense": 1}, '"nonsense" is not a field'),
 ]
@@ -230,6 +404,7 @@ def test_errors_have_code_and_type_before_and_within_a_stream() -> None:
     assert (reply.status, reply.error["type"]) == (404, "not_found_error")
     reply = ask({**ASKED, "prompt": "a" * 600})
     assert (reply.error["code"], reply.error["type"]) == (400, "exceed_context_size_error")
+    assert (reply.error["n_prompt_tokens"], reply.error["n_ctx"]) == (600, 512)
     failing = engine()
     failing.fails_with, failing.fails_after = WorkerError("it was killed"), 1
     first, last = ask({**ASKED, "stream": True}, on=failing).events
@@ -254,6 +429,10 @@ def test_props_have_the_defaults_and_the_template() -> None:
     assert props["total_slots"] == CARD.max_num_seqs
     assert props["default_generation_settings"]["n_ctx"] == 512
     assert props["default_generation_settings"]["params"]["temperature"] == 1.0
+    assert props["default_generation_settings"]["params"]["dry_penalty_last_n"] == 64
+    assert props["modalities"] == {"vision": False, "video": False, "audio": False}
+    assert props["chat_template_caps"]["supports_tools"]
+    assert (props["endpoint_slots"], props["endpoint_props"]) == (True, False)
     assert props["chat_template"] == made.template.source()
     made.template = None
     assert ask(None, path="/props", method="GET", on=made).json["chat_template"] == ""
@@ -263,11 +442,53 @@ def test_slots_are_for_admins_and_have_counts() -> None:
     slots = ask(None, path="/slots", method="GET").json
     assert [slot["is_processing"] for slot in slots] == [True, *[False] * 7]
     assert (slots[0]["n_prompt_tokens"], slots[0]["n_decoded"]) == (20, 4)
+    assert (slots[0]["n_prompt_tokens_processed"], slots[0]["n_prompt_tokens_cache"]) == (4, 16)
+    assert slots[0]["params"] == {"n_predict": 44, "max_tokens": 44}
+    assert slots[0]["next_token"][0]["n_remain"] == 40
+    made = engine()
+    path = "/slots?fail_on_no_slot=1"
+    assert ask(None, path=path, method="GET", on=made).status == 200
+    made.snapshot = replace(made.snapshot, slots_total=1)
+    reply = ask(None, path=path, method="GET", on=made)
+    assert (reply.status, reply.error["type"]) == (503, "unavailable_error")
+    assert ask(None, path="/slots?fail_on_no_slot=", method="GET", on=made).status == 200
+    assert ask(None, path="/slots?other=1", method="GET", on=made).status == 400
     key = {"authorization": "Bearer k"}
     reply = ask(
         None, path="/slots", method="GET", headers=key, api_key=("k",), client=("10.0.0.1", 1)
     )
     assert (reply.status, reply.error["type"]) == (403, "permission_error")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_health_is_open_and_has_what_clients_wait_for(path: str) -> None:
+    made = engine()
+    reply = ask(None, path=path, method="GET", on=made, api_key=("k",))
+    assert (reply.status, reply.json["status"], reply.json["ok"]) == (200, "ok", True)
+
+    async def dead() -> Reply:
+        site = Site(made)
+        made.dead.set()
+        return await site.get(path)
+
+    reply = asyncio.run(dead())
+    error = {"code": 503, "message": "it was killed", "type": "unavailable_error"}
+    assert (reply.status, reply.json["status"], reply.json["error"]) == (503, "dead", error)
+
+
+@pytest.mark.parametrize("path", ["/reranking", "/v1/reranking"])
+def test_reranking_is_another_name(path: str) -> None:
+    sent = {"query": "a", "documents": ["ab", "c"]}
+    assert ask(sent, path=path).json["results"] == ask(sent, path="/v1/rerank").json["results"]
+
+
+@pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
+def test_vectors_are_lists_of_numbers(path: str) -> None:
+    plain = ask({"content": "ab"}, path=path).json
+    assert len(plain[0]["embedding"][0]) == 4
+    assert ask({"content": "ab", "encoding_format": "float"}, path=path).json == plain
+    words = refusal({"content": "ab", "encoding_format": "base64"}, path=path)
+    assert 'POST /v1/embeddings also has "base64"' in words
 
 
 def test_texts_are_tokenized_and_ids_decoded_in_this_form_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
+from tests.gguf_writer import write_gguf
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 CHAT, GENERATE, OPENAI = "/api/chat", "/api/generate", "/v1/chat/completions"
@@ -144,20 +146,64 @@ def test_raw_prompts_and_models_without_a_template_are_used_as_they_are() -> Non
     assert bytes(asked_by(system, GENERATE).prompt_ids) == b"system:Be brief.;user:hi;"
 
 
+def test_without_a_template_the_text_of_an_answer_is_continued() -> None:
+    made = engine()
+    made.template = None
+    first = ask({"prompt": "hi", "stream": False}, path=GENERATE, on=made).json
+    assert first["context"] == [*b"hi", 0, 1]
+    second = {"prompt": "on", "context": first["context"], "stream": False}
+    assert ask(second, path=GENERATE, on=made).json["context"] == [*b"hi", 0, 1, *b"on", 0, 1]
+    raw = ask({"prompt": "hi", "raw": True, "stream": False}, path=GENERATE, on=made).json
+    assert "context" not in raw
+
+
+def test_thinking_without_a_template_is_listed_as_ignored() -> None:
+    for think, names in ((True, "think"), ("high", "think"), (False, None), (None, None)):
+        reply = ask({"prompt": "hi", "raw": True, "think": think}, path=GENERATE)
+        assert reply.headers.get("x-quire-ignored-fields") == names
+
+
+def test_the_newest_messages_that_fit_are_kept_on_request() -> None:
+    def said(role: str, number: int) -> dict[str, Any]:
+        return {"role": role, "content": f"{number:0100}"}
+
+    turns = [said(role, at) for at in range(6) for role in ("user", "assistant")]
+    messages = [{"role": "system", "content": "Be brief."}, *turns, *SAID]
+    made = engine(max_model_len=512)
+    sent = {"messages": messages, "stream": False}
+    assert "maximum context length" in refusal(sent, on=made)
+    assert ask({**sent, "truncate": True}, on=made).status == 200
+    kept = [messages[0], *turns[-2:], *SAID]
+    # The same request as one with the messages that are left.
+    assert made.asked[0].prompt_ids == asked_by({"messages": kept}).prompt_ids
+    whole = {**sent, "truncate": True, "messages": messages[-4:]}
+    assert ask(whole, on=made).status == 200
+    assert made.asked[1].prompt_ids == asked_by({"messages": messages[-4:]}).prompt_ids
+    long = {**sent, "truncate": True, "messages": [*turns, {"role": "user", "content": "a" * 600}]}
+    assert "maximum context length" in refusal(long, on=made)
+
+
 def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
     sent = {"prompt": "a", "suffix": "b"}
     assert "no tokens for infilling" in refusal(sent, path=GENERATE)
     made = engine()
     marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
     made.tokenizer.marks = dict.fromkeys(marks, 1)
-    assert ask(sent, path=GENERATE, on=made).status == 200
+    answer = ask({**sent, "stream": False}, path=GENERATE, on=made).json
     assert bytes(made.asked[0].prompt_ids) == b"<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    assert answer["context"] == [*made.asked[0].prompt_ids, 0, 1]
     shown = ask({"model": "fake"}, path="/api/show", on=made).json
     assert "insert" in shown["capabilities"]
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-@pytest.mark.parametrize(("keep", "reason"), [(None, "load"), ("5m", "load"), (0, "unload")])
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        *((keep, "load") for keep in (None, "5m", "10s", -1, "m")),
+        *((keep, "unload") for keep in (0, "0", "0s", "0h0m0.0s")),
+    ],
+)
 def test_without_a_prompt_nothing_is_generated(path: str, keep: Any, reason: str) -> None:
     made = engine()
     answer = ask({"model": "fake", "keep_alive": keep}, path=path, on=made).json
@@ -236,7 +282,10 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"]},
     ),
     ({"options": {"seed": 7, "num_predict": -1, "min_p": 0.25}}, {"min_p": 0.25}),
+    ({"options": {"seed": 7, "num_predict": 0}}, {}),
     ({"options": {"seed": 7, "num_predict": 4096}}, {}),
+    ({"messages": [{**SAID[0], "thinking": "", "tool_name": ""}]}, {}),
+    ({"truncate": True}, {}),
     ({"options": {"seed": 7, "num_gpu": 1, "num_thread": 4, "tfs_z": 1.0}}, {}),
     ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
     ({"priority": 3, "cache_salt": "a"}, {"priority": 3, "cache_salt": "a"}),
@@ -308,7 +357,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": {"max_tokens": 3}}, "write it as options.num_predict"),
     ({"options": {"temperature": "hot"}}, 'options.temperature is "hot"'),
     ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty is -1"),
-    ({"options": {"num_predict": 0}}, "options.num_predict is 0"),
+    ({"options": {"num_predict": False}}, "options.num_predict is false"),
     ({"options": {"num_predict": -3}}, "options.num_predict is -3"),
     ({"options": {"mirostat": 1}}, "options.mirostat is 1"),
     ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n is 64"),
@@ -325,8 +374,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"think": "much"}, 'think is "much"'),
     ({"format": "xml"}, 'format is "xml"'),
     ({"format": {"city": 1}}, "format has"),
-    ({"truncate": True}, "truncate is true"),
-    ({"shift": True}, "shift is true"),
+    ({"truncate": 1}, "truncate is 1"),
+    ({"shift": "a"}, 'shift is "a"'),
     ({"keep_alive": []}, "keep_alive is []"),
     ({"stream": "yes"}, "stream is"),
     ({"top_logprobs": 2}, "without logprobs"),
@@ -371,6 +420,14 @@ def test_a_completion_refuses_what_it_does_not_take(sent: dict[str, Any], words:
 def test_hints_are_listed_in_a_header_and_unknown_options_too_if_the_server_warns() -> None:
     reply = ask({**ASKED, "options": {"num_ctx": 4096}})
     assert reply.headers["x-quire-ignored-fields"] == "options.num_ctx"
+    reply = ask({**ASKED, "shift": True, "truncate": True})
+    assert reply.headers["x-quire-ignored-fields"] == "shift"
+    # Where Ollama has a window of 64 tokens.
+    for option in ("repeat_penalty", "presence_penalty"):
+        reply = ask({**ASKED, "options": {option: 1.5}})
+        assert reply.headers["x-quire-ignored-fields"] == "options.repeat_last_n"
+    for options in ({"repeat_penalty": 1.5, "repeat_last_n": -1}, {"repeat_penalty": 1.0}):
+        assert "x-quire-ignored-fields" not in ask({**ASKED, "options": options}).headers
     reply = ask({**ASKED, "options": {"other": 1}}, unknown_fields="warn")
     assert reply.headers["x-quire-ignored-fields"] == "options.other"
 
@@ -412,10 +469,98 @@ def test_the_model_is_listed_under_each_of_its_names(tmp_path: Path) -> None:
         shown = ask(body, path="/api/show", on=made).json
         assert shown["template"] == TEMPLATE
         assert shown["model_info"]["llama.context_length"] == 2048
-        assert shown["capabilities"] == ["completion", "tools", "thinking"]
+        assert shown["capabilities"] == ["embedding", "completion", "tools", "thinking"]
     assert ask({"model": "none"}, path="/api/show").status == 404
     assert ask({"name": "none"}, path="/api/show").status == 404
     assert "model is missing" in refusal({}, path="/api/show")
+
+
+@pytest.mark.parametrize(
+    ("card", "capabilities"),
+    [
+        ({"pooling": None}, ["completion", "tools", "thinking"]),
+        ({"generates": False}, ["embedding"]),
+    ],
+)
+def test_capabilities_are_those_of_the_model(card: Any, capabilities: list[str]) -> None:
+    shown = ask({"model": "fake"}, path="/api/show", on=engine(**card)).json
+    assert shown["capabilities"] == capabilities
+
+
+def test_clients_of_other_languages_send_empty_fields() -> None:
+    empty = {"model": "fake:latest", "name": "", "system": "", "template": "", "options": None}
+    assert ask(empty, path="/api/show").json["details"]["format"] == "safetensors"
+    assert ask({**empty, "options": {}}, path="/api/show").status == 200
+    for name, value in (("system", "a"), ("template", "a"), ("options", {"seed": 1})):
+        assert f"{name} is" in refusal({**empty, name: value}, path="/api/show")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, ""),
+        (999, "999"),
+        (260_032, "260K"),
+        (134_515_008, "134.52M"),
+        (7_000_000, "7M"),
+        (8_030_261_248, "8.0B"),
+    ],
+)
+def test_the_number_of_parameters_is_in_the_details(number: int, text: str) -> None:
+    shown = ask({"model": "fake"}, path="/api/show", on=engine(num_parameters=number)).json
+    assert shown["details"]["parameter_size"] == text
+    assert shown["model_info"].get("general.parameter_count", 0) == number
+
+
+def test_the_architecture_of_a_gguf_file_is_in_its_metadata(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, {"general.architecture": "qwen2"}, {})
+    listed = ask(None, path="/api/tags", method="GET", on=engine(path=str(file))).json["models"]
+    assert listed[0]["details"]["family"] == "qwen2"
+    file.write_bytes(b"GGUF but not really")
+    shown = ask({"model": "fake"}, path="/api/show", on=engine(path=str(file))).json
+    assert shown["details"]["family"] == "unknown"
+
+
+def test_a_loaded_model_says_where_it_is_and_until_when(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    sizes = []
+    for recipe in ("avx2", "torch-cuda-sm90-2.6-triton3-exact"):
+        made = engine(path=str(tmp_path), recipe=recipe)
+        (running,) = ask(None, path="/api/ps", method="GET", on=made).json["models"]
+        sizes.append(running["size_vram"])
+    assert sizes == [0, 100]
+    left = datetime.fromisoformat(running["expires_at"]) - datetime.now(UTC)
+    assert timedelta(days=36_000) < left < timedelta(days=37_000)
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE, "/api/embed", "/api/embeddings"])
+def test_the_tag_latest_is_part_of_each_name(path: str) -> None:
+    sent = {CHAT: {"messages": SAID}, "/api/embed": {"input": "a"}}.get(path, {"prompt": "a"})
+    made = engine(aliases=("own:latest",))
+    for name in ("fake", "fake:latest", "own:latest", "own:latest:latest"):
+        assert ask({**sent, "model": name}, path=path, on=made).status == 200
+    for name in ("own", "fake:other", ":latest", "fake:latest:latest"):
+        assert ask({**sent, "model": name}, path=path, on=made).status == 404
+    chat = {"messages": SAID, "model": "fake:latest"}
+    assert ask(chat, path=OPENAI).status == 404
+
+
+@pytest.mark.parametrize("sent", [{"input": ""}, {"input": []}])
+def test_without_texts_there_are_no_vectors(sent: dict[str, Any]) -> None:
+    made = engine()
+    assert ask(sent, path="/api/embed", on=made).json == {
+        "model": "fake",
+        "embeddings": [],
+        "total_duration": 0,
+        "load_duration": 0,
+        "prompt_eval_count": 0,
+    }
+    assert ask({"prompt": ""}, path="/api/embeddings", on=made).json == {"embedding": []}
+    assert made.asked == []
+    assert "dimensions is 3" in refusal({**sent, "dimensions": 3}, path="/api/embed")
+    assert "input is missing" in refusal({}, path="/api/embed")
+    assert ask(sent, path="/api/embed", on=engine(pooling=None)).status == 400
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"model_type": 3}'])

@@ -167,6 +167,10 @@ def test_a_failure_is_stored_and_the_last_event() -> None:
         assert (failed["status"], failed["error"]["message"]) == ("failed", "it died")
         events = events_of(await read(site, id_, b"stream=true"))
         assert kinds_of(events)[-2:] == ["error", "failed"]
+        after_error = b"stream=true&starting_after=%d" % events[-2]["sequence_number"]
+        assert events_of(await read(site, id_, after_error)) == events[-1:]
+        after_all = b"stream=true&starting_after=%d" % events[-1]["sequence_number"]
+        assert (await read(site, id_, after_all)).events == []
 
     on_site(use)
 
@@ -233,6 +237,7 @@ def test_an_open_response_that_no_process_runs_has_failed(tmp_path: Path) -> Non
         for _ in range(2):
             response = (await read(site, id_)).json
             assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+            assert (response["error"]["type"], response["error"]["param"]) == ("server_error", None)
 
     on_site(use, **settings)
 

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from quire.api.openai.responses.history import sealed
 from quire.api.openai.responses.store import MemoryStore
 from tests.unit.api.fake_engine import Reply, Site
 from tests.unit.api.responses.asking import ASKED, CALL, PATH, TOOL, events_of
@@ -97,6 +99,58 @@ def test_responses_continue_a_conversation_and_add_to_it(
         assert site.engine.asked[-1].prompt_ids == site.engine.asked[1].prompt_ids
 
     on_site(use, **settings)
+
+
+def test_a_conversation_goes_on_without_input_and_refers_to_its_items(settings: Any) -> None:
+    async def use(site: Site) -> None:
+        id_ = await made(site, items=[HI])
+        asked = {"seed": 7, "conversation": id_}
+        assert (await site.post(PATH, {**asked, "store": False})).status == 200
+        assert bytes(site.engine.asked[0].prompt_ids) == b"user:hi;"
+        count = f"{PATH}/input_tokens"
+        counted = (await site.post(count, {"conversation": id_})).json["input_tokens"]
+        for item in await items(site, id_):  # its own, and one of a response that is not stored
+            reference = {"type": "item_reference", "id": item["id"]}
+            named = await site.post(count, {"conversation": id_, "input": [reference]})
+            assert named.json["input_tokens"] > counted
+            alone = await site.post(count, {"input": [reference]})
+            assert (alone.status, alone.error["param"]) == (400, "input")
+        empty = await made(site)
+        refused = await site.post(PATH, {"conversation": empty})
+        assert (refused.status, refused.error["param"]) == (400, "input")
+        assert "and so is the conversation" in refused.error["message"]
+
+    on_site(use, **settings)
+
+
+def test_the_items_of_a_conversation_are_sealed_on_request() -> None:
+    thought = {
+        "type": "reasoning",
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
+    query = b"include[]=reasoning.encrypted_content"
+
+    async def use(site: Site) -> None:
+        id_ = await made(site)
+        path = f"{CONVERSATIONS}/{id_}/items"
+        body = msgspec.json.encode({"items": [thought]})
+        for asked, expected in ((query, [sealed("Hm.")]), (b"", [])):
+            added = (await site.call("POST", path, body, query=asked)).json["data"]
+            one = (await site.get(f"{path}/{added[0]['id']}", query=asked)).json
+            (listed, *_) = (await site.get(path, query=asked)).json["data"]
+            for item in (added[0], one, listed):
+                assert [item[key] for key in item if key == "encrypted_content"] == expected
+
+    on_site(use)
+
+
+def test_labels_of_null_are_removed() -> None:
+    async def use(site: Site) -> None:
+        id_ = await made(site, metadata={"a": "b"})
+        reply = await site.post(f"{CONVERSATIONS}/{id_}", {"metadata": None})
+        assert (reply.status, reply.json["metadata"]) == (200, {})
+
+    on_site(use)
 
 
 def test_calls_and_their_outputs_are_in_one_conversation(settings: Any) -> None:

@@ -10,9 +10,11 @@ import pytest
 from quire.api.openai.responses.history import sealed
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
+from quire.text.chat_template import ChatTemplate
 from tests.unit.api.responses.asking import (
     ASKED,
     CALL,
+    CHAT,
     CHAT_TOOL,
     PATH,
     SCHEMA,
@@ -157,7 +159,13 @@ def test_an_error_within_a_stream_is_an_event_and_the_response_has_failed() -> N
         "sequence_number": len(events) - 2,
     }
     response = events[-1]["response"]
-    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert response["status"] == "failed"
+    assert response["error"] == {
+        "code": "server_error",
+        "message": "it died",
+        "param": None,
+        "type": "server_error",
+    }
     (item,) = response["output"]
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "a")
 
@@ -171,9 +179,9 @@ ITEMS: list[Any] = [
         {"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
     {"type": "function_call", "call_id": "t1", "name": "weather", "arguments": '{"city": "Ulm"}'},
     {"type": "function_call", "call_id": "t2", "name": "weather", "arguments": '{"city": "Köln"}'},
-    {"type": "function_call_output", "call_id": "t1", "output": "Rain."},
+    {"type": "function_call_output", "call_id": "t1", "name": "weather", "output": "Rain."},
     {"type": "function_call_output", "call_id": "t2", "output": [
-        {"type": "input_text", "text": "Snow."}]},
+        {"type": "input_text", "text": "Snow.", "prompt_cache_breakpoint": {"mode": "explicit"}}]},
     {"type": "reasoning", "summary": [], "encrypted_content": sealed("So.")},
     {"role": "assistant", "content": "Both."},
     {"role": "assistant", "content": "Wet."},
@@ -243,6 +251,9 @@ def test_a_conversation_has_the_prompt_and_parameters_of_the_same_chat() -> None
         ),
         ({"text": {"format": {"type": "text"}}}, {}),
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
+        ({"reasoning": {"context": "auto", "mode": "standard"}}, {}),
+        ({"background_options": {"completion_window": "soonest"}}, {}),
+        ({"image": {"context_compression": "auto"}, "access_programs": None}, {}),
     ],
 )
 def test_a_field_has_the_prompt_and_grammar_of_the_same_chat(sent: Any, chat: Any) -> None:
@@ -251,6 +262,149 @@ def test_a_field_has_the_prompt_and_grammar_of_the_same_chat(sent: Any, chat: An
     assert asked.prompt_ids == same.prompt_ids
     grammars = [each.sampling.structured_outputs for each in (asked, same)]
     assert [g and g.text for g in grammars] == [grammars[0] and grammars[0].text] * 2
+
+
+def test_a_response_repeats_what_was_sent() -> None:
+    labels = {
+        "user": "me",
+        "safety_identifier": "id",
+        "max_tool_calls": 3,
+        "prompt_cache_key": "key",
+        "prompt_cache_retention": "24h",
+    }
+    nothing = dict.fromkeys((*labels, "prompt_cache_options", "prompt", "moderation"))
+    plain = ask(ASKED).json
+    assert {name: plain[name] for name in nothing} == nothing
+    told = ask({**ASKED, **labels, "prompt_cache_options": {"mode": "explicit"}}).json
+    options = {"mode": "explicit", "ttl": "30m"}
+    assert {name: told[name] for name in nothing} == {
+        **nothing,
+        **labels,
+        "prompt_cache_options": options,
+    }
+    ignored = ask({**ASKED, "prompt": {"id": "pmpt_1"}}, unknown_fields="warn").json
+    assert ignored["prompt"] is None
+    effort = {"effort": "low", "summary": None, "context": "auto", "mode": "standard"}
+    assert ask({**ASKED, "reasoning": {"effort": "low"}}).json["reasoning"] == effort
+
+
+FLAT_CHOICE = {"type": "function", "name": "weather"}
+FLAT_ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [FLAT_CHOICE]}
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ("required", "required"),
+        (FLAT_CHOICE, FLAT_CHOICE),
+        ({"type": "function", "function": {"name": "weather"}}, FLAT_CHOICE),
+        ({**FLAT_ALLOWED, "mode": "required"}, {**FLAT_ALLOWED, "mode": "required"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"tools": [{"function": {"name": "weather"}}]},
+            },
+            FLAT_ALLOWED,
+        ),
+    ],
+)
+def test_a_response_repeats_tools_in_its_own_form(sent: Any, shown: Any) -> None:
+    neutral = {"defer_loading": False, "allowed_callers": ["direct"]}
+    body = {**ASKED, "tools": [{**TOOL, **neutral}], "tool_choice": sent}
+    reply = ask(body, on=engine(CALL)).json
+    assert reply["tool_choice"] == shown
+    assert reply["tools"] == [{**TOOL, "strict": False, **neutral}]
+    assert reply["parallel_tool_calls"] is True
+    one = ask({**body, "parallel_tool_calls": False}, on=engine(CALL)).json
+    assert one["parallel_tool_calls"] is False
+
+
+def test_the_phase_of_a_message_goes_to_the_template() -> None:
+    made = engine()
+    made.template = ChatTemplate(
+        {"default": "{% for m in messages %}{{ m.phase or '-' }}:{{ m.content }};{% endfor %}"},
+        variables={},
+    )
+    said = {"role": "assistant", "content": "Hm.", "phase": "commentary"}
+    assert ask({**ASKED, "input": [said, {**said, "phase": None}]}, on=made).status == 200
+    assert bytes(made.asked[0].prompt_ids) == b"commentary:Hm.;-:Hm.;"
+
+
+HARMONY = [
+    *("<|channel|>", "analysis", "<|message|>", "Hm.", "<|end|>", "<|start|>", "assistant"),
+    *("<|channel|>", "commentary", "<|message|>", "I ", "look.", "<|end|>", "<|start|>"),
+    *("assistant", "<|channel|>", "final", "<|message|>", "Yes", "\n", "no."),
+]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 1000])
+def test_commentary_and_the_answer_are_messages_with_phases(cut: int) -> None:
+    text = "".join(HARMONY)
+    script = [text[at : at + cut] for at in range(0, len(text), cut)] if cut else HARMONY
+    body = {**ASKED, "include": ["message.output_text.logprobs"], "max_output_tokens": 99}
+    harmony = {"reasoning_parser": "harmony"}
+    whole = ask(body, on=engine(*script), **harmony).json["output"]
+    assert [item["type"] for item in whole] == ["reasoning", "message", "message"]
+    assert [item.get("phase") for item in whole] == [None, "commentary", "final_answer"]
+    assert [item["content"][0]["text"] for item in whole] == ["Hm.", "I look.", "Yes\nno."]
+    events = events_of(ask({**body, "stream": True}, on=engine(*script), **harmony))
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(whole)
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [item.get("phase") for item in added] == [None, "commentary", "final_answer"]
+    if not cut:
+        tokens = [[one["token"] for one in item["content"][0]["logprobs"]] for item in whole[1:]]
+        assert tokens == [["I ", "look."], ["Yes", "\n", "no."]]
+    # Sent back, they are the message of the same chat.
+    chat = ask({"messages": SAID, "seed": 7}, path=CHAT, on=engine(*script), **harmony)
+    message = chat.json["choices"][0]["message"]
+    assert message["content"] == "I look.\nYes\nno."
+    asked = of_response({"input": [*SAID, *whole, *SAID]})
+    assert asked.prompt_ids == of_chat({"messages": [*SAID, message, *SAID]}).prompt_ids
+
+
+COUNT = f"{PATH}/input_tokens"
+
+
+def test_the_tokens_of_a_prompt_are_counted() -> None:
+    fields = {"input": ITEMS, "instructions": "Answer.", "tools": [TOOL]}
+    made = engine()
+    reply = ask(fields, path=COUNT, on=made)
+    expected = len(of_response(fields).prompt_ids)
+    assert reply.json == {"object": "response.input_tokens", "input_tokens": expected}
+    assert made.asked == []
+    # Beyond the context they are counted too, and only without truncation.
+    long = {"input": long_talk(12)}
+    whole = ask(long, path=COUNT, on=engine(context=512)).json["input_tokens"]
+    cut = ask({**long, "truncation": "auto"}, path=COUNT, on=engine(context=512))
+    assert cut.json["input_tokens"] <= 512 < whole
+    hints = ask({"input": "a", "reasoning": {"summary": "auto"}}, path=COUNT)
+    assert hints.headers["x-quire-ignored-fields"] == "reasoning.summary"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "a", "max_output_tokens": 4}, "max_output_tokens"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "a", "personality": "friendly"}, "personality"),
+        ({"input": "a", "previous_response_id": "resp_0"}, "previous_response_id"),
+    ],
+)
+def test_a_count_refuses_what_a_response_refuses(body: Any, param: str) -> None:
+    reply = ask(body, path=COUNT)
+    assert reply.status == (404 if param == "previous_response_id" else 400)
+    assert reply.error["param"] == param
+
+
+def test_a_compaction_is_refused_with_what_to_do() -> None:
+    reply = ask({"input": "a"}, path=f"{PATH}/compact")
+    assert (reply.status, reply.error["code"]) == (404, "unknown_url")
+    assert "conversations are not compacted here" in reply.error["message"]
+    assert 'truncation: "auto"' in reply.error["message"]
+    assert ask(b"", path=COUNT).status == 400  # no id of a response, so no 405
 
 
 def test_hints_are_reported() -> None:
@@ -296,6 +450,50 @@ def items(*given: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a context of reasoning": (
+        {"reasoning": {"context": "all_turns"}},
+        'reasoning.context is "all_turns"; "auto" is allowed',
+    ),
+    "a mode of reasoning": ({"reasoning": {"mode": "pro"}}, 'reasoning.mode is "pro"'),
+    "a phase": (
+        items({"role": "assistant", "content": "a", "phase": "draft"}),
+        'input[0].phase is "draft"; commentary and final_answer are allowed',
+    ),
+    "a breakpoint": (
+        items(
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"ttl": "1h"}}
+                ],
+            }
+        ),
+        'input[0].content[0].prompt_cache_breakpoint.ttl is "1h"',
+    ),
+    "an output of another function": (
+        items(
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "name": "g", "output": "a"},
+        ),
+        'has the name "g", and the function_call with its call_id the name "f"',
+    ),
+    "a name of an output": (
+        items({"type": "function_call_output", "call_id": "c", "name": 5, "output": "a"}),
+        "input[0].name is 5",
+    ),
+    "a stored prompt": (
+        {"prompt": {"id": "pmpt_1"}},
+        "no prompts are stored here; write its text as instructions and input",
+    ),
+    "a prompt as text": ({"prompt": "hi"}, "which takes input"),
+    "a warm cache": (
+        {"prompt_cache_options": {"prewarm": True}},
+        "prompt_cache_options.prewarm is true: a prompt is computed with an answer only",
+    ),
+    "a later window": (
+        {"background_options": {"completion_window": "2h"}},
+        'background_options.completion_window is "2h"',
+    ),
     "no input": ({"input": None}, "input is missing"),
     "an empty list": (items(), "input is []"),
     "no object": (items("hi"), 'input[0] is "hi"'),

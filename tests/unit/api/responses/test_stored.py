@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from quire.api.openai.responses import sqlite_store
+from quire.api.openai.responses.history import sealed
 from quire.api.openai.responses.open_store import store_of
 from quire.api.openai.responses.store import (
     MemoryStore,
@@ -148,6 +149,61 @@ def test_references_stand_for_stored_items() -> None:
             refused = await site.post(PATH, {**ASKED, "input": [{"id": id_}]})
             assert refused.status == 400
             assert f'input[0].id is "{id_}"' in refused.error["message"]
+
+    on_site(use)
+
+
+@pytest.mark.parametrize("given", [None, []])
+def test_a_continued_response_needs_no_input(settings: Any, given: Any) -> None:
+    async def use(site: Site) -> None:
+        first = await made(site, {"input": "Where?"})
+        more = await made(site, {"input": given, "previous_response_id": first["id"]})
+        assert bytes(site.engine.asked[1].prompt_ids) == b"user:Where?;assistant:Hello;"
+        shown = await site.get(f"{PATH}/{more['id']}/input_items")
+        assert shown.json["data"] == []
+        refused = await site.post(PATH, {"input": given})
+        assert (refused.status, refused.error["param"]) == (400, "input")
+
+    on_site(use, **settings)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_reasoning_is_sealed_for_its_client_and_stored_sealed_on_request(
+    settings: Any, stream: bool, include: bool
+) -> None:
+    sealed_text = sealed("Hm.")
+
+    async def use(site: Site) -> None:
+        asked = {"include": ["reasoning.encrypted_content"]} if include else {}
+        response = await made(site, {**asked, "stream": stream})
+        assert response["output"][0]["encrypted_content"] == sealed_text
+        path = f"{PATH}/{response['id']}"
+        stored_item = (await site.get(path)).json["output"][0]
+        assert ("encrypted_content" in stored_item) == include
+        query = b"include=reasoning.encrypted_content"
+        for asked_for in (query, query.replace(b"=", b"[]=")):
+            assert (await site.get(path, query=asked_for)).json == response
+        other = await site.get(path, query=b"include=message.output_text.logprobs")
+        assert other.json["output"][0] == stored_item
+        sent = [{**stored_item, "id": None}, {"role": "user", "content": "And?"}]
+        second = await made(site, {"input": sent})
+        listed = f"{PATH}/{second['id']}/input_items"
+        page = (await site.get(listed, query=query + b"&order=asc")).json["data"]
+        assert page[0]["encrypted_content"] == sealed_text
+        page = (await site.get(listed, query=b"order=asc")).json["data"]
+        assert ("encrypted_content" in page[0]) == include
+
+    on_site(use, "<think>Hm.</think>Yes.", **settings)
+
+
+def test_reasoning_without_a_summary_is_listed_with_one() -> None:
+    async def use(site: Site) -> None:
+        sent = [{"type": "reasoning", "encrypted_content": "of another server"}]
+        id_ = (await made(site, {"input": [*sent, {"role": "user", "content": "a"}]}))["id"]
+        query = b"order=asc&include=reasoning.encrypted_content"
+        (item, _) = (await site.get(f"{PATH}/{id_}/input_items", query=query)).json["data"]
+        assert (item["summary"], item["encrypted_content"]) == ([], "of another server")
 
     on_site(use)
 

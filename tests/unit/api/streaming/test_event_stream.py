@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from quire.api.generation.choice_streams import ChoiceStreams, Prompt
 from quire.api.generation.generate import Envelope, StreamOptions
 from quire.api.openai import chat, completions
+from quire.api.openai.chat_fields import ReturnedFields
 from quire.api.openai.dialect import OPENAI
 from quire.api.streaming.event_stream import Events, Writer
 from quire.base.errors import QuireError, WorkerError
@@ -42,7 +43,7 @@ def _completions(n: int, *, usage: bool, echo: str = "", ids: bool = False) -> W
 
 
 def _chat(n: int, *, usage: bool, echo: str, ids: bool = False) -> Writer:
-    returned = chat.ReturnedFields(prompt_ids=[1, 2] if ids else None)
+    returned = ReturnedFields(prompt_ids=[1, 2] if ids else None, num_choices=n)
     return chat.ChatWriter(ENVELOPE, None, returned, StreamOptions(include_usage=usage))
 
 

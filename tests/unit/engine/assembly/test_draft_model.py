@@ -16,7 +16,8 @@ from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import plan_memory
-from quire.engine.assembly.draft_model import check_vocabulary, draft_folder, sized_draft
+from quire.engine.assembly.draft_files import draft_folder
+from quire.engine.assembly.draft_model import check_vocabulary, sized_draft
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.model_folder import draft_box_path
@@ -94,10 +95,9 @@ def test_another_model_drafts_within_its_context_with_two_plans_in_flight(
 
 
 def test_the_built_in_model_has_a_draft_model_and_others_need_one(model: Path) -> None:
-    assert draft_folder(engine_config({"speculate": "draft"})) == draft_box_path()
-    assert draft_folder(engine_config({"model": str(model)})) is None
+    assert draft_folder(engine_config({"speculate": "draft"}), "draft") == draft_box_path()
     with pytest.raises(SettingError, match="no draft model is given; give --draft-model"):
-        draft_folder(engine_config({"model": str(model), "speculate": "draft"}))
+        draft_folder(engine_config({"model": str(model), "speculate": "draft"}), "draft")
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,7 @@ def test_the_sum_of_memory_contains_the_draft_model(model: Path, other: Path) ->
     )
     spec = open_model(model)
     draft = sized_draft(config, spec, NativeExecutor)
-    assert draft is not None
-    assert "its context is 30 tokens, shorter than max-model-len 64" in draft.note(64)
+    assert "its context is 30 tokens, shorter than max-model-len 64" in draft.notes(64)[0]
     limits = step_limits(config, NativeExecutor)
     needs = memory_needs(
         config,
@@ -187,7 +186,10 @@ def test_the_sum_of_memory_contains_the_draft_model(model: Path, other: Path) ->
     kv_bytes = 8 * 16 * draft.needs.token_bytes
     assert by_name["draft model: KV cache (8 blocks of 16 tokens)"] == kv_bytes
     large = replace(draft.needs, weights_bytes=2**31)
-    with pytest.raises(CapacityError, match=r"2048.0 MiB weights.* of the draft model, 256"):
+    with pytest.raises(
+        CapacityError,
+        match=r"2048.0 MiB draft model: weights, .*KV block of the draft model, 256.*or leave the",
+    ):
         plan_memory(replace(needs, draft=large), memory)
     greedy = replace(needs, kv_cache_memory_bytes=2**29)
     with pytest.raises(CapacityError, match="for as many tokens of the draft model"):

@@ -9,8 +9,9 @@ import pytest
 from quire.base.errors import CapacityError, SettingError
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
-from quire.engine.assembly.executor_choice import choose_executor_class, offload_size
+from quire.engine.assembly.executor_choice import choose_executor_class
 from quire.engine.assembly.sizing import buffer_bytes
+from quire.engine.assembly.torch_choice import offload_size
 from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.execute.gpu import offload_plan

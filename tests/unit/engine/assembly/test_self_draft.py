@@ -14,9 +14,9 @@ from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import plan_memory
-from quire.engine.assembly.drafting import sized_drafting
 from quire.engine.assembly.programs import engine_program
-from quire.engine.assembly.self_draft_size import sized_self_draft
+from quire.engine.assembly.proposers import sized_proposer
+from quire.engine.assembly.self_draft import sized_self_draft
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import open_model
@@ -120,7 +120,7 @@ def test_a_fifth_of_the_layers_drafts_by_default(deep: Path) -> None:
     program = engine_program(config, open_model(deep), None)
     draft = sized_self_draft(config, program, NativeExecutor)
     assert draft.program.name == "LlamaForCausalLM, first 1 of 6 layers"
-    assert draft.note(64) == f"drafts: {draft.program.name}, at most 4 requests a pass"
+    assert draft.notes(64) == [f"drafts: {draft.program.name}, at most 4 requests a pass"]
     assert draft.limits.max_tokens == draft.limits.max_sequences == 4
 
 
@@ -128,7 +128,7 @@ def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None
     config = engine_config({"model": str(deep), **SETTINGS, "kv_cache_memory": "1MiB"})
     spec = open_model(deep)
     program = engine_program(config, spec, None)
-    needs = sized_drafting(config, spec, program, None, NativeExecutor).needs
+    needs = sized_proposer(config, spec, program, None, NativeExecutor).needs
     assert (needs.weights_bytes, needs.token_bytes) == (0, 0)
     assert needs.step_bytes > 0
     sized = memory_needs(
@@ -143,7 +143,7 @@ def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None
     plan = plan_memory(sized, MachineMemory(available_bytes=2**30, limit="free memory"))
     assert plan.draft_blocks == 0
     by_name = {line.what: -line.num_bytes for line in plan.lines}
-    assert by_name["step buffers of drafts"] == needs.step_bytes
+    assert by_name["first layers: step buffers"] == needs.step_bytes
     assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
 
 

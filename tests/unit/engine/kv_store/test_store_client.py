@@ -5,6 +5,7 @@ Each engine is assembled whole and stepped by hand, so that a test decides what 
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.config.flags import engine_config
 from quire.engine.assembly.assemble import Engine, assemble
-from quire.engine.kv_store import store_client
+from quire.engine.kv_store import costs, job_threads
 from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.process.messages import FromEngine, Leave, Outputs
 from quire.kv_store.directory import DirectoryStore
@@ -44,7 +45,8 @@ class Node:
     def __init__(self, model: Path, store: Path, **settings: Any) -> None:
         self.reports: list[str] = []
         self._is_closed = False
-        self.clock = Clock()
+        self.clock: Clock = settings.pop("clock", None) or Clock()
+        self.num_steps = 0
         config = engine_config(
             {
                 "model": str(model),
@@ -89,6 +91,7 @@ class Node:
         outputs = self.engine.core.step(self.clock.now_ms)
         self.emit(Outputs(outputs=outputs, stats=self.engine.core.stats()))
         self.client.take([])
+        self.num_steps += 1
         if outputs is None:
             time.sleep(0.002)
 
@@ -116,8 +119,10 @@ class Node:
 
     def settle(self) -> None:
         """Wait until all that was computed is stored, and nothing is left open."""
-        self.until(lambda: not self.client._published and not self.client._putting)
-        self.until(lambda: not self.client._claims and not self.client._jobs)
+        self.until(
+            lambda: not len(self.client.publishing) and not self.client.publishing.num_putting
+        )
+        self.until(lambda: not len(self.client.claims) and not len(self.client.fetches))
 
     def close(self) -> None:
         if not self._is_closed:
@@ -136,14 +141,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nodes(model: Path, tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Return a function that starts an engine on the test's store."""
     made: list[Node] = []
+    cores = os.sched_getaffinity(0)  # rank 0 takes one of them
 
     def start(**settings: Any) -> Node:
-        made.append(Node(model, settings.pop("store", tmp_path / "kv"), **settings))
+        folder = settings.pop("model", model)
+        made.append(Node(folder, settings.pop("store", tmp_path / "kv"), **settings))
         return made[-1]
 
     yield start
     for node in made:
         node.close()
+    os.sched_setaffinity(0, cores)
 
 
 def prompt(seed: int = 0, num_tokens: int = NUM_BLOCKS * BLOCK + 5) -> np.ndarray[Any, Any]:
@@ -184,6 +192,27 @@ def test_what_one_engine_computed_another_fetches(
     assert other.stats.put_blocks_total == 0  # it is there
     assert other.stats.claims_total == 0
     assert not list((tmp_path / "kv" / "claims").iterdir())
+
+
+def test_blocks_of_two_ranks_are_those_of_one_process(
+    nodes: Callable[..., Node], tmp_path: Path
+) -> None:
+    divided = {"hidden_size": 68, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = write_tiny_llama(tmp_path / "divided", seed=4, max_position_embeddings=512, **divided)
+    one, ranks = nodes(model=model), nodes(model=model, tensor_parallel_size=2, threads=2)
+    longer = np.concatenate((prompt(), prompt(1)))
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    assert ranks.answer(request_of("b")) == wanted
+    assert ranks.stats.fetched_blocks_total == NUM_BLOCKS
+    longer_wanted = ranks.answer(request_of("c", longer))
+    ranks.settle()
+    assert ranks.stats.put_blocks_total == NUM_BLOCKS
+    other = nodes(model=model)
+    assert other.answer(request_of("d", longer)) == longer_wanted
+    assert other.stats.fetched_blocks_total == 2 * NUM_BLOCKS
+    assert not other.failures
+    assert not ranks.failures
 
 
 def test_the_part_that_is_stored_is_fetched_and_the_rest_put(nodes: Callable[..., Node]) -> None:
@@ -272,6 +301,111 @@ def test_one_engine_computes_and_the_other_waits(nodes: Callable[..., Node]) -> 
     assert other.stats.waited_in_vain_total == 0
 
 
+class HaltedStore(DirectoryStore):
+    """Takes four blocks, and the others when it goes on."""
+
+    goes_on: threading.Event
+    num_put: int
+
+    def put(self, keys: Sequence[bytes], values: Sequence[Parts]) -> list[bool]:
+        HaltedStore.num_put += 1
+        if self.num_put > 4:
+            self.goes_on.wait(GIVE_UP_S)
+        return super().put(keys, values)
+
+
+def test_what_another_engine_computes_is_fetched_while_it_does(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.assembly.kv_store.DirectoryStore", HaltedStore)
+    HaltedStore.goes_on, HaltedStore.num_put = threading.Event(), 0
+    one, other = nodes(), nodes()
+    one.submit(request_of("a"))
+    one.until(lambda: one.stats.claims_total == 1)
+    other.submit(request_of("b"))
+    other.until(lambda: other.stats.waited_total == 1)
+    wanted = one.finish(request_of("a"))
+    one.until(lambda: one.stats.put_blocks_total == 4)
+    other.until(lambda: other.stats.fetched_blocks_total == 4)
+    assert other.engine.core.stats().running == 0
+    HaltedStore.goes_on.set()
+    one.settle()
+    assert other.finish(request_of("b")) == wanted
+    assert other.stats.fetched_blocks_total == NUM_BLOCKS
+    assert other.stats.waited_in_vain_total == 0
+    assert other.engine.core.stats().prefix_hit_tokens_total == NUM_BLOCKS * BLOCK
+
+
+class SlowStore(DirectoryStore):
+    """Reads slowly, by the clock of `reader`, which looks at its limits meanwhile."""
+
+    reader: Node
+    read_ms: list[float]
+
+    def get(self, keys: Sequence[bytes], rooms: Sequence[Parts]) -> list[int | None]:
+        assert isinstance(self.reader.clock, ShiftedClock)
+        self.reader.clock.shift_ms += self.read_ms.pop(0)
+        num_steps, deadline_s = self.reader.num_steps, time.monotonic() + GIVE_UP_S
+        while self.reader.num_steps < num_steps + 2 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        return super().get(keys, rooms)
+
+
+class ShiftedClock(Clock):
+    """A clock that is set forward."""
+
+    shift_ms = 0.0
+
+    def now_ms(self) -> float:
+        return super().now_ms() + self.shift_ms
+
+
+@pytest.fixture
+def slow(nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
+    """Return a function that starts an engine that reads the store slowly."""
+
+    def start(read_ms: list[float], **settings: Any) -> Node:
+        monkeypatch.setattr("quire.engine.assembly.kv_store.DirectoryStore", SlowStore)
+        monkeypatch.setattr(job_threads, "FETCH_THREADS", 1)
+        SlowStore.reader = node = nodes(clock=ShiftedClock(), **settings)
+        SlowStore.read_ms = read_ms
+        return node
+
+    return start
+
+
+def test_a_fetch_that_makes_progress_is_waited_for_longer_than_one_call_may_take(
+    nodes: Callable[..., Node], slow: Callable[..., Node]
+) -> None:
+    one = nodes()
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    other = slow([15_000.0, 15_000.0, 15_000.0])  # a call may take 20 s
+    assert other.answer(request_of("b")) == wanted
+    assert other.stats.fetched_blocks_total == NUM_BLOCKS
+    assert other.engine.core.stats().prefix_hit_tokens_total == NUM_BLOCKS * BLOCK
+    assert not other.failures
+    other.settle()
+    assert other.stats.put_blocks_total == 0
+
+
+def test_a_fetch_slower_than_computing_ends_and_what_came_is_used(
+    nodes: Callable[..., Node], slow: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes()
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    other = slow([2_000.0, 19_000.0, 0.0], kv_store_fetch="cost")
+    monkeypatch.setattr(
+        costs.FetchCosts, "compute_ms", lambda self, first, end: 1_000.0 * (end - first)
+    )
+    assert other.answer(request_of("b")) == wanted
+    assert other.failures == {StoreFailure.SLOW: 1}
+    # The slice being read was waited for, the last one never read.
+    assert other.stats.fetched_blocks_total == 8
+    assert other.engine.core.stats().prefix_hit_tokens_total == 8 * BLOCK
+
+
 def test_a_prompt_that_shares_a_part_waits_for_that_part(nodes: Callable[..., Node]) -> None:
     one, other = nodes(), nodes()
     longer = np.concatenate((prompt()[: 6 * BLOCK], prompt(1)))
@@ -309,7 +443,7 @@ def test_an_aborted_claim_is_given_up(nodes: Callable[..., Node], tmp_path: Path
     one.engine.core.abort(["7/a"])
     one.settle()
     one.until(lambda: not list((tmp_path / "kv" / "claims").iterdir()))
-    assert not one.client._asked
+    assert not one.client.waiting.request_ids
 
 
 class HungStore(DirectoryStore):
@@ -366,7 +500,7 @@ def test_a_full_store_is_counted_and_used_for_reading(
     monkeypatch.setattr("quire.engine.assembly.kv_store.DirectoryStore", FullStore)
     other = nodes()
     assert other.answer(request_of("b", prompt(1)))
-    other.until(lambda: not other.client._published)
+    other.until(lambda: not len(other.client.publishing))
     assert other.failures[StoreFailure.FULL] == NUM_BLOCKS
     assert other.answer(request_of("c")) == wanted
     assert other.stats.fetched_blocks_total == NUM_BLOCKS
@@ -418,16 +552,16 @@ def test_by_cost_what_is_slower_than_computing_is_computed(
     wanted = one.answer(request_of("a"))
     one.settle()
     other = nodes(kv_store_fetch="cost")
-    other.client._block_ms = [1e9]
-    other.client._lookup_ms = 0.0
-    monkeypatch.setattr(store_client, "MIN_ASK_MS", GIVE_UP_S * 1000)  # never too slow
+    other.client.costs.block_ms = [1e9]
+    other.client.costs.lookup_ms = 0.0
+    monkeypatch.setattr(costs, "MIN_ASK_MS", GIVE_UP_S * 1000)  # never too slow
     assert other.answer(request_of("b")) == wanted
     assert other.stats.hit_blocks_total == NUM_BLOCKS
     assert other.stats.fetched_blocks_total == 0
-    assert other.client._block_ms[0] < 1e9  # it is tried again in the end
+    assert other.client.costs.block_ms[0] < 1e9  # it is tried again in the end
     third = nodes(kv_store_fetch="cost")
-    third.client._block_ms = [0.0]
-    third.client._lookup_ms = 0.0
+    third.client.costs.block_ms = [0.0]
+    third.client.costs.lookup_ms = 0.0
     assert third.answer(request_of("c")) == wanted
     assert third.stats.fetched_blocks_total == NUM_BLOCKS
 
@@ -451,7 +585,7 @@ def test_a_flush_while_blocks_arrive_gives_no_stale_block(nodes: Callable[..., N
     wanted = one.answer(request_of("a"))
     one.settle()
     other.submit(request_of("b"))
-    other.until(lambda: bool(other.client._jobs) or other.stats.fetched_blocks_total > 0)
+    other.until(lambda: len(other.client.fetches) > 0 or other.stats.fetched_blocks_total > 0)
     other.engine.core.scheduler.flush_cache()
     other.client.clear()
     assert other.finish(request_of("b")) == wanted

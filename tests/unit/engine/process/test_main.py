@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,16 @@ from quire.base.records import FinishReason
 from quire.config.flags import engine_config
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import EngineProcess
+from tests.serve.preloaded import forked_children
 
 PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes that tests start from one that has their modules."""
+    with forked_children():
+        yield
 
 
 def run(story: Callable[[EngineClient], Awaitable[None]], model: Path, **settings: Any) -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.base.records import FinishReason
+from tests.drawn import examples
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import NUM_DRAWN, Harness, Setup
 from tests.unit.scheduler.test_properties import COST, LastCome, add_group, draw_setup
@@ -66,7 +67,7 @@ def test_beams_take_blocks_reserved_for_a_waiting_request() -> None:
 
 
 def test_drawn_cases_reach_their_coverage() -> None:
-    cases, met = 60, dict.fromkeys(MET, 0)
+    cases, met = examples(60), dict.fromkeys(MET, 0)
     for seed in range(cases):
         harness = run_case(Random(seed))
         stats = harness.scheduler.stats()

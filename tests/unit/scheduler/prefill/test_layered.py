@@ -21,6 +21,7 @@ from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.prefill import layered
 from quire.scheduler.prefill.prompt_shares import LONG_SHARE
 from quire.scheduler.sequence import NO_SLOT
+from tests.drawn import examples
 from tests.unit.scheduler.fake_worker import VOCAB, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -297,7 +298,7 @@ def tiny_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny_parts")
 def test_drawn_cases_give_each_request_the_tokens_it_gets_alone() -> None:
-    met, cases = Counter[str](), 120
+    met, cases = Counter[str](), examples(180)
     for seed in range(cases):
         met.update(run_case(seed))
     shares = {name: number / cases for name, number in met.items()}

@@ -21,10 +21,9 @@ from quire.transfer.links.channel import Channel
 from quire.transfer.links.checksum import checksum_of
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import VERSION, Hello, Identity, Segment
+from quire.transfer.links.messages import VERSION, Hello, Identity
 from quire.transfer.links.security import LinkSecurity
-from quire.transfer.links.shared_memory import MappedSegment, OwnSegment
-from quire.transfer.links.ways import Opener
+from quire.transfer.links.shared_memory import MappedSegments, OwnSegment
 from tests.flawed_link import cutting, flawed_link, flipping
 
 BLOCK_BYTES = 4096
@@ -101,7 +100,7 @@ class Pair:
             identity=replace(IDENTITY, engine_id="right", backends=backends),
             room=lambda place: self.got[place],
             wake=self.woken.set,
-            openers={"shm": Opener(Segment, MappedSegment)},
+            openers={"shm": MappedSegments().opener()},
             timeout_s=timeout_s,
         )
 

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from quire.transfer.links.messages import Segment
-from quire.transfer.links.shared_memory import PAGE, MappedSegment, OwnSegment
+from quire.transfer.links.shared_memory import (
+    KEEP_S,
+    LOOK_S,
+    PAGE,
+    MappedSegment,
+    MappedSegments,
+    OwnSegment,
+)
 
 
 def test_bytes_are_those_of_the_other_side() -> None:
@@ -59,3 +66,48 @@ def test_a_segment_keeps_its_size() -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(own.message().descriptor, 100)
     own.close()
+
+
+def test_a_mapping_is_kept_for_the_next_reader_and_not_for_long() -> None:
+    now_s = [0.0]
+    own, other = OwnSegment(5_000), OwnSegment(5_000)
+    own.memory[:] = 7
+    segments = MappedSegments(lambda: now_s[0])
+    first, second = segments.open(own.message()), segments.open(own.message())
+    assert len(segments) == 1
+    first.close()
+    now_s[0] = KEEP_S
+    assert segments.forget_unread() is None  # it has a reader
+    assert second.view(4_990, 10).tolist() == [7] * 10
+    second.close()
+    segments.open(other.message()).close()
+    assert segments.forget_unread() == LOOK_S
+    now_s[0] += KEEP_S / 2
+    again = segments.open(own.message())
+    now_s[0] += KEEP_S / 2
+    assert segments.forget_unread() is None
+    assert len(segments) == 1  # the other one is gone
+    again.close()
+    assert segments.forget_unread() == LOOK_S
+    own.close()  # as when its process ends
+    assert segments.forget_unread() is None
+    assert len(segments) == 0
+    other.close()
+    with pytest.raises(OSError, match=r"."):
+        segments.open(own.message())
+    assert segments.forget_unread() is None
+
+
+def test_mappings_without_a_reader_hold_no_descriptors() -> None:
+    def num_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    segments = MappedSegments()
+    before = num_descriptors()
+    for _ in range(5):
+        own = OwnSegment(5_000)
+        segments.open(own.message()).close()
+        own.close()
+        segments.forget_unread()
+        del own  # and its own mapping
+    assert num_descriptors() == before

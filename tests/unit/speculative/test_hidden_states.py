@@ -1,26 +1,28 @@
-"""FeatureRing: the newest rows by slot and position, and which are found."""
+"""HiddenStateRing: the newest rows by slot and position, and which are found."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from quire.speculative.features import FeatureRing
+from quire.speculative.hidden_states import HiddenStateRing
 
 
-def put(ring: FeatureRing, slot: int, positions: list[int], value: float, tenancy: int = 1) -> None:
+def put(
+    ring: HiddenStateRing, slot: int, positions: list[int], value: float, tenancy: int = 1
+) -> None:
     num = len(positions)
     rows = np.full((num, 2), value, np.float32)
     slots, tenancies = np.full(num, slot), np.full(num, tenancy)
     ring.put(slots, tenancies, np.array(positions, np.int32), rows)
 
 
-def value(ring: FeatureRing, slot: int, position: int) -> float | None:
+def value(ring: HiddenStateRing, slot: int, position: int) -> float | None:
     places, rows = ring.take(np.array([slot]), np.array([position], np.int32))
     return float(rows[0, 0]) if places[0] >= 0 else None
 
 
 def test_the_newer_row_of_a_position_is_found() -> None:
-    ring = FeatureRing(8, 2, 3)
+    ring = HiddenStateRing(8, 2, 3)
     put(ring, 0, [4, 5, 6], 1.0)
     put(ring, 0, [6, 7], 2.0)
     assert [value(ring, 0, at) for at in (3, 4, 6, 7, 8)] == [None, 1.0, 2.0, 2.0, None]
@@ -31,7 +33,7 @@ def test_the_newer_row_of_a_position_is_found() -> None:
 
 
 def test_the_oldest_rows_of_all_slots_are_displaced() -> None:
-    ring = FeatureRing(4, 2, 2)
+    ring = HiddenStateRing(4, 2, 2)
     put(ring, 0, [0, 1, 2], 1.0)
     put(ring, 1, [7, 8], 2.0)
     assert [value(ring, 0, at) for at in (0, 1, 2)] == [None, 1.0, 1.0]
@@ -41,7 +43,7 @@ def test_the_oldest_rows_of_all_slots_are_displaced() -> None:
 
 
 def test_rows_of_an_earlier_tenancy_are_not_found() -> None:
-    ring = FeatureRing(8, 2, 2)
+    ring = HiddenStateRing(8, 2, 2)
     put(ring, 0, [0, 1, 2], 1.0, tenancy=1)
     put(ring, 0, [2], 2.0, tenancy=3)
     assert [value(ring, 0, at) for at in (0, 1, 2)] == [None, None, 2.0]
@@ -49,10 +51,21 @@ def test_rows_of_an_earlier_tenancy_are_not_found() -> None:
 
 
 def test_runs_end_at_the_position_asked_for() -> None:
-    ring = FeatureRing(16, 2, 2)
+    ring = HiddenStateRing(16, 2, 2)
     put(ring, 0, [2, 3, 4, 7, 8, 9], 1.0)
     put(ring, 0, [8, 9], 1.0)
     put(ring, 1, [5, 6], 1.0)
     runs = [ring.first_of_run(0, end) for end in (10, 9, 8, 7, 5, 1)]
     assert runs == [7, 7, 7, 7, 2, 1]
     assert ring.find(np.empty(0, np.intp), np.empty(0, np.int32)).tolist() == []
+
+
+def test_a_cleared_ring_finds_rows_of_any_tenancy_again() -> None:
+    ring = HiddenStateRing(8, 2, 2)
+    put(ring, 0, [0, 1], 1.0, tenancy=7)
+    ring.forget(0)
+    ring.clear()
+    assert value(ring, 0, 1) is None
+    put(ring, 0, [1], 2.0, tenancy=-3)
+    assert value(ring, 0, 1) == 2.0
+    assert value(ring, 0, 0) is None

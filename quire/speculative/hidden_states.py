@@ -1,11 +1,11 @@
-"""FeatureRing: hidden states of the newest positions that the target computed, for draft heads.
+"""HiddenStateRing: hidden states of the newest positions that the target computed, for draft heads.
 
 The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
 place of the oldest of all slots, so that a request without rows has no drafts until it is
-computed again. Knows no executor. Always holds: of two rows of a position the newer one is found,
-and rows of a slot's earlier request are never found once it is forgotten, or its next one has a
-row. Letters: N rows,
-R rows that are kept, W columns.
+computed again. What the model can offer is listed in quire/program/taps.py. Knows no executor.
+Always holds: of two rows of a position the newer one is found, and rows of a slot's earlier request
+are never found once it is forgotten, or its next one has a row. Letters: N rows, R rows that are
+kept, W columns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
+NONE = np.iinfo(np.int64).min  # a tenancy of no request
 
 
-class FeatureRing:
+class HiddenStateRing:
     """At most `num_rows` rows of `width` columns. Two threads may use it."""
 
     def __init__(self, num_rows: int, width: int, num_slots: int) -> None:
@@ -31,9 +32,8 @@ class FeatureRing:
         self._tenancies: Int64s = np.zeros(num_rows, np.int64)
         # The newest row of a slot at the positions that are equal modulo R.
         self._places = np.full((num_slots, num_rows), -1, np.int32)
-        none = np.iinfo(np.int64).min
-        self._tenancy: Int64s = np.full(num_slots, none, np.int64)  # of each slot's newest row
-        self._ended: Int64s = np.full(num_slots, none, np.int64)  # the newest that was forgotten
+        self._tenancy: Int64s = np.full(num_slots, NONE, np.int64)  # of each slot's newest row
+        self._ended: Int64s = np.full(num_slots, NONE, np.int64)  # the newest that was forgotten
         self._num_put = 0
         self._lock = threading.Lock()
 
@@ -63,6 +63,12 @@ class FeatureRing:
         """Find no row that `slot` has so far, nor a later one of the same request."""
         with self._lock:
             self._ended[slot] = self._tenancy[slot]
+
+    def clear(self) -> None:
+        """Find no row that there is so far, and any that follows, whatever its tenancy."""
+        with self._lock:
+            self._slots[:] = -1
+            self._tenancy[:] = self._ended[:] = NONE
 
     def find(self, slots: Index, positions: Int32s) -> Index:
         """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""

@@ -1,4 +1,4 @@
-"""HeadRunner: computes draft heads over hidden states of the target, by slot.
+"""DraftHeadRunner: computes draft heads over hidden states of the target, by slot.
 
 Each head is a program with an executor of its own; a pass runs one of them. Drafts are sampled with
 the parameters of their request and the noise of the target. A head over a part of the vocabulary
@@ -22,7 +22,7 @@ from quire.runner.batch_builder import KeptSampleBatch
 from quire.runner.draft_runner import draft_admission
 from quire.runner.grammar_rows import NO_MASK
 from quire.runner.slot_tables import SlotTables
-from quire.speculative.head_proposer import HeadRows
+from quire.speculative.draft_heads import HeadRows
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -31,13 +31,14 @@ Float32s = NDArray[np.float32]
 FED_BACK = "hidden"
 
 
-class HeadRunner:
-    """A HeadModel (quire/speculative/head_proposer.py) over `executors`, one per head, with their
-    caches allocated.
+class DraftHeadRunner:
+    """A DraftHeadModel (quire/speculative/draft_heads.py) over `executors`, one per head, with
+    their caches allocated.
 
     max_samples: rows of a slice of a head. vocabulary: the token ids of its logits, for a head over
-    a part of the `vocab_size` tokens; None: all. fuse: for a head that is fed its own hidden states
-    (EAGLE-3), makes such a row of the target's; it is then head 0, fused, and head 1, fed back.
+    a part of the `vocab_size` tokens; None: all. fuse: makes what a head reads of the target's
+    hidden states; None: it reads them as they are. feeds_back: a head returns its hidden states,
+    which it reads in place of fused ones. has_cache: heads attend to rows before, in their caches.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class HeadRunner:
         vocab_size: int,
         vocabulary: Int32s | None = None,
         fuse: Executor | None = None,
+        feeds_back: bool = False,
+        has_cache: bool = False,
     ) -> None:
         self._executors, self._tables = tuple(executors), tables
         self._sampling = KeptSampleBatch(tables)
         self._max_samples = max_samples
         self._vocab_size, self._vocabulary = vocab_size, vocabulary
-        self._fuse = fuse
+        self._fuse, self._feeds_back, self._has_cache = fuse, feeds_back, has_cache
         self._num_plans = 0
 
     @property
@@ -75,16 +78,16 @@ class HeadRunner:
         self._tables.blocks[slot, first : first + len(blocks)] = blocks
 
     def compute(self, head: int, rows: HeadRows) -> tuple[Int32s, Float32s]:
-        """See HeadModel."""
-        executor, batch = self._executors[head if self._fuse is None else 0], self._batch(rows)
-        if self._fuse is not None and head == 0:
+        """See DraftHeadModel."""
+        executor, batch = self._executors[head], self._batch(rows)
+        if self._fuse is not None and not rows.fed_back:
             self._fuse.run_trunk(batch)
             fused = self._output(self._fuse, len(rows.token_ids))
             batch = replace(batch, features=np.ascontiguousarray(fused))
         num_rows, most = len(rows.slots), self._max_samples
         executor.run_trunk(batch, head_rows=num_rows if num_rows <= most else 0)
         hidden = np.empty((num_rows, 0), np.float32)
-        if self._fuse is not None:
+        if self._feeds_back:
             hidden = self._output(executor, len(rows.token_ids))[batch.sample_rows]
         sampled = np.full(num_rows, -1, np.int32)
         for first in range(0, num_rows, most):
@@ -115,7 +118,7 @@ class HeadRunner:
         size = self._tables.block_size
         kv_slots = np.full(num_tokens, -1, np.int32)
         num_columns = 1
-        if self._fuse is not None:
+        if self._has_cache:
             columns = positions // size
             kv_slots = self._tables.blocks[rows.slots[row_of], columns] * np.int32(size)
             kv_slots += positions % size
@@ -131,7 +134,7 @@ class HeadRunner:
             ),
             seq_starts=seq_starts,
             sample_rows=seq_starts[1:] - np.int32(1),
-            features=np.ascontiguousarray(rows.features),
+            features=np.ascontiguousarray(rows.hidden_states),
         )
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The source of draft tokens of an engine: its proposers and their control.
 
-Knows no executor: all verify drafts. Always holds: an engine has one proposer of its own beside the
+Knows no executor. Always holds: an engine has one proposer of its own beside the
 predictions that requests bring.
 """
 
@@ -21,13 +21,12 @@ def make_drafter(
     vocab_size: int,
     report: Report,
     proposer: Proposer | None = None,
-    drafter: type[Drafter] = Drafter,
 ) -> Drafter:
     """Return a source of up to max_drafts draft tokens a step for requests that speculate.
 
-    proposer: in place of prompt lookup. drafter: the class of the source.
+    proposer: in place of prompt lookup.
     """
-    return drafter(
+    return Drafter(
         NgramProposer(num_slots) if proposer is None else proposer,
         PredictionProposer(num_slots),
         AdaptiveControl(num_slots, max_drafts),

@@ -1,0 +1,59 @@
+"""The newest messages of a chat that fit the context, for requests with `truncate: true`.
+
+Knows no template and no tokens. Always holds: system messages and the last message are kept; what
+is kept of the others begins with a message of the user, so that no result is without its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from quire.base.errors import ContextTooLong
+
+# A conversation that is cut leaves this share of the context to the answer, or num_predict if that
+# is less.
+_ROOM_SHARE = 8
+
+Message = dict[str, Any]
+
+
+def answer_room(max_tokens: int | None, max_model_len: int) -> int:
+    """Return the tokens that a conversation which is cut leaves to the answer."""
+    share = max(max_model_len // _ROOM_SHARE, 1)
+    return share if max_tokens is None else min(max_tokens, share)
+
+
+async def newest_messages(
+    messages: list[Message],
+    check_fits: Callable[[list[Message], int], Awaitable[None]],
+    *,
+    room: int,
+) -> list[Message]:
+    """Return all messages if they fit, else as many of the newest as fit.
+
+    check_fits: raises ContextTooLong if messages leave less than so many tokens to the answer.
+    """
+    try:
+        await check_fits(messages, 1)
+    except ContextTooLong as error:
+        too_long = error
+    else:
+        return messages
+    begins = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
+    low, high = 0, len(begins)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            await check_fits(_from(messages, begins[middle]), room)
+            high = middle
+        except ContextTooLong as error:
+            too_long, low = error, middle + 1
+    if low == len(begins):
+        raise too_long
+    return _from(messages, begins[low])
+
+
+def _from(messages: Sequence[Message], begin: int) -> list[Message]:
+    kept = [message for message in messages[:begin] if message["role"] == "system"]
+    return [*kept, *messages[begin:]]

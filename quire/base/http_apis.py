@@ -1,0 +1,69 @@
+"""The HTTP APIs that are served: which of them has a path, and the headers in which each has keys.
+
+The server, its document and the router read these tables, so that they agree. Knows no request and
+no body. Always holds: each path belongs to one API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+OPENAI, RESPONSES = "openai", "responses"
+MODELS = "models"  # of OpenAI and of Anthropic, at the same paths
+ANTHROPIC, OLLAMA, LLAMA_CPP = "anthropic", "ollama", "llama.cpp"
+# By path or prefix of paths; all other paths are OpenAI's.
+API_PATHS: dict[str, str] = {
+    "/v1/messages": ANTHROPIC,
+    "/v1/models": MODELS,
+    "/v1/responses": RESPONSES,
+    "/api": OLLAMA,
+    "/completion": LLAMA_CPP,
+    "/infill": LLAMA_CPP,
+    "/embedding": LLAMA_CPP,
+    "/embeddings": LLAMA_CPP,
+    "/props": LLAMA_CPP,
+    "/slots": LLAMA_CPP,
+}
+AUTHORIZATION = b"authorization"
+# Headers that may have the key; the first that has one counts.
+KEY_HEADERS: dict[str, tuple[bytes, ...]] = {
+    OPENAI: (AUTHORIZATION,),
+    MODELS: (b"x-api-key", AUTHORIZATION),
+    RESPONSES: (AUTHORIZATION,),
+    ANTHROPIC: (b"x-api-key", AUTHORIZATION),
+    OLLAMA: (AUTHORIZATION,),
+    LLAMA_CPP: (AUTHORIZATION, b"x-api-key"),
+}
+
+
+def api_of(path: str) -> str:
+    """Return the API of a path."""
+    for top, api in API_PATHS.items():
+        if path == top or path.startswith(f"{top}/"):
+            return api
+    return OPENAI
+
+
+def any_key_headers(api: str = OPENAI) -> tuple[bytes, ...]:
+    """Return the headers with keys of all APIs, those of `api` first."""
+    return tuple(dict.fromkeys([*KEY_HEADERS[api], *sum(KEY_HEADERS.values(), ())]))
+
+
+def key_in(headers: Iterable[tuple[bytes, bytes]], names: Collection[bytes]) -> bytes:
+    """Return the key in the first of the headers `names` that has one; b"" without one.
+
+    Of a header that is sent twice the first counts. An authorization is read without its scheme,
+    which must be Bearer.
+    """
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in names:
+            found.setdefault(name, value)
+    for name in names:
+        key = found.get(name, b"").strip()
+        if name == AUTHORIZATION:
+            scheme, _, key = key.partition(b" ")
+            key = key.strip() if scheme.lower() == b"bearer" else b""
+        if key:
+            return key
+    return b""

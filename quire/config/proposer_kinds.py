@@ -1,0 +1,106 @@
+"""The kinds of proposers of draft tokens: the one table that says what each is.
+
+Settings, help texts, refusals, assembly and tests derive their names and lists from it. Loads
+nothing. Always holds: the rows of PROPOSERS are the names of ProposerName, and those that read
+hidden states are the names of HeadName (tests/unit/config/test_proposer_kinds.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal, get_args
+
+HeadName = Literal["medusa", "eagle"]
+ProposerName = Literal["ngram", "draft", "self", HeadName]
+RankSetting = Literal["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
+RANK_SETTINGS: tuple[RankSetting, ...] = get_args(RankSetting)
+
+
+class DraftWeights(Enum):
+    """Where the weights that compute drafts come from."""
+
+    NONE = "none"  # drafts are looked up
+    MODEL = "model"  # they are the model's own
+    FILES = "files"  # --draft-model names them, or they come with the built-in model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerKind:
+    """does: after its name, in the help of --speculate. reads_hidden_states: of the model, so that
+    its program is tapped and its runner keeps rows of them. refused_with: the settings of ranks
+    that it does not go with, each with the reason; with others rank 0 computes it, undivided."""
+
+    does: str
+    weights: DraftWeights
+    refused_with: Mapping[RankSetting, str]
+    reads_hidden_states: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether drafts are computed: their passes are timed and priced, and one process computes
+        them, so that offloaded weights exclude them."""
+        return self.weights is not DraftWeights.NONE
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether --draft-model gives its weights."""
+        return self.weights is DraftWeights.FILES
+
+
+_POSITIONS = "what drafts has no KV blocks of so many positions"
+_HEADS_REFUSED: Mapping[RankSetting, str] = {
+    "pipeline_parallel_size": "the hidden states that it reads are in several stages",
+    "context_parallel_size": _POSITIONS,
+}
+PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
+    {
+        "ngram": ProposerKind(
+            does="proposes what followed the last tokens earlier in the request",
+            weights=DraftWeights.NONE,
+            refused_with={},
+        ),
+        "draft": ProposerKind(
+            does="asks --draft-model",
+            weights=DraftWeights.FILES,
+            refused_with={"context_parallel_size": _POSITIONS},
+        ),
+        "self": ProposerKind(
+            does="asks the model's own first layers",
+            weights=DraftWeights.MODEL,
+            refused_with=dict.fromkeys(
+                RANK_SETTINGS, "the model's first layers do not draft over several ranks yet"
+            ),
+        ),
+        "medusa": ProposerKind(
+            does="asks Medusa heads trained for the model (--draft-model)",
+            weights=DraftWeights.FILES,
+            reads_hidden_states=True,
+            refused_with=_HEADS_REFUSED,
+        ),
+        "eagle": ProposerKind(
+            does="asks an EAGLE-3 head trained for the model (--draft-model)",
+            weights=DraftWeights.FILES,
+            reads_hidden_states=True,
+            refused_with=_HEADS_REFUSED,
+        ),
+    }
+)
+LOOKUPS = tuple(name for name, kind in PROPOSERS.items() if not kind.computes)
+COMPUTED = tuple(name for name, kind in PROPOSERS.items() if kind.computes)
+HEADS = tuple(name for name, kind in PROPOSERS.items() if kind.reads_hidden_states)
+WITH_FILES = tuple(name for name, kind in PROPOSERS.items() if kind.needs_files)
+
+
+def refusal_beside(name: ProposerName, settings: Iterable[RankSetting]) -> str:
+    """Return why a proposer does not go with these settings of ranks; "" where it does."""
+    refused = PROPOSERS[name].refused_with
+    return next((refused[setting] for setting in settings if setting in refused), "")
+
+
+def any_of(names: Iterable[str]) -> str:
+    """Return names as a sentence has them: "a, b or c"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

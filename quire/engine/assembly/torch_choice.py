@@ -1,0 +1,87 @@
+"""Choose the device, and how much of its memory is saved, for the torch executor.
+
+A part of the wiring, like executor_choice.py, and loaded for that executor only. Knows the settings
+and no model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.config.groups import EngineConfig
+from quire.engine.assembly.sizing import buffer_bytes
+
+if TYPE_CHECKING:
+    from quire.execute.gpu.executor_class import TorchExecutorClass
+    from quire.execute.gpu.offload_plan import OffloadSize
+    from quire.ranks.kinds import RankKind
+
+
+def torch_class(config: EngineConfig) -> TorchExecutorClass:
+    """Return the executor class. Raises SettingError where its libraries are not installed."""
+    settings, offload = config.executor, None
+    try:
+        from quire.execute.gpu.device import choose, has_fp8, look, reason
+        from quire.execute.gpu.executor_class import TorchExecutorClass
+    except ModuleNotFoundError as error:
+        raise SettingError(
+            f"executor is torch and {error.name} is not installed; install it: "
+            "pip install 'quire-llm[gpu]'"
+        ) from error
+    except (ImportError, OSError) as error:  # a library that it was built with is not there
+        raise SettingError(
+            f"executor is torch and PyTorch cannot be loaded ({error}); install it anew, built for "
+            "this machine's driver (pytorch.org says how)"
+        ) from error
+    machine, wanted = look(), settings.device or "auto"
+    device = choose(wanted, machine)
+    card = "" if device.type == "cpu" else machine.cards[device.index].name
+    Log("engine").event(
+        "computing on",
+        device=str(device),
+        **({"card": card} if card else {}),
+        because=reason(wanted, device, machine),
+    )
+    if settings.cpu_offload_gb is not None:
+        offload = offload_size(config, is_gpu=device.type != "cpu")
+    exact = settings.numerics != "fast"
+    return TorchExecutorClass(
+        device,
+        exact=exact,
+        has_fp8=has_fp8(device, machine),
+        captures=not settings.enforce_eager,
+        offload=offload,
+    )
+
+
+def offload_size(config: EngineConfig, *, is_gpu: bool) -> OffloadSize:
+    """Return how much of a GPU's memory is to be saved. Raises SettingError where there is no GPU:
+    its memory would be counted as saved and taken all the same."""
+    from quire.execute.gpu.offload_plan import OffloadSize  # only where weights are in host memory
+
+    settings, cache = config.executor, config.cache
+    if not is_gpu:
+        raise SettingError(
+            f"cpu_offload_gb is {settings.cpu_offload_gb} and there is no GPU here, so that no "
+            "memory can be saved: leave it out, or take --executor native and --disk-offload-gb "
+            "for a model larger than memory"
+        )
+    return OffloadSize(
+        saved_bytes=settings.cpu_offload_bytes,
+        kv_bytes=cache.kv_cache_memory_bytes,
+        buffers=partial(buffer_bytes, config, device_is_own=True),
+        host_bytes=cache.kv_tier_host_bytes or 0,
+        num_engines=settings.data_parallel_size,
+    )
+
+
+def torch_ranks(config: EngineConfig) -> RankKind:
+    """Return what several ranks compute with. Raises SettingError."""
+    one, settings = torch_class(config), config.executor
+    from quire.ranks.torch_kind import ranks_like  # behind what says that PyTorch is missing
+
+    is_here = settings.distributed_executor_backend == "mp"
+    return ranks_like(one, num_ranks=settings.num_ranks, asked=settings.ranks_text, is_here=is_here)

@@ -1,0 +1,128 @@
+"""RankKind: what the ranks of a model compute with, as executor_class.py needs it; and NativeRanks,
+the compiled kernels.
+
+Knows executors; no process. The kind of the torch executor is in torch_kind.py, since it imports
+PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire.comm.shared_memory import SharedMemoryRank
+from quire.config.machine import MachineMemory
+from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
+from quire.execute.native import NativeExecutor
+from quire.execute.native_limits import NativeSizing
+from quire.program.program import Program
+from quire.ranks.leading import LeadingExecutor
+from quire.ranks.rank_executor import MirroredExecutor
+from quire.ranks.stage_executor import PipelineExecutor
+from quire.ranks.stages import StageLinks
+from quire.weights.checkpoint import Checkpoint
+
+
+class RankKind(Protocol):
+    """Sizes, checks and makes the executors of ranks, each as an ExecutorClass does one."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks of a machine share its memory, or each has a device of its own."""
+
+    def check_program(self, program: Program) -> None:
+        """Raise ModelError listing what executors of this kind do not support."""
+
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """The memory of one rank, by its program."""
+
+    def head_rows(self, max_sequences: int) -> int:
+        """See ExecutorSizing."""
+
+    def full_step_tokens(self) -> int:
+        """See ExecutorSizing."""
+
+    def available_memory(self) -> MachineMemory:
+        """See ExecutorClass."""
+
+    def plans_in_flight(self) -> int:
+        """See ExecutorClass."""
+
+    def start_fields(self, rank: int) -> dict[str, Any] | None:
+        """What a rank's start says of its executor; None for the native one."""
+
+    def leading(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """Load the executor of rank 0."""
+
+    def leading_stages(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        links: StageLinks,
+        layers: tuple[int, ...],
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """Load the executor of rank 0 of a pipeline; layers: how many each stage has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRanks(NativeSizing):
+    """Ranks with the compiled kernels."""
+
+    shares_memory: bool = True
+
+    def check_program(self, program: Program) -> None:
+        """See RankKind."""
+        NativeExecutor.check_program(program)
+
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """See RankKind."""
+        return NativeExecutor.memory_for(program, limits)
+
+    def plans_in_flight(self) -> int:
+        """See RankKind."""
+        return NativeExecutor.plans_in_flight()
+
+    def start_fields(self, rank: int) -> dict[str, Any] | None:
+        """See RankKind."""
+        return None
+
+    def leading(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """See RankKind."""
+        return MirroredExecutor(program, checkpoint, options, group, poison=poison)
+
+    def leading_stages(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        links: StageLinks,
+        layers: tuple[int, ...],
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """See RankKind."""
+        return PipelineExecutor(
+            program, checkpoint, options, links.group, links, layers, poison=poison
+        )
+
+
+NATIVE = NativeRanks()

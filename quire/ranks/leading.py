@@ -1,0 +1,80 @@
+"""Lead: what rank 0 sends the ranks of its group, and how it ends a group that has lost a rank.
+
+Knows commands and the group; no executor and no process. Always holds: a command is sent before
+rank 0 does the same; after a loss nothing is sent any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from quire.base.errors import DeviceLost
+from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute.executor import Executor
+from quire.ranks.commands import Command, Stop, command_wire
+from quire.ranks.other_ranks import OtherRanks
+
+
+class LeadingExecutor(Executor, Protocol):
+    """The Executor of rank 0: what it does, all ranks do. processes: of the other ranks."""
+
+    processes: OtherRanks
+
+    @property
+    def lead(self) -> Lead:
+        """What it sends commands by."""
+
+
+class Lead:
+    """The commands of rank 0 to its group.
+
+    reason: says why the group is lost, where a process is known to have ended. end: called once at
+    the end.
+    """
+
+    def __init__(self, group: SharedMemoryRank) -> None:
+        self.group, self.wire = group, command_wire()
+        self.reason: Callable[[str], str] = str
+        self.end: Callable[[], None] = _nothing
+
+    def send(self, command: Command) -> None:
+        """Send a command to the other ranks of the group. Raises DeviceLost."""
+        if self.group.native.members == 1:
+            return
+        try:
+            self.group.broadcast(self.wire.encode(command))
+        except DeviceLost as error:
+            raise self.lost(str(error)) from error
+
+    def stop(self) -> None:
+        """Let all other ranks end."""
+        if not self.group.native.is_aborted:
+            with suppress(DeviceLost):  # it is over in any case
+                self.send(Stop())
+        self.end()
+
+    def lost(self, found: str) -> DeviceLost:
+        """End the group; return the error that says why."""
+        self.group.abort()
+        return DeviceLost(
+            f"a rank of the model is lost: {self.reason(found)}; the engine ends, since no rank "
+            "can go on alone: start it again, after a look at the system's log for a process "
+            "ended for its memory"
+        )
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Turn what ends a run at one rank only into the loss of the group. A batch that all ranks
+        reject (ValueError) leaves them in step."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            raise self.lost(str(error)) from error
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -1,0 +1,227 @@
+"""TorchRanks: ranks that compute with PyTorch, on CPU tensors or on a GPU each.
+
+Knows devices and transports; no program. CPU tensors, and ranks of several machines, exchange by
+the group's own transport; GPUs of one machine by NCCL (quire/execute/gpu/process_group.py). Always
+holds: the ranks of a group have the same kind of device and the same transport.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.base.errors import SettingError
+from quire.comm.shared_memory import TIMEOUT_S, SharedMemoryRank
+from quire.config.machine import MachineMemory
+from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
+from quire.execute.gpu.device import device_after, device_of, num_cards_from
+from quire.execute.gpu.exchange import Exchange, HostExchange, HostLink, RankEnds
+from quire.execute.gpu.executor_class import TorchExecutorClass
+from quire.execute.gpu.process_group import ProcessGroupExchange
+from quire.program.program import Program
+from quire.ranks.leading import LeadingExecutor
+from quire.ranks.stages import StageLinks
+from quire.ranks.torch_executor import MirroredTorch, TorchPipeline, TorchRank
+from quire.weights.checkpoint import Checkpoint
+
+Transport = Literal["host", "gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchSettings:
+    """How the executor of one rank is made. device: "cpu" or "cuda:N". meeting_files: a path
+    without its group's number, where the transport is torch.distributed."""
+
+    device: str
+    exact: bool
+    has_fp8: bool
+    captures: bool
+    transport: Transport
+    meeting_files: str
+    timeout_s: float
+
+    def executor_class(self, executor: type[TorchRank], *, poison: bool) -> TorchExecutorClass:
+        """Return the class of one rank's executor."""
+        return TorchExecutorClass(
+            device_of(self.device),
+            exact=self.exact,
+            has_fp8=self.has_fp8,
+            captures=self.captures,
+            executor=executor,
+            poison=poison,
+        )
+
+    def made(
+        self,
+        executor: type[TorchRank],
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        links: StageLinks | None,
+        *,
+        poison: bool,
+    ) -> TorchRank:
+        """Load one rank's executor."""
+        ends = self._ends(group, links)
+        one = replace(self.executor_class(executor, poison=poison), ends=ends)
+        rank = one(program, checkpoint, replace(options, beside=None))
+        assert isinstance(rank, TorchRank), "as it was asked for"
+        rank.join(group, links)
+        return rank
+
+    def remove_meeting_files(self) -> None:
+        """Remove them, once all ranks have ended."""
+        folder, name = os.path.split(self.meeting_files)
+        for path in Path(folder).glob(f"{name}.*"):
+            path.unlink(missing_ok=True)
+
+    def _ends(self, group: SharedMemoryRank, links: StageLinks | None) -> RankEnds:
+        source = None if links is None or links.source is None else HostLink(links.source)
+        target = None if links is None or links.target is None else HostLink(links.target)
+        return RankEnds(exchange=self._exchange(group), source=source, target=target)
+
+    def _exchange(self, group: SharedMemoryRank) -> Exchange | None:
+        members = group.native.members
+        if members == 1:
+            return None
+        number, rank = divmod(group.rank, members)
+        if self.transport == "host":
+            return HostExchange(group, rank=rank, degree=members)
+        exchange = ProcessGroupExchange(
+            self.transport,
+            meeting_file=f"{self.meeting_files}.{number}",
+            rank=rank,
+            degree=members,
+            timeout_s=self.timeout_s,
+        )
+        group.on_abort(exchange.abort)
+        return exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRanks:
+    """A RankKind (see kinds.py). settings: of rank 0; others have the GPUs after its own."""
+
+    settings: TorchSettings
+
+    @property
+    def shares_memory(self) -> bool:
+        """See RankKind."""
+        return self.settings.device == "cpu"
+
+    def check_program(self, program: Program) -> None:
+        """See RankKind."""
+        self._sizing().check_program(program)
+
+    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
+        """See RankKind."""
+        return self._sizing().memory_for(program, limits)
+
+    def head_rows(self, max_sequences: int) -> int:
+        """See RankKind."""
+        return self._sizing().head_rows(max_sequences)
+
+    def full_step_tokens(self) -> int:
+        """See RankKind."""
+        return self._sizing().full_step_tokens()
+
+    def available_memory(self) -> MachineMemory:
+        """See RankKind."""
+        return self._sizing().available_memory()
+
+    def plans_in_flight(self) -> int:
+        """See RankKind."""
+        return self._sizing().plans_in_flight()
+
+    def start_fields(self, rank: int) -> dict[str, Any] | None:
+        """See RankKind."""
+        device = device_after(self.settings.device, rank)
+        return asdict(replace(self.settings, device=device))
+
+    def leading(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        group: SharedMemoryRank,
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """See RankKind."""
+        made = self.settings.made(
+            MirroredTorch, program, checkpoint, options, group, None, poison=poison
+        )
+        assert isinstance(made, MirroredTorch), "as it was asked for"
+        made.on_closed = self.settings.remove_meeting_files
+        return made
+
+    def leading_stages(
+        self,
+        program: Program,
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+        links: StageLinks,
+        layers: tuple[int, ...],
+        *,
+        poison: bool,
+    ) -> LeadingExecutor:
+        """See RankKind."""
+        made = self.settings.made(
+            TorchPipeline, program, checkpoint, options, links.group, links, poison=poison
+        )
+        assert isinstance(made, TorchPipeline), "as it was asked for"
+        made.lead_stages(links, layers)
+        made.on_closed = self.settings.remove_meeting_files
+        return made
+
+    def _sizing(self) -> TorchExecutorClass:
+        return self.settings.executor_class(TorchRank, poison=False)
+
+
+def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: bool) -> TorchRanks:
+    """Return ranks like an executor of one process. is_here: whether this process starts them all,
+    on this machine. Raises SettingError, which names what was `asked` for."""
+    is_gpu = one.device.type != "cpu"
+    if is_gpu and not is_here:
+        raise SettingError(
+            f"{asked} and ranks on GPUs are started by other than this process: only ranks of one "
+            "machine have a transport between GPUs for now; take --distributed-executor-backend mp"
+        )
+    if is_gpu and (found := num_cards_from(one.device)) < num_ranks:
+        raise SettingError(
+            f"{asked}, which are {num_ranks} ranks with a GPU each, and from {one.device} on there "
+            f"are {found} GPUs: take fewer ranks, or show more GPUs to this process"
+        )
+    name = f"quire-ranks-{secrets.token_hex(16)}"
+    return TorchRanks(
+        settings=TorchSettings(
+            device=str(one.device),
+            exact=one.exact,
+            has_fp8=one.has_fp8,
+            captures=one.captures,
+            transport="nccl" if is_gpu else "host",
+            meeting_files=os.path.join(tempfile.gettempdir(), name),
+            timeout_s=TIMEOUT_S,
+        )
+    )
+
+
+def load_torch_rank(
+    fields: Mapping[str, Any],
+    program: Program,
+    checkpoint: Checkpoint,
+    options: ExecutorOptions,
+    group: SharedMemoryRank,
+    links: StageLinks | None,
+    *,
+    poison: bool,
+) -> TorchRank:
+    """Load the executor of a rank above 0, as its start says."""
+    settings = TorchSettings(**fields)
+    return settings.made(TorchRank, program, checkpoint, options, group, links, poison=poison)

@@ -1,0 +1,231 @@
+"""ApiForm: what the router knows of one HTTP API, a record for each.
+
+The router passes bodies on as they are; what it reads of them, and what it writes itself, differs
+by these records only. base/http_apis.py says which API a path has. Knows no request and no
+replica. Always holds: each API of that table has a record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from quire.base.http_apis import (
+    ANTHROPIC,
+    LLAMA_CPP,
+    MODELS,
+    OLLAMA,
+    OPENAI,
+    RESPONSES,
+    any_key_headers,
+    api_of,
+    key_in,
+)
+from quire.router.faults import Refusal
+
+_TAIL_BYTES = 16_384
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The `error` object of an event or a response, in the form of any API."""
+
+    message: str = ""
+    code: str | int | None = None
+    param: str | None = None
+    kind: str | None = msgspec.field(name="type", default=None)
+
+
+class ErrorEvent(msgspec.Struct, frozen=True):
+    """A body with an error."""
+
+    error: ErrorBody
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiForm:
+    """What the router reads and writes of one API.
+
+    error: the JSON of an error. event: the bytes of an error that ends a stream. overloaded: the
+    status of a server without capacity, which is 503 elsewhere. prompts: fields that decide the
+    prompt, in its order. limits: fields with the number of tokens that an answer may have, each as
+    a path; the first that has one counts. usage: the names of the counts of prompt and output, in
+    the last bytes of an answer. is_too_long: whether an error says that prompt and output do not
+    fit the context of the model. stream_end: the data of the event that ends a stream; b"" where
+    the last object does. stream_error: how the data of an event with an error begins.
+    """
+
+    api: str
+    error: Callable[[Refusal, int], Any]
+    event: Callable[[Refusal, bytes], bytes] = lambda refusal, raw: b"data: %b\n\n" % raw
+    overloaded: int = 503
+    prompts: tuple[str, ...]
+    limits: tuple[tuple[str, ...], ...]
+    usage: tuple[str, str]
+    is_too_long: Callable[[ErrorBody], bool]
+    stream_end: bytes = b""
+    stream_error: bytes = b'{"error":'
+
+    def status_of(self, refusal: Refusal) -> int:
+        """Return the status of a refusal."""
+        return self.overloaded if refusal.status == 503 else refusal.status
+
+    def is_overloaded(self, status: int) -> bool:
+        """Return whether a replica with this status is full."""
+        return status in (503, self.overloaded)
+
+    def error_body(self, refusal: Refusal) -> bytes:
+        """Return the body of an error response."""
+        return msgspec.json.encode(self.error(refusal, self.status_of(refusal)))
+
+    def error_event(self, refusal: Refusal) -> bytes:
+        """Return the last event of a stream that cannot go on."""
+        return self.event(refusal, self.error_body(refusal))
+
+    def key_in(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return the key of a request, as the server reads it; b"" without one."""
+        return key_in(headers, any_key_headers(self.api))
+
+    def asked_tokens(self, fields: Mapping[str, Any], default: int) -> int:
+        """Return how many tokens the answer may have; `default` where it is not limited."""
+        for path in self.limits:
+            found: Any = fields
+            for name in path:
+                found = found.get(name) if isinstance(found, dict) else None
+            if type(found) is int and found >= 0:
+                return found
+        return default
+
+    def used_tokens(self, body: bytes) -> tuple[int, int] | None:
+        """Return the tokens of prompt and output; None where the body reports none.
+
+        In JSON a quote inside a text is escaped, so a text that quotes such a name is not mistaken
+        for it.
+        """
+        prompt, output = (_count(name) for name in self.usage)
+        tail = body[-_TAIL_BYTES:]
+        prompts, outputs = prompt.findall(tail), output.findall(tail)
+        if not prompts and not outputs and len(body) > _TAIL_BYTES:
+            prompts, outputs = prompt.findall(body), output.findall(body)
+        if not prompts and not outputs:
+            return None
+        return int(prompts[-1]) if prompts else -1, int(outputs[-1]) if outputs else 0
+
+
+def read_error(raw: bytes) -> ErrorBody | None:
+    """Return the error of a response's body or of an event; None where it has none."""
+    try:
+        return _read_error(raw).error
+    except msgspec.MsgspecError:
+        return None
+
+
+def form_of(path: str) -> ApiForm:
+    """Return the form of the API that has a path."""
+    return FORMS[api_of(path)]
+
+
+def _openai(refusal: Refusal, status: int) -> Any:
+    error = {
+        "message": str(refusal),
+        "type": _kind_of(status),
+        "param": refusal.param,
+        "code": refusal.code,
+    }
+    return {"error": error}
+
+
+def _responses_event(refusal: Refusal, raw: bytes) -> bytes:
+    error = {"code": refusal.code, "message": str(refusal), "param": refusal.param}
+    return _named_event(refusal, msgspec.json.encode({"type": "error", **error}))
+
+
+def _anthropic(refusal: Refusal, status: int) -> Any:
+    kinds = {404: "not_found_error", 413: "request_too_large", 529: "overloaded_error"}
+    kind = kinds.get(status) or ("api_error" if status >= 500 else _kind_of(status))
+    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+
+
+def _named_event(refusal: Refusal, raw: bytes) -> bytes:
+    return b"event: error\ndata: %b\n\n" % raw
+
+
+def _llama_cpp(refusal: Refusal, status: int) -> Any:
+    kinds = {404: "not_found_error", 429: "unavailable_error", 503: "unavailable_error"}
+    kind = kinds.get(status) or _kind_of(status)
+    return {"error": {"code": status, "message": str(refusal), "type": kind}}
+
+
+def _kind_of(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return "rate_limit_error" if status == 429 else "invalid_request_error"
+
+
+def _has_code(error: ErrorBody) -> bool:
+    return error.code == "context_length_exceeded"
+
+
+@cache
+def _count(name: str) -> re.Pattern[bytes]:
+    return re.compile(rb'"%b": ?(\d{1,12})\b' % name.encode())
+
+
+_read_error = msgspec.json.Decoder(ErrorEvent).decode
+_OPENAI = ApiForm(
+    api=OPENAI,
+    error=_openai,
+    prompts=("tools", "messages", "input", "prompt", "tokens"),
+    limits=(
+        *(("max_completion_tokens",), ("max_tokens",)),
+        *(("n_predict",), ("num_predict",), ("max_new_tokens",)),
+    ),
+    usage=("prompt_tokens", "completion_tokens"),
+    is_too_long=_has_code,
+    stream_end=b"[DONE]",
+)
+FORMS: dict[str, ApiForm] = {
+    OPENAI: _OPENAI,
+    MODELS: replace(_OPENAI, api=MODELS),
+    RESPONSES: replace(
+        _OPENAI,
+        api=RESPONSES,
+        event=_responses_event,
+        prompts=("instructions", "tools", "input"),
+        limits=(("max_output_tokens",),),
+        usage=("input_tokens", "output_tokens"),
+        stream_end=b"",
+    ),
+    ANTHROPIC: ApiForm(
+        api=ANTHROPIC,
+        error=_anthropic,
+        event=_named_event,
+        overloaded=529,
+        prompts=("system", "tools", "messages"),
+        limits=(("max_tokens",),),
+        usage=("input_tokens", "output_tokens"),
+        is_too_long=lambda error: error.message.startswith("prompt is too long: "),
+        stream_error=b'{"type":"error"',
+    ),
+    OLLAMA: ApiForm(
+        api=OLLAMA,
+        error=lambda refusal, status: {"error": str(refusal)},
+        event=lambda refusal, raw: raw + b"\n",
+        prompts=("system", "tools", "messages", "input", "prompt"),
+        limits=(("options", "num_predict"),),
+        usage=("prompt_eval_count", "eval_count"),
+        is_too_long=lambda error: False,  # an error is a text without a code
+    ),
+    LLAMA_CPP: ApiForm(
+        api=LLAMA_CPP,
+        error=_llama_cpp,
+        prompts=("input", "prompt"),
+        limits=(("n_predict",), ("max_tokens",)),
+        usage=("tokens_evaluated", "tokens_predicted"),
+        is_too_long=lambda error: error.kind == "exceed_context_size_error",
+    ),
+}

@@ -1,0 +1,439 @@
+"""Ranks of the torch executor: tokens and log-probabilities are bit for bit those of one process.
+
+Processes compute drawn cases of tests/exact on CPU tensors; threads compute single prompts by
+kernels, and from captured steps. QUIRE_GPU_EXACT_RANK_CASES draws more cases.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import DeviceLost, ModelError, SettingError
+from quire.comm.in_process import InProcessGroup, InProcessRank
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
+from quire.execute.gpu import executor_class as torch_class
+from quire.execute.gpu.exchange import HostExchange, RankEnds
+from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
+from quire.execute.gpu.executor_class import TorchExecutorClass
+from quire.execute.gpu.kernels import linear_fixed
+from quire.execute.gpu.load import load
+from quire.program.comm_ops import AllGather
+from quire.program.declarations import Weight
+from quire.program.program import Program
+from quire.program.row_parallel import TpMode
+from quire.program.shard import shard
+from quire.program.tensors import DType
+from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.torch_executor import MirroredTorch, TorchPipeline
+from quire.ranks.torch_kind import TorchRanks, ranks_like
+from quire.weights.binding import bind
+from quire.weights.checkpoint import open_checkpoint
+from tests.conftest import SHOWN
+from tests.connected_ranks import connected_site
+from tests.exact.divided_models import DividedModel, compare_with_one_process
+from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.test_ranks import GOALS, MAX_SHOWN, case_for_ranks
+from tests.exact.test_stages import CountingRunner, case_for_stages
+from tests.exact.workload import VOCAB_SIZE
+from tests.gpu.torch_models import CPU, packed_for, program_of, sequence_logits, torch_executor
+from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_gemma import GEMMA3
+from tests.models.cases_qwen import QWEN3
+from tests.models.generate import logits_of
+from tests.rank_threads import on_all_ranks
+from tests.serve.test_ranks import check_lost_rank
+from tests.tiny_models import write_tiny, write_tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+Float32s = NDArray[np.float32]
+NUM_CASES = int(os.environ.get("QUIRE_GPU_EXACT_RANK_CASES", "6"))
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
+IDS, CHUNK, POSITIONS = list(range(3, 43)), 17, 64
+LIMITS = StepLimits(max_tokens=CHUNK, max_samples=CHUNK, max_sequences=1)
+OPTIONS = ExecutorOptions(limits=LIMITS)
+ONE = TorchExecutorClass(CPU, poison=True)
+
+
+def kind(transport: str = "host") -> TorchRanks:
+    """Return ranks of CPU tensors."""
+    made = ranks_like(ONE, num_ranks=4, asked="ranks", is_here=True)
+    settings: Any = replace(made.settings, transport=transport)  # type: ignore[arg-type]
+    return replace(made, settings=settings)
+
+
+def divided(degree: int, stages: int = 1, transport: str = "host") -> RankedExecutorClass:
+    """Return the class of an executor over processes."""
+    shared: dict[str, Any] = {
+        "degree": degree,
+        "binds": False,
+        "poison": True,
+        "kind": kind(transport),
+    }
+    if stages == 1:
+        return RankedExecutorClass(**shared)
+    return PipelineExecutorClass(stages=stages, **shared)
+
+
+class TorchModel(Model):
+    """A model of tests/exact in one process."""
+
+    def make_executor(self, num_threads: int) -> Executor:
+        return torch_executor(self.folder, self.program, max_tokens=512, blocks=16)
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
+    root = tmp_path_factory.mktemp("ranks")
+    llama = write_tiny_llama(root / "llama", seed=15, hidden_size=68, num_hidden_layers=2, **HEADS)
+    qwen = write_tiny(root / "qwen", QWEN3 | SIZE | HEADS, seed=17)
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    gemma = write_tiny(root / "gemma", GEMMA3 | SIZE | HEADS | layers, seed=18, dtype="bf16")
+    made: list[Model] = [
+        TorchModel(llama, DType.F32),
+        TorchModel(qwen, DType.BF16),
+        TorchModel(gemma, DType.BF16),
+        TorchModel(llama, DType.BF16, "int8", "int8"),
+    ]
+    yield made
+    for model in made:
+        model.close()
+
+
+def test_two_ranks_answer_as_one_process(wholes: list[Model], record_property: object) -> None:
+    models = [DividedModel(whole, divided(2)) for whole in wholes]
+    cases = (case_for_ranks(number, len(models)) for number in range(NUM_CASES))
+    goals = [goal for goal in GOALS if goal != "layered"]
+    lines, reached = compare_with_one_process(models, cases, goals)
+    record_property(SHOWN, f"2 torch ranks: {NUM_CASES} cases; {reached}")  # type: ignore[operator]
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert all(reached.values()), reached
+
+
+def test_two_stages_answer_as_one_process(wholes: list[Model], record_property: object) -> None:
+    num_cases = max(NUM_CASES // 2, 2)
+    CountingRunner.overlapped = 0
+    models = [DividedModel(whole, divided(1, 2)) for whole in wholes]
+    cases = (case_for_stages(number, len(models), 2) for number in range(num_cases))
+    lines, reached = compare_with_one_process(
+        models, cases, ("preempted", "chunked"), runner_type=CountingRunner
+    )
+    record_property(SHOWN, f"2 torch stages: {num_cases} cases; {reached}")  # type: ignore[operator]
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert CountingRunner.overlapped
+    assert all(reached.values()), reached
+
+
+class InAnotherOrder(RankedExecutorClass):
+    """Ranks that put the columns of the last exchange at the places of others."""
+
+    def programs(self, program: Program) -> list[Program]:
+        made = super().programs(program)
+        return [self._planted(own) for own in made]
+
+    def _planted(self, own: Program) -> Program:
+        trunk = list(own.segments["trunk"])
+        *_, (at, last) = (
+            (index, op) for index, op in enumerate(trunk) if isinstance(op, AllGather)
+        )
+        trunk[at] = replace(last, unit=1)
+        return replace(own, segments={**own.segments, "trunk": tuple(trunk)})
+
+
+def test_a_fault_in_an_exchange_is_detected(wholes: list[Model]) -> None:
+    alone = AloneRuns()
+    planted = InAnotherOrder(degree=2, binds=False, kind=kind())
+    model = DividedModel(wholes[0], planted)
+    try:
+        case = case_for_ranks(0, len(wholes))
+        for request in case.requests:
+            alone.of(model.whole, request)
+        assert differences(model.whole, run_case(model, case, alone=alone), alone)
+    finally:
+        model.close()
+
+
+# ---- one prompt: degrees, transports, precisions
+
+
+def answer(executor: Executor) -> Float32s:
+    """Return the logits of a prompt in chunks."""
+    executor.allocate_cache(POSITIONS // 16 + 1, 16)
+    logits = logits_of(executor, IDS, max_positions=POSITIONS, chunk=CHUNK)
+    executor.close()
+    return logits
+
+
+def small(program: Program) -> Program:
+    """Return a program of few positions."""
+    return replace(program, max_positions=POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head that is its embedding, and widths that do not divide."""
+    folder = tmp_path_factory.mktemp("tied")
+    more = {"hidden_size": 68, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    return write_tiny_llama(folder, seed=16, dtype="bf16", **(HEADS | more))
+
+
+@pytest.mark.parametrize(
+    ("degree", "stages", "transport", "precision"),
+    [
+        (4, 1, "host", "none"),
+        (2, 1, "gloo", "none"),
+        (2, 2, "gloo", "int4-g32"),
+    ],
+    ids=["four ranks", "gloo", "two stages of two ranks, gloo, int4"],
+)
+def test_degrees_and_transports_give_the_bits_of_one_process(
+    tied: Path, degree: int, stages: int, transport: str, precision: str
+) -> None:
+    program, checkpoint = small(program_of(tied, DType.BF16, precision)), open_checkpoint(tied)
+    one = ONE(program, checkpoint, OPTIONS)
+    digest, whole = one.weights_digest, answer(one)
+    made = divided(degree, stages, transport)
+    executor = made(program, checkpoint, OPTIONS)
+    assert isinstance(executor, TorchPipeline if stages > 1 else MirroredTorch)
+    assert executor.weights_digest == digest
+    np.testing.assert_array_equal(answer(executor), whole, strict=True)
+    assert isinstance(made.kind, TorchRanks)
+    meeting = Path(made.kind.settings.meeting_files)
+    assert not list(meeting.parent.glob(f"{meeting.name}*"))
+
+
+def test_ranks_connected_by_sockets_give_the_bits_of_one_process(tied: Path) -> None:
+    program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
+    whole = answer(ONE(program, checkpoint, OPTIONS))
+    made = replace(divided(2, 2), site=connected_site(4))
+    np.testing.assert_array_equal(answer(made(program, checkpoint, OPTIONS)), whole, strict=True)
+
+
+def test_a_rejected_batch_leaves_the_ranks_in_step_and_a_dead_rank_is_named(tied: Path) -> None:
+    program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
+    for made in (divided(2), divided(1, 2), divided(2, transport="gloo")):
+        executor: Any = made(program, checkpoint, OPTIONS)
+        executor.allocate_cache(5, 16)
+        before = logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
+        with pytest.raises(ValueError, match="token_ids"):
+            logits_of(executor, [1, 999, 3], max_positions=POSITIONS)
+        after = logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
+        np.testing.assert_array_equal(after, before, strict=True)
+        (pid,) = executor.processes.process_ids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(DeviceLost, match=r"rank 1 .* was ended by signal 9"):
+            logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
+        executor.close()
+
+
+def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(
+    tied: Path,
+) -> None:
+    program = small(program_of(tied, DType.BF16))
+    whole = answer(ONE(program, open_checkpoint(tied), OPTIONS))
+
+    def run(group: InProcessRank, chunk: int = CHUNK) -> Float32s:
+        own = shard(program, degree=2, rank=group.rank, mode=TpMode.FAST)
+        executor = of_rank(tied, own, HostExchange(group, rank=group.rank, degree=2))
+        executor.allocate_cache(POSITIONS // 16 + 1, 16)
+        return logits_of(executor, IDS, max_positions=POSITIONS, chunk=chunk)
+
+    first, second = on_all_ranks(InProcessGroup(2).ranks(), run)
+    np.testing.assert_array_equal(first, second, strict=True)
+    other, _ = on_all_ranks(InProcessGroup(2).ranks(), lambda group: run(group, 5))
+    np.testing.assert_array_equal(first, other, strict=True)
+    assert not np.array_equal(first, whole)
+    assert np.abs(first - whole).max() <= 0.05 * np.abs(whole).max()
+
+
+# ---- kernels and captured steps, by threads
+
+
+class ByTurns(HostExchange):
+    """An exchange of threads of which one computes at a time, as the interpreter needs it; its
+    calls can be captured, since a replay of the tests does them again."""
+
+    is_captured = True
+    turn = threading.Lock()
+
+    def all_gather(self, own: Tensor, every: Tensor) -> None:
+        ByTurns.turn.release()
+        try:
+            super().all_gather(own, every)
+        finally:
+            ByTurns.turn.acquire()
+
+    def broadcast(self, values: Tensor) -> None:
+        ByTurns.turn.release()
+        try:
+            super().broadcast(values)
+        finally:
+            ByTurns.turn.acquire()
+
+
+def of_rank(
+    folder: Path,
+    own: Program,
+    exchange: HostExchange,
+    *,
+    kernels: bool = False,
+    captures: bool = False,
+) -> TorchExecutor:
+    """Return the executor of one rank in a thread."""
+    binding = bind(own, open_checkpoint(folder))
+    return TorchExecutor(
+        own,
+        load(own, binding, CPU, None, pack=packed_for(kernels)),
+        device=CPU,
+        exact=True,
+        limits=LIMITS,
+        launch=LaunchOptions(
+            kernels=kernels,
+            capture=(lambda body: body) if captures else None,
+            ends=RankEnds(exchange=exchange),
+        ),
+        poison=True,
+    )
+
+
+def kernel_logits(executor: TorchExecutor) -> Float32s:
+    """Return the logits of a short prompt, in chunks and then token by token."""
+    chunks = sequence_logits(executor, IDS[:6], max_positions=POSITIONS, chunk=3)
+    tokens = sequence_logits(executor, IDS[:2], max_positions=POSITIONS, chunk=1)
+    return np.concatenate([chunks, tokens])
+
+
+def by_kernels(folder: Path, program: Program, degree: int) -> list[tuple[Float32s, int]]:
+    """Return the logits of each rank, and how many of its steps were replayed."""
+
+    def run(group: InProcessRank) -> tuple[Float32s, int]:
+        own = shard(program, degree=degree, rank=group.rank)
+        exchange = ByTurns(group, rank=group.rank, degree=degree)
+        with ByTurns.turn:
+            executor = of_rank(folder, own, exchange, kernels=True, captures=True)
+            executor.allocate_cache(POSITIONS // 16 + 1, 16)
+            first = kernel_logits(executor)
+            again = kernel_logits(executor)
+            np.testing.assert_array_equal(first, again, strict=True)
+            return again, executor.steps_replayed
+
+    return on_all_ranks(InProcessGroup(degree, timeout_s=300.0).ranks(), run)
+
+
+@pytest.fixture
+def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products of a tiny model have several pieces, as those of a large one have."""
+    monkeypatch.setattr(linear_fixed, "FILL", 4)
+    monkeypatch.setattr(linear_fixed, "SHORTEST_PIECE", 32)
+    monkeypatch.setattr(linear_fixed, "PIECE_STEP", 32)
+
+
+def test_kernels_and_captured_steps_of_ranks_give_the_bits_of_one_process(
+    tmp_path: Path, many_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_llama(tmp_path, seed=9, hidden_size=128, num_hidden_layers=1, **HEADS)
+    program = small(program_of(folder, DType.F32))
+    whole_executor = torch_executor(folder, program, kernels=True, max_tokens=CHUNK)
+    whole = kernel_logits(whole_executor)
+    own = shard(program, degree=2, rank=1)
+    pieces = [
+        (
+            linear_fixed.piece_of(weight.undivided_rows, weight.columns),
+            linear_fixed.piece_of(weight.rows, weight.columns),
+        )
+        for weight in own.weights.values()
+        if weight.columns
+    ]
+    assert any(undivided != share for undivided, share in pieces), "the case shows nothing"
+    for logits, num_replayed in by_kernels(folder, program, 2):
+        np.testing.assert_array_equal(logits, whole, strict=True)
+        assert num_replayed
+    # By the share's own shape a rank would sum in another order.
+    monkeypatch.setattr(Weight, "undivided_rows", property(lambda weight: weight.rows))
+    assert not all(np.array_equal(logits, whole) for logits, _ in by_kernels(folder, program, 2))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_share_of_a_product_has_the_bits_of_the_whole(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_fixed, "FILL", 4)
+    kind_of = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(128, 1024, generator=generator).to(kind_of)
+    x = torch.randn(3, 1024, generator=generator).to(kind_of)
+
+    def product(rows: slice, undivided: int, elements: int) -> Tensor:
+        y = torch.empty(3, len(weight[rows]), dtype=torch.float32)
+        workspace = linear_fixed.Workspace.of(elements, "cpu") if elements else None
+        linear_fixed.linear(x, weight[rows], y, workspace=workspace, undivided=undivided)
+        return y
+
+    whole = product(slice(0, 128), 0, 0)
+    for share in (slice(0, 64), slice(64, 128), slice(96, 128)):
+        for elements in (0, 1 << 16):
+            assert torch.equal(product(share, 128, elements), whole[:, share])
+    assert not torch.equal(product(slice(0, 64), 0, 0), whole[:, :64])
+
+
+# ---- refusals and a server
+
+
+def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = TorchExecutorClass(torch.device("cuda", 1))
+    asked: Callable[..., Any] = ranks_like
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(SettingError, match=r"from cuda:1 on there are 2 GPUs: take fewer ranks"):
+        asked(card, num_ranks=4, asked="tensor_parallel_size is 4", is_here=True)
+    with pytest.raises(SettingError, match="only ranks of one machine have a transport"):
+        asked(card, num_ranks=2, asked="tensor_parallel_size is 2", is_here=False)
+    ranks = ranks_like(card, num_ranks=2, asked="", is_here=True)
+    assert not ranks.shares_memory
+    assert ranks.plans_in_flight() == 2
+    first, second = (ranks.start_fields(rank) for rank in range(2))
+    assert first is not None
+    assert second is not None
+    assert (first["device"], second["device"]) == ("cuda:1", "cuda:2")
+    assert first["transport"] == "nccl"
+
+
+def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied: Path) -> None:
+    program = small(program_of(tied, DType.BF16))
+    one = torch_class.TorchExecutorClass(CPU).memory_for(program, LIMITS)
+    two = divided(2).memory_for(program, LIMITS)
+    assert two.token_bytes == one.token_bytes
+    assert two.weights_bytes > one.weights_bytes
+    device = replace(kind().settings, device="meta")  # of its own memory
+    apart = RankedExecutorClass(degree=2, kind=TorchRanks(settings=device))
+    largest = apart.memory_for(program, LIMITS)
+    assert largest.token_bytes == one.token_bytes // 2
+    assert largest.weights_bytes < one.weights_bytes
+
+
+def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, MIXTRAL | SIZE | HEADS, seed=19)
+    with pytest.raises(ModelError, match="mixture of experts"):
+        divided(2).check_program(program_of(folder, DType.BF16))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
+def test_a_lost_rank_is_an_error_of_every_open_stream(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    model = write_tiny_llama(tmp_path, seed=5, max_position_embeddings=32768, **HEADS)
+    flags = ("--tensor-parallel-size", "2", "--executor", "torch", "--device", "cpu")
+    check_lost_rank(model, flags, number)

@@ -1,0 +1,75 @@
+"""Jobs: what lookups find and claim while others write, and slices that hang."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from quire.engine.kv_store.jobs import FetchJob, Lookup
+from quire.kv_store.level import Fetched
+
+GIVE_UP_S = 60.0
+
+
+@pytest.mark.parametrize("num_put", [0, 1, 3])
+def test_what_is_put_just_before_a_claim_ends_is_not_computed_again(num_put: int) -> None:
+    """Another engine puts its last blocks and ends its claim between two calls of a lookup."""
+    keys = tuple(bytes([at]) * 16 for at in range(5))
+    stored = {*keys[:2]}
+    released: list[tuple[bytes, bytes]] = []
+
+    def claims(known: Sequence[bytes]) -> list[bytes]:
+        stored.update(keys[2 : 2 + num_put])
+        return []
+
+    shared = SimpleNamespace(
+        breaker=SimpleNamespace(may_allow=True),
+        has=lambda asked: [key in stored for key in asked],
+        claims=claims,
+        claim=lambda key, record: True,
+        release=lambda key, record: released.append((key, record)),
+    )
+    lookup = Lookup(
+        request_id="a", keys=keys, before=(), owner=bytes(16), may_claim=True, began_ms=0.0
+    )
+    lookup.run([cast("Any", shared)], cast("Any", shared))
+    assert len(lookup.levels) == 2 + num_put
+    if num_put == 3:
+        assert lookup.claimed is None
+        assert released == [(keys[2], lookup.record)]
+    else:
+        assert (lookup.claimed, released) == (keys[2], [])
+        assert lookup.record == bytes(16) + b"".join(keys[2:])
+
+
+def test_a_slice_that_hangs_is_found_and_one_that_waits_for_a_thread_is_not() -> None:
+    job = FetchJob([bytes(16)] * 6, list(range(6)), [0] * 6, began_ms=0.0)
+    assert job.slices() == [(0, 4), (4, 6)]
+    assert not job.hangs(1e9)  # it is queued behind others
+    released, reading = threading.Event(), threading.Event()
+
+    class Hung:
+        def fetch(self, keys: Sequence[bytes], outs: Sequence[Any]) -> list[Fetched]:
+            reading.set()
+            released.wait(GIVE_UP_S)
+            return [Fetched.WHOLE] * len(keys)
+
+    room = np.zeros(1, np.uint8)
+    thread = threading.Thread(
+        target=job.read,
+        args=(0, 4, [Hung()], lambda place: room, 100.0),
+    )
+    thread.start()
+    assert reading.wait(GIVE_UP_S)
+    assert not job.hangs(100.0)
+    assert job.hangs(101.0)
+    released.set()
+    thread.join()
+    assert not job.end_slice(0, 4, 102.0)
+    assert not job.hangs(1e9)
+    assert job.end_slice(4, 6, 103.0)
