@@ -97,7 +97,7 @@ def test_what_drafts_beside_ranks_and_stages_changes_no_answer(speculate: str) -
 @needs_two_cores
 def test_draft_heads_beside_stages_are_refused() -> None:
     heads = str(head_box_path("eagle"))
-    with pytest.raises(SettingError, match="draft_model is for --speculate eagle, but the"):
+    with pytest.raises(SettingError, match="draft_model is of kind eagle, but the hidden"):
         LLM(num_threads=2, pipeline_parallel_size=2, draft_model=heads)
 
 
