@@ -101,10 +101,12 @@ def test_a_path_without_a_route_is_no_free_one(path: str) -> None:
         route_of(path)
 
 
-def test_each_name_of_a_limit_reserves_tokens() -> None:
+def test_each_name_of_a_limit_or_a_number_of_answers_reserves_tokens() -> None:
     names = {name for name, path in SYNONYMS.items() if path == ("max_tokens",)}
     for name in names | {"max_tokens", "max_completion_tokens"}:
         assert FORMS[OPENAI].asked_tokens({name: 7}, 256) == 7
+    answers = {name for name, path in SYNONYMS.items() if path == ("n",)} | {"n", "best_of"}
+    assert set(FORMS[OPENAI].answers) == answers
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": 7}}, 256) == 7
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": -1}}, 256) == 256
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": [7]}, 256) == 256

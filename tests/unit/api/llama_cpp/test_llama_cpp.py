@@ -6,14 +6,17 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import ANY as ANY_COUNT
 
 import pytest
 from msgspec import structs
 
+from quire.api.llama_cpp.line_limits import AnswerLines, LineLimits
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output.output_stream import TextDelta
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
@@ -143,6 +146,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_probs": 3}, {"logprobs": 3}),
     ({"cache_prompt": False, "id_slot": 1, "n_keep": 4}, {}),
     ({"samplers": ["top_k", "temperature"], "top_k": 5}, {"top_k": 5}),
+    ({"samplers": ["top_k"], "top_k": 5, "top_p": 0.5, "temperature": 0.5}, {"top_k": 5}),
     ({"logit_bias": [[5, -1.5]]}, {"logit_bias": {"5": -1.5}}),
     ({"dry_multiplier": 0.5}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 64}),
     ({"dry_multiplier": 0.5, "dry_range": 9}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 9}),
@@ -292,6 +296,7 @@ def test_what_an_editor_sends_is_accepted() -> None:
         ({"n_indent": 2}, ("a\n", "  b", "\n c", "d"), "a\n  b\n ", True),
         ({"n_indent": 2}, ("a\n", "\t\tb\n", "\n", "d"), "a\n\t\tb\n", True),
         ({"n_indent": 2}, ("a\n ", "  b\n", "  c", "d"), "a\n   b\n  cd", False),
+        ({"n_indent": 2}, ("a\n", "\n", "b", "c"), "a\n", True),
     ],
 )
 def test_lines_end_an_answer(
@@ -304,6 +309,28 @@ def test_lines_end_an_answer(
     assert said[-1]["stop_type"] == ("limit" if closed else "word")
     assert not said[-1]["truncated"]
     assert len(made.closed_early) == closed
+
+
+def test_a_line_ends_an_answer_within_its_last_delta_too() -> None:
+    made = engine("a\n", "  b\nc")
+    reply = ask({**ASKED, "n_indent": 2, "stream": False}, on=made).json
+    assert (reply["content"], reply["stop_type"]) == ("a\n  b\n", "limit")
+    assert (reply["stopping_word"], made.closed_early) == ("", [])
+
+
+def test_a_cut_delta_has_the_tokens_of_its_text() -> None:
+    """Characters that were shown before their token count with it."""
+    lines = AnswerLines(LineLimits(min_indent=2))
+    delta = cast(TextDelta, FakeEngine("x", "y")._delta(0, "a\n ", 0, 3, SamplingParams()))
+    first = structs.replace(delta, token_ids=(4,), token_chars=(2,), num_output_tokens=1)
+    assert lines.cut(first) is None
+    second = structs.replace(
+        delta, text=" b\n c", token_ids=(5, 6, 7, 8), token_chars=(2, 2, 1, 1), num_output_tokens=5
+    )
+    cut = lines.cut(second)
+    assert cut is not None
+    assert (cut.text, cut.token_ids, cut.token_chars) == (" b\n ", (5, 6, 7), (2, 2, 1))
+    assert (cut.num_output_tokens, cut.finish_reason) == (4, FinishReason.LENGTH)
 
 
 def test_an_answer_that_fills_the_context_is_truncated() -> None:
@@ -383,7 +410,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"lora": [{"id": 0}]}, "LoRA"),
     ({"samplers": ["fill"]}, "samplers holds"),
-    ({"samplers": ["top_k", "infill"], "top_p": 0.5}, "does not list top_p"),
     ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers has"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
     ({"n": 2}, "n is 2; an answer here is one text"),
