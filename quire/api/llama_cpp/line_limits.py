@@ -66,10 +66,9 @@ class LineLimitedStreams(ChoiceStreams):
         async with aclosing(super()._run(at, prompt)) as deltas:
             async for index, delta in deltas:
                 cut = lines.cut(delta)
-                if cut is not None:  # leaving the stream aborts the request
-                    yield index, cut
-                    return
-                yield index, delta
+                yield index, cut or delta
+                if cut is not None and delta.finish_reason is None:
+                    return  # leaving the stream aborts the request
 
 
 class AnswerLines:

@@ -250,7 +250,7 @@ OF_RESPONSES: Mapping[str, str] = {
 
 # Descriptions that differ for the count of a response's tokens.
 OF_INPUT_TOKENS: Mapping[str, str] = {
-    **OF_RESPONSES,
+    **{name: OF_RESPONSES[name] for name in ("input", "add_special_tokens")},
     "conversation": "Count the items of this conversation (POST /v1/conversations) before the "
     "input.",
     "previous_response_id": "Count the conversation of this stored response before the input.",

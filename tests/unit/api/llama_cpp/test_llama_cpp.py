@@ -242,9 +242,12 @@ def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None
     assert reply.headers["x-quire-ignored-fields"] == "input_extra[:6]"
     prompt = bytes(made.asked[0].prompt_ids)
     assert [prompt.count(str(at).encode()) for at in range(9)] == [0] * 6 + [100] * 3
-    # Only the texts around the gap: they are refused if they do not fit.
+    # A larger n_predict keeps no more room: the answer ends where the context is full.
     assert ask({**sent, "n_predict": 420}, path=INFILL, on=made).status == 200
-    assert bytes(made.asked[1].prompt_ids) == GAP
+    assert made.asked[1].prompt_ids == made.asked[0].prompt_ids
+    # Only the texts around the gap: they are refused if they do not fit.
+    assert ask({**sent, "input_prefix": "a" * 400}, path=INFILL, on=made).status == 200
+    assert bytes(made.asked[2].prompt_ids).startswith(b"<|fim_prefix|>aaa")
     reply = ask({**sent, "input_prefix": "a" * 600}, path=INFILL, on=made)
     assert reply.error["type"] == "exceed_context_size_error"
 
