@@ -86,7 +86,7 @@ def _advice_of_vectors(name: str, body: Mapping[str, Any]) -> str | None:
     """Return why a field of generation is not one of a request for vectors."""
     if name not in _EVERYWHERE and not _is_option(name):
         return None
-    return ", whose vectors are computed without sampling; leave it out"
+    return ", which computes vectors, without sampling; leave it out"
 
 
 OLLAMA_CHAT = FieldSet(_CHAT, advice=_advice)

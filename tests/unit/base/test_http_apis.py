@@ -16,6 +16,7 @@ from quire.base.errors import NotAuthorized
 from quire.base.http_apis import KEY_HEADERS, OPENAI, any_key_headers
 from quire.router.api_forms import FORMS, form_of
 from quire.router.faults import Refusal
+from quire.router.routed_request import RoutedRequest
 from quire.router.routes import LISTS, ROUTES, find_route, reason_not_routed, route_of
 
 # Routes of a server that a router does not have, and no reason is given for: other names of a
@@ -99,6 +100,24 @@ def test_a_path_without_a_route_is_no_free_one(path: str) -> None:
     assert find_route(path) is None
     with pytest.raises(LookupError, match="ROUTES has no row"):
         route_of(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/infill", ("input_extra", "input_prefix", "input_suffix", "prompt")),
+        ("/embedding", ("content", "input")),
+        ("/api/generate", ("system", "context", "prompt", "suffix")),
+    ],
+)
+def test_each_field_of_a_prompt_decides_where_it_is_routed(
+    path: str, fields: tuple[str, ...]
+) -> None:
+    def blocks(name: str) -> str:
+        body = json.dumps({name: name + " word" * 2000}).encode()
+        return str(RoutedRequest(path, [], body).key().blocks)
+
+    assert len({"[]", *map(blocks, fields)}) == 1 + len(fields)
 
 
 def test_each_name_of_a_limit_or_a_number_of_answers_reserves_tokens() -> None:
