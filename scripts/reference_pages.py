@@ -173,19 +173,21 @@ def fields() -> str:
             owners = [body for body in BODIES if _is_served(schemas[body], name)]
             found = {body: schemas[body]["properties"][name] for body in owners}
             where = ", ".join(BODIES[body] for body in owners)
-            rows.append((f"`{name}`", _values(found[owners[0]]), where, _meaning(found)))
+            values = _by_route({body: _values(schema) for body, schema in found.items()})
+            says = _by_route({body: _cell(one["description"]) for body, one in found.items()})
+            rows.append((f"`{name}`", values, where, says))
         parts.append(f"### {group}\n\n" + table(("Field", "Values", "Routes", "Meaning"), rows))
     return "\n\n".join(parts)
 
 
-def _meaning(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what a field means, for each route where descriptions differ."""
+def _by_route(said: Mapping[str, str]) -> str:
+    """Return what is said of a field, for each route where that differs."""
     routes: dict[str, list[str]] = {}
-    for body, schema in found.items():
-        routes.setdefault(schema["description"], []).append(BODIES[body])
+    for body, text in said.items():
+        routes.setdefault(text, []).append(BODIES[body])
     if len(routes) == 1:
-        return _cell(next(iter(routes)))
-    return "<br>".join(f"{', '.join(names)}: {_cell(text)}" for text, names in routes.items())
+        return next(iter(routes))
+    return "<br>".join(f"{', '.join(names)}: {text}" for text, names in routes.items())
 
 
 def other_fields() -> str:
@@ -214,8 +216,8 @@ def _is_served(schema: Mapping[str, Any], name: str) -> bool:
 
 
 def _json(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    is_word = value is None or isinstance(value, bool)
+    words = {None: "null", True: "true", False: "false", "": '""'}
+    is_word = value in (None, "") or isinstance(value, bool)
     return words[value] if is_word else str(value)
 
 

@@ -16,6 +16,7 @@ from quire.api.http.dialect import Headers
 from quire.api.openai.dialect import OpenAIDialect
 from quire.api.openai.models import ModelsRoutes
 from quire.api.server_state import ServerState
+from quire.base.http_apis import KEY_HEADERS, MODELS, key_in
 
 PATH = "/v1/models"
 _VERSION = "anthropic-version"
@@ -29,8 +30,7 @@ class ModelsDialect(OpenAIDialect):
 
         Raises NotAuthorized.
         """
-        key = next((value for name, value in headers if name == b"x-api-key"), b"").strip()
-        return key or super().read_key(headers)
+        return key_in(headers, KEY_HEADERS[MODELS]) or super().read_key(headers)
 
 
 MODELS_DIALECT = ModelsDialect()

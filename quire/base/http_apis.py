@@ -1,6 +1,6 @@
 """The HTTP APIs that are served: which of them has a path, and the headers in which each has keys.
 
-The server, its document and the router read these tables, so that they agree. Knows no request and
+The server, its document and the router read what is here, so that they agree. Knows no request and
 no body. Always holds: each path belongs to one API.
 """
 
@@ -24,6 +24,8 @@ API_PATHS: dict[str, str] = {
     "/props": LLAMA_CPP,
     "/slots": LLAMA_CPP,
 }
+# What clients of Ollama may add to the name of a model.
+MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
 # Headers that may have the key; the first that has one counts.
 KEY_HEADERS: dict[str, tuple[bytes, ...]] = {

@@ -63,25 +63,25 @@ PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
             refused_with={},
         ),
         "draft": ProposerKind(
-            does="asks --draft-model",
+            does="uses --draft-model",
             weights=DraftWeights.FILES,
             refused_with={"context_parallel_size": _POSITIONS},
         ),
         "self": ProposerKind(
-            does="asks the model's own first layers",
+            does="uses the model's own first layers",
             weights=DraftWeights.MODEL,
             refused_with=dict.fromkeys(
                 RANK_SETTINGS, "the model's first layers do not draft over several ranks yet"
             ),
         ),
         "medusa": ProposerKind(
-            does="asks Medusa heads trained for the model (--draft-model)",
+            does="uses Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
             refused_with=_HEADS_REFUSED,
         ),
         "eagle": ProposerKind(
-            does="asks an EAGLE-3 head trained for the model (--draft-model)",
+            does="uses an EAGLE-3 head trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
             refused_with=_HEADS_REFUSED,

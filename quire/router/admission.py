@@ -35,7 +35,8 @@ class Admission:
     def admit(self, headers: list[tuple[bytes, bytes]], key: bytes) -> bytes:
         """Count a request; return a digest of its key for `leave`. Raises Refusal.
 
-        A client without a key is known by another authorization, and without any one of many.
+        Without a key, the Authorization header identifies the client; clients with neither count as
+        one.
         """
         if self.is_draining:
             raise Refusal(

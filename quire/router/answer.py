@@ -262,7 +262,7 @@ class Answer:
             await self._pass_on(attempt)
             return
         exchange = attempt.exchange
-        blocks = EventBlocks(request.form, shows_comments=request.shows_comments)
+        blocks = EventBlocks(shows_comments=request.shows_comments)
         received = attempt.early or await exchange.read()
         while received:
             for delta in blocks.push(received):
@@ -285,7 +285,7 @@ class Answer:
     async def _judged_stream(self, attempt: Attempt) -> bool:
         """Hold a stream until it is complete; as _try. The client has nothing of it before."""
         request, client, exchange = self._request, self._client, attempt.exchange
-        blocks = EventBlocks(request.form, shows_comments=request.shows_comments)
+        blocks = EventBlocks(shows_comments=request.shows_comments)
         held, num_tokens, is_complete = list[bytes](), 0, False
         received = attempt.early or await exchange.read()
         while received:

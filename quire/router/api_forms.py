@@ -1,4 +1,4 @@
-"""ApiForm: what the router knows of one HTTP API, a record for each.
+"""ApiForm: what the router reads and writes of one HTTP API, a record for each.
 
 The router passes bodies on as they are; what it reads of them, and what it writes itself, differs
 by these records only. base/http_apis.py says which API a path has. Knows no request and no
@@ -18,6 +18,7 @@ import msgspec
 from quire.base.http_apis import (
     ANTHROPIC,
     LLAMA_CPP,
+    MODEL_TAG,
     MODELS,
     OLLAMA,
     OPENAI,
@@ -53,10 +54,10 @@ class ApiForm:
     error: the JSON of an error. event: the bytes of an error that ends a stream. overloaded: the
     status of a server without capacity, which is 503 elsewhere. prompts: fields that decide the
     prompt, in its order. limits: fields with the number of tokens that an answer may have, each as
-    a path; the first that has one counts. usage: the names of the counts of prompt and output, in
-    the last bytes of an answer. is_too_long: whether an error says that prompt and output do not
-    fit the context of the model. stream_end: the data of the event that ends a stream; b"" where
-    the last object does. stream_error: how the data of an event with an error begins.
+    a path; the first that has one counts. answers: fields with the number of answers. model_suffix:
+    that a client may add to the name of a model; "" for none. usage: the names of the counts of
+    prompt and output, in the last bytes of an answer. is_too_long: whether an error says that
+    prompt and output do not fit the context of the model.
     """
 
     api: str
@@ -65,10 +66,10 @@ class ApiForm:
     overloaded: int = 503
     prompts: tuple[str, ...]
     limits: tuple[tuple[str, ...], ...]
+    answers: tuple[str, ...] = ()
+    model_suffix: str = ""
     usage: tuple[str, str]
     is_too_long: Callable[[ErrorBody], bool]
-    stream_end: bytes = b""
-    stream_error: bytes = b'{"error":'
 
     def status_of(self, refusal: Refusal) -> int:
         """Return the status of a refusal."""
@@ -87,7 +88,7 @@ class ApiForm:
         return self.event(refusal, self.error_body(refusal))
 
     def key_in(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """Return the key of a request, as the server reads it; b"" without one."""
+        """Return the key of a request: that of its API first, then of any; b"" without one."""
         return key_in(headers, any_key_headers(self.api))
 
     def asked_tokens(self, fields: Mapping[str, Any], default: int) -> int:
@@ -184,9 +185,9 @@ _OPENAI = ApiForm(
         *(("max_completion_tokens",), ("max_tokens",)),
         *(("n_predict",), ("num_predict",), ("max_new_tokens",)),
     ),
+    answers=("n", "num_return_sequences", "n_cmpl", "best_of"),
     usage=("prompt_tokens", "completion_tokens"),
     is_too_long=_has_code,
-    stream_end=b"[DONE]",
 )
 FORMS: dict[str, ApiForm] = {
     OPENAI: _OPENAI,
@@ -197,8 +198,8 @@ FORMS: dict[str, ApiForm] = {
         event=_responses_event,
         prompts=("instructions", "tools", "input"),
         limits=(("max_output_tokens",),),
+        answers=(),
         usage=("input_tokens", "output_tokens"),
-        stream_end=b"",
     ),
     ANTHROPIC: ApiForm(
         api=ANTHROPIC,
@@ -209,21 +210,21 @@ FORMS: dict[str, ApiForm] = {
         limits=(("max_tokens",),),
         usage=("input_tokens", "output_tokens"),
         is_too_long=lambda error: error.message.startswith("prompt is too long: "),
-        stream_error=b'{"type":"error"',
     ),
     OLLAMA: ApiForm(
         api=OLLAMA,
         error=lambda refusal, status: {"error": str(refusal)},
         event=lambda refusal, raw: raw + b"\n",
-        prompts=("system", "tools", "messages", "input", "prompt"),
+        prompts=("system", "tools", "messages", "context", "input", "prompt", "suffix"),
         limits=(("options", "num_predict"),),
+        model_suffix=MODEL_TAG,
         usage=("prompt_eval_count", "eval_count"),
         is_too_long=lambda error: False,  # an error is a text without a code
     ),
     LLAMA_CPP: ApiForm(
         api=LLAMA_CPP,
         error=_llama_cpp,
-        prompts=("input", "prompt"),
+        prompts=("input_extra", "input_prefix", "input_suffix", "input", "content", "prompt"),
         limits=(("n_predict",), ("max_tokens",)),
         usage=("tokens_evaluated", "tokens_predicted"),
         is_too_long=lambda error: error.kind == "exceed_context_size_error",

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
+from quire.router.event_blocks import STREAM_END, STREAM_ERROR
 from quire.router.faults import ClientGone, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
 from quire.router.http_client import Exchange
@@ -130,12 +131,11 @@ class Attempt(AbstractContextManager["Attempt"]):
 
         Raises ReplicaFault.
         """
-        exchange, form = await self.send(body), self._request.form
-        ends = [b"data: " + mark for mark in (form.stream_error, form.stream_end) if mark]
+        exchange = await self.send(body)
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received
-            if not received or any(end in self.early for end in ends):
+            if not received or STREAM_END in self.early or STREAM_ERROR in self.early:
                 return
 
     def _end(self) -> None:

@@ -2,18 +2,19 @@
 
 A replica that is asked for `include_output_ids` writes a comment after the events of each delta.
 What is between two comments is one delta: it is passed on as a whole or not at all, so that the
-journal and the client always agree. Knows no request and no replica. Is used for APIs with an end
-marker of streams.
+journal and the client always agree. Knows no request and no replica. Is used for streams that can
+be continued, which have the form of OpenAI's API.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from quire.router.api_forms import ApiForm, ErrorBody, read_error
+from quire.router.api_forms import ErrorBody, read_error
 
 _CURSOR = b': {"output_ids":'
 _DATA_LINE = b"data: "
+STREAM_END, STREAM_ERROR = _DATA_LINE + b"[DONE]", _DATA_LINE + b'{"error":'
 
 
 class CursorComment(msgspec.Struct, frozen=True):
@@ -41,9 +42,7 @@ class Delta(msgspec.Struct):
 class EventBlocks:
     """Splits the bytes of one stream. shows_comments: the client asked for them itself."""
 
-    def __init__(self, form: ApiForm, *, shows_comments: bool = False) -> None:
-        self._end = _DATA_LINE + form.stream_end
-        self._error = _DATA_LINE + form.stream_error
+    def __init__(self, *, shows_comments: bool = False) -> None:
         self._shows_comments = shows_comments
         self._rest = b""
         self._pending: list[bytes] = []
@@ -62,10 +61,10 @@ class EventBlocks:
                 if self._shows_comments:
                     self._pending.append(block)
                 found.append(Delta(self._take(), cursor))
-            elif block.endswith(self._end):
+            elif block.endswith(STREAM_END):
                 self._pending.append(block)
                 found.append(Delta(self._take(), is_last=True))
-            elif block.startswith(self._error) or b"\n" + self._error in block:
+            elif block.startswith(STREAM_ERROR) or b"\n" + STREAM_ERROR in block:
                 error = read_error(block[block.index(_DATA_LINE) + len(_DATA_LINE) :])
                 self._pending.append(block)
                 if error is not None:

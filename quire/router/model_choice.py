@@ -44,6 +44,7 @@ class ModelChoice:
         if not self._asked:
             self._check_unambiguous()
             return
+        self._asked = self._without_suffix(self._asked)
         self._cascade = features.cascades.get(self._asked)
         if self._cascade is None:
             self._use(self._asked)
@@ -121,6 +122,16 @@ class ModelChoice:
     def _names(self) -> list[str]:
         """The names that are no model of a replica."""
         return [*self._features.names.names, *self._features.cascades]
+
+    def _without_suffix(self, name: str) -> str:
+        """Return a name without the suffix of its API, unless it is one that is served with it."""
+        plain = name.removesuffix(self._request.form.model_suffix)
+        replicas = self._fleet.replicas.values()
+
+        def is_known(one: str) -> bool:
+            return one in self._names or any(replica.serves(one) for replica in replicas)
+
+        return plain if plain and not is_known(name) else name
 
     def _begin_cascade(self, cascade: Cascade) -> None:
         rule = cascade.rule(self._request)

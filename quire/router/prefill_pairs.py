@@ -71,7 +71,7 @@ class PrefillPairs:
             return False
         if any(fields.get(name) is not None for name in (PARAMS, "output_ids", "prompt_logprobs")):
             return False
-        if any(fields.get(name) not in (None, 1) for name in ("n", "best_of")):
+        if any(fields.get(name) not in (None, 1) for name in request.form.answers):
             return False
         if fields.get("echo") or fields.get("use_beam_search") or fields.get("max_tokens") == 0:
             return False

@@ -2,8 +2,9 @@
 
 GET /health of a replica is 200 only while it makes progress. A replica that neither answers nor
 streams is fenced after 2 s, one that answers while its steps do not advance and its streams are
-silent after its stall time: what is open there ends, and goes on elsewhere. A prober that was late
-itself judges no silence. A fenced replica is used again after its health and its fingerprints
+silent after its stall time: what is open there ends, and goes on elsewhere. Both take longer while
+replicas that were given up are back at once (silence.py), and a prober that was late itself judges
+no silence. A fenced replica is used again after its health and its fingerprints
 (GET /v1/models) were read. Reads nothing else of a replica.
 """
 
@@ -18,6 +19,7 @@ from quire.base.server_url import key_headers
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, Replica
+from quire.router.silence import SilenceLimit
 
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
@@ -46,6 +48,7 @@ class Prober:
         self._settings = fleet.settings
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
+        self._silence = SilenceLimit(fleet.log)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answered_s: dict[Replica, float] = {}
         self._read_models_s: dict[Replica, float] = {}
@@ -60,6 +63,8 @@ class Prober:
             while True:
                 fleet.probe_now.clear()
                 fleet.follow()
+                self._silence.tick(self._loop.time())
+                self._silence.keep(fleet.replicas.values())
                 for replica in list(fleet.replicas.values()):
                     if not is_late:
                         self._check_stall(replica)
@@ -105,10 +110,11 @@ class Prober:
                 load.cut(f"no byte came for {self._settings.silence_s:g} s")
         if replica.is_fenced or replica.state in _LEAVING or not reading:
             return
-        stall_s = replica.stall_s(self._settings.stall_s)
+        stall_s = replica.stall_s(self._settings.stall_s) * self._silence.factor
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
         if quiet_s > stall_s:
             replica.stalled_steps = replica.steps_total
+            self._silence.given_up(replica, now_s)
             replica.breaker.stalled(now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
 
@@ -118,15 +124,21 @@ class Prober:
         asked_s = self._asked_s.get(replica)
         if replica.is_fenced or asked_s is None:
             return
-        quiet_s = self._loop.time() - max(asked_s, replica.progress_s)
-        if quiet_s > self._answer_s:
+        now_s = self._loop.time()
+        quiet_s = now_s - max(asked_s, replica.progress_s)
+        if quiet_s > self._answer_s * self._silence.factor:
+            self._silence.given_up(replica, now_s)
             self._fence(replica, "stalled", f"no answer to /health for {quiet_s:.1f} s")
+
+    @property
+    def _probe_limit_s(self) -> float:
+        return max(self._settings.stall_s / 2, 0.2) * self._silence.factor
 
     async def _probe(self, replica: Replica) -> None:
         self._asked_s.setdefault(replica, self._loop.time())
         try:
             try:
-                async with asyncio.timeout(max(self._settings.stall_s / 2, 0.2)):
+                async with asyncio.timeout(self._probe_limit_s):
                     status, health = await self._get(replica, b"/health", _Health)
             except TimeoutError:
                 self._unanswered(replica)
@@ -146,7 +158,10 @@ class Prober:
         """No answer in time: fence it if nothing else shows that it lives."""
         now_s = self._loop.time()
         alive_s = max(self._answered_s.get(replica, 0.0), replica.progress_s)
-        if replica.is_fenced or now_s - alive_s > self._settings.stall_s * 0.9:
+        limit_s = self._settings.stall_s * 0.9 * self._silence.factor
+        if not replica.is_fenced and now_s - alive_s > limit_s:
+            self._silence.given_up(replica, now_s)
+        if replica.is_fenced or now_s - alive_s > limit_s:
             self._fence(replica, "stalled", "it does not answer /health")
 
     async def _judge(self, replica: Replica, status: int, health: _Health) -> None:
@@ -184,6 +199,8 @@ class Prober:
         was_stopped = replica.stalled_steps != -1
         is_stopped = health.steps_total == replica.stalled_steps
         was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
+        if not is_stopped:
+            self._silence.works(replica, now_s)
         if not is_stopped and (was_away or was_stopped):
             if was_stopped:
                 replica.breaker.succeeded()
@@ -196,7 +213,7 @@ class Prober:
 
     async def _read_models(self, replica: Replica) -> bool:
         """Read the fingerprints; return whether they could be read."""
-        async with asyncio.timeout(max(self._settings.stall_s / 2, 0.2)):
+        async with asyncio.timeout(self._probe_limit_s):
             status, models = await self._get(replica, b"/v1/models", _Models, none_at=(401, 403))
         if models is None:
             reason = f"/v1/models answers {status}; give the replicas' key (--replica-key-file)"

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from quire.router.api_forms import form_of
+from quire.router.api_forms import ApiForm, form_of
 from quire.router.event_blocks import CursorComment
 from quire.router.routes import Route, route_of
 from quire.routing.policy import RouteKey
@@ -69,7 +69,7 @@ class RoutedRequest:
         self.is_stream = stream is True or b"stream=true" in query.split(b"&")
         self.why_not = "it is whole"
         if self.is_stream:
-            self.why_not = _why_not_continuable(path, self.route, self.fields)
+            self.why_not = _why_not_continuable(path, self.route, self.form, self.fields)
         options = self.fields.get("stream_options")
         self._options: Mapping[str, Any] = options if isinstance(options, dict) else {}
         self.shows_comments = bool(self._options.get("include_output_ids"))
@@ -83,10 +83,11 @@ class RoutedRequest:
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
         asked = min(self.form.asked_tokens(self.fields, _USUAL_TOKENS), _MAX_TOKENS)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
-        self.whole_tokens = 0 if self.is_stream else self.output_tokens * _num_answers(self.fields)
+        num_answers = _num_answers(self.form, self.fields)
+        self.whole_tokens = 0 if self.is_stream else self.output_tokens * num_answers
         self.reserved_tokens = 0
         if not self.route.is_free:
-            output = asked * _num_answers(self.fields) if self.route.generates else 0
+            output = asked * num_answers if self.route.generates else 0
             self.reserved_tokens = self.prompt_tokens + output
         self.used_prompt_tokens = self.used_output_tokens = -1
         self.replaced_tokens = 0
@@ -195,19 +196,19 @@ def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
     return len(raw) // _BYTES_PER_TOKEN
 
 
-def _num_answers(fields: Mapping[str, Any]) -> int:
-    given = [one for name in ("n", "best_of") if type(one := fields.get(name)) is int]
+def _num_answers(form: ApiForm, fields: Mapping[str, Any]) -> int:
+    given = [one for name in form.answers if type(one := fields.get(name)) is int]
     return min(max(*given, 1, 1), _MAX_ANSWERS)
 
 
-def _why_not_continuable(path: str, route: Route, fields: Mapping[str, Any]) -> str:
+def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping[str, Any]) -> str:
     """Return why the stream of a request cannot be continued; "" if it can."""
     if not route.is_continuable:
         return f"{path} takes no output_ids"
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) != 1 and not all(type(t) is int for t in prompt):
         return f"it has {len(prompt)} prompts"
-    for name in ("n", "best_of"):
+    for name in form.answers:
         if fields.get(name) not in (None, 1):
             return f"{name} is not 1"
     for name in ("use_beam_search", "mirostat", "echo"):

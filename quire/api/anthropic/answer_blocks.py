@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 _BLOCKS: dict[str, Event] = {
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
-    "content": {"type": "text", "text": "", "citations": None},
+    "content": {"type": "text", "text": ""},  # the AI SDK takes no citations: null
 }
 # Of a call: the model itself makes it, and tools are not in sets.
 _CALL: Event = {"type": "tool_use", "caller": {"type": "direct"}, "toolset_name": None}

@@ -129,9 +129,10 @@ async def _shared_end(
     """Return where the prompt begins to differ from that of a breakpoint's prefix."""
     try:
         offer = None if point.tools is None else tool_offer({"tools": point.tools})
+        messages = point.messages or _PROBE
         partial = replace(
             fields,
-            messages=beginning_of(point.system, point.messages or _PROBE),
+            messages=await context.run_if_large(beginning_of, point.system, messages),
             tools=None if offer is None else offer.shown,
             add_generation_prompt=False,
             continue_final_message=False,

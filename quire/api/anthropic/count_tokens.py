@@ -9,8 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.anthropic.beta_query import without_beta
-from quire.api.anthropic.fields import COUNT_TOKENS
+from quire.api.anthropic.fields import COUNT_TOKENS, QUERY_PARAMS
 from quire.api.anthropic.request import as_named_here, read_prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.request_context import RequestContext, open_request
@@ -30,9 +29,10 @@ class CountTokensRoute:
         """Answer one request."""
         context = await open_request(
             self._server_state,
-            without_beta(request),
+            request,
             honoured=COUNT_TOKENS,
             id_prefix="count_",
+            query_params=QUERY_PARAMS,
         )
         num_tokens = await run_until_disconnect(
             _counted(context),

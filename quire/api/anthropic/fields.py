@@ -57,13 +57,15 @@ MESSAGES = (
 _MESSAGES_ONLY = CHAT | {"stop_sequences", "metadata", "service_tier"}
 COUNT_TOKENS = FieldSet(
     _OF_PROMPTS,
-    advice=lambda name: (
+    advice=lambda name, body: (
         ", which counts the tokens of a prompt; it belongs to POST /v1/messages and changes no "
         "prompt: leave it out"
         if name in _MESSAGES_ONLY
         else None
     ),
 )
+# Parameters of the query. The beta clients of Anthropic's SDKs add this one; it has no effect.
+QUERY_PARAMS = frozenset({"beta"})
 # Our names of fields that have another one here.
 OWN_NAMES = {
     "stop": "stop_sequences",

@@ -15,11 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api.anthropic.beta_query import without_beta
 from quire.api.anthropic.cache_breakpoints import pins_of
 from quire.api.anthropic.count_tokens import CountTokensRoute
 from quire.api.anthropic.dialect import ANTHROPIC
-from quire.api.anthropic.fields import MESSAGES
+from quire.api.anthropic.fields import MESSAGES, QUERY_PARAMS
 from quire.api.anthropic.message_writer import BATCH, STANDARD, MessageWriter
 from quire.api.anthropic.request import (
     as_named_here,
@@ -68,6 +67,7 @@ class MessagesRoute:
                 id_prefix="msg_",
                 read=partial(read_job, tier=tier),
                 dialect=ANTHROPIC,
+                query_params=QUERY_PARAMS,
             )
             for tier in (STANDARD, BATCH)
         )
@@ -75,7 +75,7 @@ class MessagesRoute:
     async def post(self, request: Request) -> Response:
         """Answer one request."""
         route = self._batch_route if BACKGROUND in request.scope else self._route
-        return await generate(self._server_state, without_beta(request), route)
+        return await generate(self._server_state, request, route)
 
 
 async def read_job(request: GenerationRequest, *, tier: str) -> GenerationJob:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from quire.api.anthropic.beta_query import without_beta
+from quire.api.anthropic.fields import QUERY_PARAMS
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -28,9 +28,9 @@ class PageQuery:
 
 def page_query(request: Request, *, num_listed: int, max_listed: int) -> PageQuery:
     """Return what a request asks for. num_listed: without a limit. Raises InvalidParameter."""
-    query = without_beta(request).query_params
+    query = request.query_params
     for name in query:
-        if name not in _QUERY:
+        if name not in _QUERY and name not in QUERY_PARAMS:
             raise InvalidParameter(
                 f"{show(name)} is a parameter of the query, and {', '.join(_QUERY)} are known; "
                 "leave it out",

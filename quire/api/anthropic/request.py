@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.anthropic.cache_breakpoints import Breakpoint, breakpoints_of
 from quire.api.anthropic.fields import OWN_NAMES
-from quire.api.anthropic.history import history_of
+from quire.api.anthropic.history import History, history_of
 from quire.api.anthropic.tool_fields import tool_offer
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import EFFORTS, ConversationFields, rendered
@@ -26,8 +26,6 @@ from quire.base.show import show
 TIERS = ("auto", "standard_only", "default")
 THINKING_TYPES = ("enabled", "adaptive", "disabled")
 THINKING_DISPLAYS = ("summarized", "omitted")
-# So many are converted within some milliseconds.
-_FEW_MESSAGES = 1024
 _BUDGET = "thinking.budget_tokens"
 
 
@@ -44,13 +42,7 @@ class MessagePrompt:
 async def read_prompt(context: RequestContext) -> MessagePrompt:
     """Check the fields that make the prompt, and render it. Raises RequestError."""
     given = context.given
-    system, messages = given.get("system"), given.get("messages")
-    if isinstance(messages, list) and len(messages) > _FEW_MESSAGES:
-        history = await context.run_in_thread(history_of, system, messages)
-    else:
-        history = history_of(system, messages)
-    offer = tool_offer(given)
-    breakpoints = breakpoints_of(given)
+    history, offer, breakpoints = await context.run_if_large(_converted, given)
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, dict):
         raise InvalidParameter(
@@ -79,6 +71,14 @@ async def read_prompt(context: RequestContext) -> MessagePrompt:
             "model's template does not write its text as it is; end with a message of the user",
             param="messages",
         ) from error
+
+
+def _converted(
+    given: Mapping[str, Any],
+) -> tuple[History, ToolOffer | None, list[Breakpoint]]:
+    """Return the messages, the tools and the breakpoints. Raises InvalidParameter."""
+    history = history_of(given.get("system"), given.get("messages"))
+    return history, tool_offer(given), breakpoints_of(given)
 
 
 def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,13 +21,13 @@ _EVERYWHERE = frozenset(
 )
 EMBEDDINGS = FieldSet(
     _EVERYWHERE | {"input", "encoding_format", "dimensions", "normalize", "prompt_name"},
-    takes="input",
+    input_names="input",
 )
-POOLING = FieldSet(EMBEDDINGS | {"task"}, takes="input")
+POOLING = FieldSet(EMBEDDINGS | {"task"}, input_names="input")
 _PAIRS = _EVERYWHERE | {"instruction"}
-SCORE = FieldSet(_PAIRS | {"text_1", "text_2"}, takes="text_1 and text_2")
+SCORE = FieldSet(_PAIRS | {"text_1", "text_2"}, input_names="text_1 and text_2")
 RERANK = FieldSet(
-    _PAIRS | {"query", "documents", "top_n", "return_documents"}, takes="query and documents"
+    _PAIRS | {"query", "documents", "top_n", "return_documents"}, input_names="query and documents"
 )
 
 ENCODINGS = ("float", "base64")

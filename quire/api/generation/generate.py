@@ -171,6 +171,7 @@ class GenerationRoute:
     RequestError. dialect: as in app.DIALECTS for its path. implied: flags that default to true.
     always_streams: without a field `stream`. query_params: parameters of the query that are taken,
     as `context.query`. path_model: the part of the path with the model; "": a field has it.
+    model_suffix: that a client may add to a name of the model.
     """
 
     honoured: frozenset[str]
@@ -181,6 +182,7 @@ class GenerationRoute:
     always_streams: bool = False
     query_params: frozenset[str] = frozenset()
     path_model: str = ""
+    model_suffix: str = ""
 
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
@@ -276,6 +278,7 @@ async def _opened(
         id_prefix=route.id_prefix,
         query_params=route.query_params,
         path_model=route.path_model,
+        model_suffix=route.model_suffix,
     )
     always = {"stream": True} if route.always_streams else {}
     return context, {**dict.fromkeys(route.implied, True), **context.given, **always}

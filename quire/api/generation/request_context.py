@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 # Tokenizing so many characters takes about a millisecond.
 _SHORT_CHARS = 4096
-MODEL_TAG = "quire.model_tag"  # in the scope: what a name of a model may end with, if anything
 
 
 class RequestContext:
@@ -65,6 +64,12 @@ class RequestContext:
         """Run `function` beside the event loop: in the slow pool for a large body."""
         return await self._thread_pools.run(self._is_large, function, *args, **kwargs)
 
+    async def run_if_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function`, beside the event loop for a large body."""
+        if not self._is_large:
+            return function(*args, **kwargs)
+        return await self.run_in_thread(function, *args, **kwargs)
+
     async def run_slow(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` in the slow pool, whatever the size of the body."""
         return await self._thread_pools.run(True, function, *args, **kwargs)
@@ -93,9 +98,10 @@ async def open_request(
     id_prefix: str,
     query_params: frozenset[str] = frozenset(),
     path_model: str = "",
+    model_suffix: str = "",
 ) -> RequestContext:
     """Read the body of a request and sort its fields. Raises RequestError, and what `engine()`
-    raises. query_params, path_model: as of GenerationRoute."""
+    raises. query_params, path_model, model_suffix: as of GenerationRoute."""
     engine = server_state.engine()
     deadline = Deadline(server_state.config.request_timeout_s)
     body, is_large = await body_in_time(
@@ -120,7 +126,7 @@ async def open_request(
         query=query,
     )
     context.ignore(*query_names(request, honoured, warns=warns, taken=query_params), *ignored)
-    _check_model(given, engine, request.scope.get(MODEL_TAG, ""))
+    _check_model(given, engine, model_suffix)
     return context
 
 
@@ -148,13 +154,18 @@ def query_names(
     return names
 
 
-def _check_model(given: Mapping[str, Any], engine: Engine, tag: str) -> None:
+def _check_model(given: Mapping[str, Any], engine: Engine, suffix: str) -> None:
     """Refuse a model name that is not served; "" and no name mean the served model."""
     name = given.get("model", "")
     if not isinstance(name, str):
         raise InvalidParameter(f"model is {show(name)}; a string is allowed", param="model")
-    if name and name not in engine.card.names and name.removesuffix(tag) not in engine.card.names:
+    if name and not is_served(name, engine.card, suffix):
         raise unknown_model(name, engine.card, param="model")
+
+
+def is_served(name: str, card: ModelCard, suffix: str) -> bool:
+    """Return whether a name, with or without a suffix of its API, is one of the model's."""
+    return name in card.names or name.removesuffix(suffix) in card.names
 
 
 def unknown_model(name: str, card: ModelCard, *, param: str | None = None) -> UnknownModel:

@@ -131,7 +131,7 @@ def check_sampler_order(name: str, value: Any, sampling: SamplingParams) -> None
             )
 
 
-def off_where_unlisted(name: str, listed: Sequence[str]) -> dict[str, Any]:
+def neutral_unlisted(name: str, listed: Sequence[str]) -> dict[str, Any]:
     """Return the parameters that are off since a list leaves their steps out, at these values."""
     steps = {step for entry in listed for step in ORDERS[name].get(entry, ())}
     return {

@@ -17,6 +17,8 @@ from quire.base.show import show
 
 TRUNCATION = frozenset({"truncate_prompt_tokens", "truncation_side"})
 SIDES = ("left", "right")
+# A prompt that is cut leaves this share of the context to the answer.
+_ROOM_SHARE = 8
 
 
 def kept_tokens(
@@ -57,6 +59,12 @@ def kept_tokens(
     if value < 0:
         num_kept = max(engine.card.max_model_len - (1 if max_tokens is None else max_tokens), 1)
     return slice(-num_kept, None) if side == "left" else slice(num_kept)
+
+
+def answer_room(max_tokens: int | None, max_model_len: int) -> int:
+    """Return the tokens that a prompt which is cut leaves to the answer, at most max_tokens."""
+    share = max(max_model_len // _ROOM_SHARE, 1)
+    return share if max_tokens is None else min(max_tokens, share)
 
 
 def fitted(sampling: SamplingParams, room_tokens: int) -> SamplingParams:

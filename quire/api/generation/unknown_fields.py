@@ -59,18 +59,13 @@ _MIN_SIMILARITY = 0.75
 
 def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) -> InvalidParameter:
     """Return the error for a field that a route with these fields does not take."""
-    if name == "prompt" and "instructions" in honoured and isinstance(body.get(name), dict):
-        return _error(
-            name,
-            " of this request: no prompts are stored here; write its text as instructions and "
-            "input",
-        )
     fields = honoured if isinstance(honoured, FieldSet) else FieldSet(honoured)
-    if name in _INPUTS and (takes := fields.takes):
-        how = f"; {'leave it out, or ' if takes in body else ''}{fields.how}" * bool(fields.how)
-        return _error(name, f" of this request, which takes {takes}{how}")
-    if (advice := fields.advice(name)) is not None:
+    if (advice := fields.advice(name, body)) is not None:
         return _error(name, f" of this request{advice}")
+    if name in _INPUTS and (taken := fields.input_names):
+        how = f"; {'leave it out, or ' if taken in body else ''}{fields.input_advice}"
+        how *= bool(fields.input_advice)
+        return _error(name, f" of this request, which takes {taken}{how}")
     if name in _INPUTS and not (honoured & _same_input(name)):
         own, where = _own_input(honoured), _elsewhere(name, honoured)
         also = "leave it out, or " if own in body else ""

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.choice_streams import ChoiceStreams, Prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import (
     GenerationJob,
@@ -23,7 +23,8 @@ from quire.api.generation.generate import (
     generate,
 )
 from quire.api.generation.request_context import checked_ids, encode
-from quire.api.generation.truncation import fitted
+from quire.api.generation.text_bounds import TOO_LONG
+from quire.api.generation.truncation import answer_room, fitted
 from quire.api.llama_cpp.answer_writer import AnswerWriter
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
@@ -31,16 +32,15 @@ from quire.api.llama_cpp.infill import InfillTexts
 from quire.api.llama_cpp.line_limits import streams_of
 from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
 from quire.api.server_state import ServerState
-from quire.base.errors import InvalidParameter, RequestError
+from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
+from quire.engine.output.output_stream import PLAIN_TEXT, TextRules
 
 # Texts and runs of ids of one prompt.
 MAX_PARTS = 1024
 # Timings are in each answer.
 _IMPLIED = frozenset({"timings"})
-# Texts of other files leave this share of the context to an answer without n_predict.
-_ROOM_SHARE = 8
 _FORMS = "a text, a list of token ids, or a list of texts and ids that make one prompt are allowed"
 
 
@@ -107,8 +107,7 @@ async def _first_file(
     request: GenerationRequest, texts: InfillTexts, sampling: SamplingParams
 ) -> int:
     """Return the first of the texts of other files with which the prompt fits the context."""
-    default_tokens = request.engine.card.max_model_len // _ROOM_SHARE
-    room = default_tokens if sampling.max_tokens is None else sampling.max_tokens
+    room = answer_room(sampling.max_tokens, request.engine.card.max_model_len)
     low, high = 0, len(texts.files)
     while low < high:
         middle = (low + high) // 2 if low else 0  # usually all fit
@@ -116,7 +115,7 @@ async def _first_file(
         try:
             await encode(request.context, text, add_special_tokens=True, min_output=room)
             high = middle
-        except RequestError:  # too many tokens, or bytes
+        except TOO_LONG:
             low = middle + 1
     if low:
         request.context.ignore(f"input_extra[:{low}]")
@@ -142,7 +141,8 @@ async def _job(
         decode = request.engine.tokenizer.decode
         text = await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
     writer = AnswerWriter(request.envelope, text, sampling, returned, room_tokens=room_tokens)
-    prompt = Prompt(token_ids=token_ids, sampling=sampling)
+    rules = PLAIN_TEXT if streams is ChoiceStreams else TextRules(counts_chars=True)
+    prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=rules)
     return GenerationJob(prompts=[prompt], writer=writer, streams=streams)
 
 

@@ -53,5 +53,5 @@ _OF_VECTORS = frozenset(
         "deadline_ms",
     }
 )
-LLAMA_EMBEDDING = FieldSet(_OF_VECTORS, takes="content")
+LLAMA_EMBEDDING = FieldSet(_OF_VECTORS, input_names="content")
 LLAMA_INFILL = _EVERYWHERE | {"input_prefix", "input_suffix", "input_extra"}

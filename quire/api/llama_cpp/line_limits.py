@@ -1,9 +1,10 @@
 """Ends of an answer by its lines: `t_max_predict_ms` and `n_indent` of llama.cpp's API.
 
 A line with less indentation than asked for ends the answer before its first letter. A time limit
-counts from the first token on the engine's clock, and ends the answer with the next line break, so
-that no line is cut. Entered only by requests with one of both fields. Always holds: the answer is a
-beginning of the one without these fields, and ends with the reason "length".
+counts from the first token on the engine's clock, and ends the answer with the next delta that has
+a line break; the delta is kept whole. Entered only by requests with one of both fields. Always
+holds: the answer is a beginning of the one without these fields; one that is cut ends with the
+reason "length", and has the tokens of its text, the one that the cut divides included.
 """
 
 from __future__ import annotations
@@ -61,26 +62,51 @@ class LineLimitedStreams(ChoiceStreams):
         self._limits = limits
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        lines = _Lines(self._limits)
+        lines = AnswerLines(self._limits)
         async with aclosing(super()._run(at, prompt)) as deltas:
             async for index, delta in deltas:
-                num_chars = None if delta.finish_reason else lines.end_in(delta)
-                if num_chars is not None:  # leaving the stream aborts the request
-                    text, reason = delta.text[:num_chars], FinishReason.LENGTH
-                    yield index, structs.replace(delta, text=text, finish_reason=reason)
-                    return
-                yield index, delta
+                cut = lines.cut(delta)
+                yield index, cut or delta
+                if cut is not None and delta.finish_reason is None:
+                    return  # leaving the stream aborts the request
 
 
-class _Lines:
+class AnswerLines:
     """The lines of an answer so far."""
 
     def __init__(self, limits: LineLimits) -> None:
         self._limits = limits
         self._indent: int | None = None  # of a line of which only the indentation is known
+        self._num_ahead = 0  # characters that were shown before their token is delivered
 
-    def end_in(self, delta: TextDelta) -> int | None:
+    def cut(self, delta: TextDelta) -> TextDelta | None:
+        """Return the last delta of an answer that ends in this one; None if it goes on."""
+        num_chars = self._end_in(delta)
+        if num_chars is None:
+            self._num_ahead += len(delta.text) - sum(delta.token_chars)
+            return None
+        num_tokens, left = 0, num_chars + self._num_ahead
+        for num_chars_of_token in delta.token_chars:
+            if left <= 0:
+                break
+            left -= num_chars_of_token
+            num_tokens += 1
+        num_dropped = len(delta.token_chars) - num_tokens
+        return structs.replace(
+            delta,
+            text=delta.text[:num_chars],
+            token_ids=delta.token_ids[: len(delta.token_ids) - num_dropped],
+            logprobs=delta.logprobs[:num_tokens],
+            token_chars=delta.token_chars[:num_tokens],
+            num_output_tokens=delta.num_output_tokens - num_dropped,
+            finish_reason=FinishReason.LENGTH,
+            stop_reason=None,
+        )
+
+    def _end_in(self, delta: TextDelta) -> int | None:
         """Return after how many characters of a delta the answer ends; None if it goes on."""
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            return None
         for at, char in enumerate(delta.text if self._limits.min_indent else ""):
             if self._indent is not None:
                 if char in _INDENTATION:
@@ -91,6 +117,8 @@ class _Lines:
                 self._indent = None
             if char == "\n":
                 self._indent = 0
+        if delta.finish_reason is not None:
+            return None
         is_late = self._limits.max_ms and _decode_ms(delta) > self._limits.max_ms
         return len(delta.text) if is_late and "\n" in delta.text else None
 

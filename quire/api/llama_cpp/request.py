@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import GenerationRequest
-from quire.api.generation.sampler_order import off_where_unlisted
+from quire.api.generation.sampler_order import neutral_unlisted
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         del fields["seed"]
     if isinstance(given.get("samplers"), list):
         off, listed = _sampler_fields(request, given["samplers"])
-        fields = {**off, **fields, "samplers": listed}
+        fields = {**fields, **off, "samplers": listed}
     sampling = sampling_of(
         fields,
         engine.default_sampling(),
@@ -143,7 +143,7 @@ def _sampler_fields(
         request.context.ignore(f"samplers.{_INFILL}")
     names = [name for name in known if isinstance(name, str)]
     is_ordered = listed and not request.given.get("mirostat")  # which has no use for the list
-    return off_where_unlisted("samplers", names) if is_ordered else {}, known
+    return neutral_unlisted("samplers", names) if is_ordered else {}, known
 
 
 def _response_fields(given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,10 +15,11 @@ from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import encode
 from quire.api.generation.thinking_budget import budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
+from quire.api.generation.truncation import answer_room
 from quire.api.ollama.history import history_of
 from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields, effort_of
-from quire.api.ollama.truncated_chat import answer_room, newest_messages
+from quire.api.ollama.truncated_chat import newest_messages
 from quire.base.errors import InvalidParameter
 
 

@@ -28,11 +28,11 @@ from quire.api.generation.usage import Usage
 from quire.api.ollama.answer_writer import counts_json
 from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.fields import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from quire.api.ollama.model_names import take_tag
 from quire.api.ollama.prompted import LoadedResponse, Read, answered_job
 from quire.api.ollama.request import check_keep_alive, check_options_of_vectors
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
+from quire.base.http_apis import MODEL_TAG
 from quire.base.show import show
 
 # The counts of an answer.
@@ -71,10 +71,10 @@ def _endpoint(
         read=read,
         dialect=OLLAMA,
         implied=frozenset({"return_timings"}),
+        model_suffix=MODEL_TAG,
     )
 
     async def post(request: Request) -> Response:
-        take_tag(request)
         response = await generate(server_state, request, route)
         if isinstance(response, LoadedResponse):
             server_state.requests.end(request.state.open_request)

@@ -7,6 +7,7 @@ the others. Fields of scheduling, which Ollama lacks, are beside `options`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
@@ -64,23 +65,41 @@ _OF_VECTORS = frozenset(
 )
 
 
-def _advice(name: str) -> str | None:
+def _is_option(name: str) -> bool:
+    """Return whether a field of ours, or one read as such, is an entry of options here."""
+    return name in SAMPLING or SYNONYMS.get(name, ("",))[0] in SAMPLING
+
+
+def _advice(name: str, body: Mapping[str, Any]) -> str | None:
     """Return what Ollama's API has in place of a field of another one."""
     if name in ("response_format", "structured_outputs", "json_schema"):
         return '; write it as format: "json", or a JSON schema'
-    if name in ("reasoning_effort", "thinking", "reasoning"):
+    if name == "reasoning_effort":
         return "; write it as think"
     own = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}.get(name, name)
-    if name in SAMPLING or SYNONYMS.get(name, ("",))[0] in SAMPLING or name == "num_ctx":
+    if _is_option(name):
         return f'; write it as an entry of options, such as "options": {{"{own}": ...}}'
     return None
 
 
+def _advice_of_vectors(name: str, body: Mapping[str, Any]) -> str | None:
+    """Return why a field of generation is not one of a request for vectors."""
+    if name not in _EVERYWHERE and not _is_option(name):
+        return None
+    return ", which computes vectors, without sampling; leave it out"
+
+
 OLLAMA_CHAT = FieldSet(_CHAT, advice=_advice)
 OLLAMA_GENERATE = FieldSet(_GENERATE, advice=_advice)
-OLLAMA_EMBED = FieldSet(_OF_VECTORS | {"input", "truncate"}, takes="input", advice=_advice)
-OLLAMA_EMBEDDINGS = FieldSet(_OF_VECTORS | {"prompt"}, takes="prompt", advice=_advice)
-OLLAMA_SHOW = FieldSet({"model", "name", "verbose", "system", "template", "options"}, takes="model")
+OLLAMA_EMBED = FieldSet(
+    _OF_VECTORS | {"input", "truncate"}, input_names="input", advice=_advice_of_vectors
+)
+OLLAMA_EMBEDDINGS = FieldSet(
+    _OF_VECTORS | {"prompt"}, input_names="prompt", advice=_advice_of_vectors
+)
+OLLAMA_SHOW = FieldSet(
+    {"model", "name", "verbose", "system", "template", "options"}, input_names="model"
+)
 
 # Entries of options with our names, and those that have another name in Ollama.
 RENAMED: Mapping[str, str] = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}

@@ -29,6 +29,8 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
     check_plain_fields(request)
+    if flag(given, "truncate"):  # a prompt is refused where it does not fit
+        request.context.ignore("truncate")
     _check_unserved(given)
     prompt, suffix, system = (_text(given, name) for name in ("prompt", "suffix", "system"))
     context = given.get("context", [])

@@ -21,15 +21,15 @@ from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.fields import flag
-from quire.api.generation.request_context import open_request, unknown_model
+from quire.api.generation.request_context import is_served, open_request, unknown_model
 from quire.api.http.parameterless import refuse_query
 from quire.api.ollama.answer_writer import moment
 from quire.api.ollama.fields import OLLAMA_SHOW
-from quire.api.ollama.model_names import is_served, take_tag
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter, QuireError, TokenizerError
 from quire.base.gguf_model import find_gguf
 from quire.base.gguf_open import open_gguf
+from quire.base.http_apis import MODEL_TAG
 from quire.base.show import show
 from quire.config.server_config import ServerConfig
 from quire.engine.model_card import ModelCard
@@ -76,9 +76,12 @@ class OllamaModelsRoutes:
 
     async def show(self, request: Request) -> Response:
         """Describe the model. Raises RequestError."""
-        take_tag(request)
         context = await open_request(
-            self._server_state, request, honoured=OLLAMA_SHOW, id_prefix="show-"
+            self._server_state,
+            request,
+            honoured=OLLAMA_SHOW,
+            id_prefix="show-",
+            model_suffix=MODEL_TAG,
         )
         given, engine = context.given, context.engine
         flag(given, "verbose")  # without effect: no tensors are listed
@@ -89,7 +92,7 @@ class OllamaModelsRoutes:
             raise InvalidParameter(
                 f"model is {found}; the name of the model is needed", param="model"
             )
-        if not is_served(name, engine.card):
+        if not is_served(name, engine.card, MODEL_TAG):
             raise unknown_model(name, engine.card, param="name")
         content = await asyncio.to_thread(_description, engine, self._server_state.config)
         return Response(

@@ -16,10 +16,10 @@ from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.embed import embed_routes
 from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE
 from quire.api.ollama.generate import read_generate
-from quire.api.ollama.model_names import take_tag
 from quire.api.ollama.models import OllamaModelsRoutes
 from quire.api.ollama.prompted import LoadedResponse, Read
 from quire.api.server_state import ServerState
+from quire.base.http_apis import MODEL_TAG
 
 # True unless a request says otherwise; durations are in each answer.
 _IMPLIED = frozenset({"stream", "return_timings"})
@@ -49,12 +49,16 @@ class AnsweringRoute:
     ) -> None:
         self._server_state = server_state
         self._route = GenerationRoute(
-            honoured=honoured, id_prefix=id_prefix, read=read, dialect=OLLAMA, implied=_IMPLIED
+            honoured=honoured,
+            id_prefix=id_prefix,
+            read=read,
+            dialect=OLLAMA,
+            implied=_IMPLIED,
+            model_suffix=MODEL_TAG,
         )
 
     async def post(self, request: Request) -> Response:
         """Answer one request."""
-        take_tag(request)
         response = await generate(self._server_state, request, self._route)
         if isinstance(response, LoadedResponse):
             self._server_state.requests.end(request.state.open_request)

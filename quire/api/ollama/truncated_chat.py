@@ -9,19 +9,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from quire.base.errors import ContextTooLong
-
-# A conversation that is cut leaves this share of the context to the answer, or num_predict if that
-# is less.
-_ROOM_SHARE = 8
+from quire.api.generation.text_bounds import TOO_LONG
 
 Message = dict[str, Any]
-
-
-def answer_room(max_tokens: int | None, max_model_len: int) -> int:
-    """Return the tokens that a conversation which is cut leaves to the answer."""
-    share = max(max_model_len // _ROOM_SHARE, 1)
-    return share if max_tokens is None else min(max_tokens, share)
 
 
 async def newest_messages(
@@ -32,11 +22,11 @@ async def newest_messages(
 ) -> list[Message]:
     """Return all messages if they fit, else as many of the newest as fit.
 
-    check_fits: raises ContextTooLong if messages leave less than so many tokens to the answer.
+    check_fits: raises one of TOO_LONG if messages leave less than so many tokens to the answer.
     """
     try:
         await check_fits(messages, 1)
-    except ContextTooLong as error:
+    except TOO_LONG as error:
         too_long = error
     else:
         return messages
@@ -47,7 +37,7 @@ async def newest_messages(
         try:
             await check_fits(_from(messages, begins[middle]), room)
             high = middle
-        except ContextTooLong as error:
+        except TOO_LONG as error:
             too_long, low = error, middle + 1
     if low == len(begins):
         raise too_long

@@ -117,7 +117,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         prompt_ids=token_ids if flag(given, "return_token_ids") else None,
         names_ids=flag(given, "return_tokens_as_token_ids"),
         num_choices=sampling.n,
-        labels={} if chat_fields.LABELS.isdisjoint(given) else chat_fields.labels_of(given),
+        labels={} if chat_fields.LABELS.isdisjoint(given) else chat_fields.echoed_fields(given),
         echo=echoed_text(asked.messages) if flag(given, "echo") else "",
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)

@@ -39,7 +39,7 @@ class ReturnedFields:
     echo: str = ""
 
 
-def labels_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def echoed_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the labels of an answer: the one tier if one was asked for, and metadata as sent."""
     labels: dict[str, Any] = {}
     if "service_tier" in given:

@@ -11,6 +11,7 @@ from typing import Any
 from quire.api.http.dialect import Headers
 from quire.api.http.errors import ErrorReport
 from quire.base.errors import NotAuthorized
+from quire.base.http_apis import AUTHORIZATION, key_in
 
 # Statuses below 500 that are not the fault of the request.
 _SERVER_SIDE = (408, 409)
@@ -46,17 +47,15 @@ class OpenAIDialect:
 
     def read_key(self, headers: Headers) -> bytes:
         """Return the key of `Authorization: Bearer KEY`. Raises NotAuthorized."""
-        authorization = next((value for name, value in headers if name == b"authorization"), None)
-        if authorization is None:
-            other = next((name.decode() for name, _ in headers if name in _OTHER_HEADERS), "")
-            found = f"; {other} is not read here" if other else ""
-            raise NotAuthorized(f"no API key was sent{found}; send `Authorization: Bearer KEY`")
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not key.strip():
+        if key := key_in(headers, (AUTHORIZATION,)):
+            return key
+        if any(name == AUTHORIZATION for name, _ in headers):
             raise NotAuthorized(
                 "the Authorization header is not of the form `Bearer KEY`; send it like that"
             )
-        return key.strip()
+        other = next((name.decode() for name, _ in headers if name in _OTHER_HEADERS), "")
+        found = f"; {other} is not read here" if other else ""
+        raise NotAuthorized(f"no API key was sent{found}; send `Authorization: Bearer KEY`")
 
     def error(self, report: ErrorReport, request_id: str) -> tuple[int, Any]:
         """Return the status and `{"error": ...}`."""

@@ -122,6 +122,7 @@ BATCH_OPERATIONS: Mapping[str, Operation] = {
             _query("limit", "Number of batches.", _page(MAX_MESSAGE_BATCHES, NUM_LISTED)),
             _query("after_id", "The last_id of the page before.", TEXT),
             _query("before_id", "The first_id of the page after.", TEXT),
+            _query("beta", "Without effect.", TEXT),
         ),
     ),
     "GET /v1/messages/batches/{id}": Operation(

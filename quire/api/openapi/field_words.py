@@ -248,6 +248,16 @@ OF_RESPONSES: Mapping[str, str] = {
     "by default.",
 }
 
+# Descriptions that differ for the count of a response's tokens.
+OF_INPUT_TOKENS: Mapping[str, str] = {
+    **{name: OF_RESPONSES[name] for name in ("input", "add_special_tokens")},
+    "conversation": "Count the items of this conversation (POST /v1/conversations) before the "
+    "input.",
+    "previous_response_id": "Count the conversation of this stored response before the input.",
+    "truncation": "auto: leave out the oldest items if all do not fit the context; disabled: "
+    "count all.",
+}
+
 # Descriptions that differ for /tokenize, /detokenize and /apply_template.
 OF_TEXTS: Mapping[str, str] = {
     "prompt": "The text; or give messages.",

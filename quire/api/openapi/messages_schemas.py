@@ -88,7 +88,7 @@ def messages_answers() -> dict[str, Schema]:
         "seed": {"type": ["integer", "null"]},
     }
     blocks = [
-        whole_object(type={"const": "text"}, text=TEXT, citations=_NULL),
+        whole_object(type={"const": "text"}, text=TEXT),
         whole_object(type={"const": "thinking"}, thinking=TEXT, signature=TEXT),
         whole_object(
             type={"const": "tool_use"},

@@ -14,7 +14,7 @@ from quire.api.ollama.fields import (
     OLLAMA_GENERATE,
     OLLAMA_SHOW,
 )
-from quire.api.openapi.ollama_schemas import ollama_embed_rows, ollama_rows
+from quire.api.openapi.ollama_schemas import ollama_embed_rows, ollama_rows, ollama_show_rows
 from quire.api.openapi.operation import BODY, ENGINE, HI, LINES, TOKENS, FieldsForm, Operation
 from quire.base.errors import InvalidParameter
 
@@ -73,7 +73,7 @@ OLLAMA_OPERATIONS: Mapping[str, Operation] = {
         title="OllamaShowRequest",
         body=OLLAMA_SHOW,
         errors=BODY,
-        fields_form=_GENERATED,
+        fields_form=FieldsForm(rows=ollama_show_rows),
     ),
     "GET /api/tags": Operation(
         says="The served model, under each of its names.",

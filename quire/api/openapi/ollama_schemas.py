@@ -67,7 +67,8 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
         },
         "truncate": {
             **FLAG,
-            "description": "Leave out the oldest messages of a chat if all do not fit the context.",
+            "description": "Leave out the oldest messages of a chat if all do not fit the context; "
+            "of /api/generate a hint that is not used.",
         },
         "shift": {**FLAG, "description": "A hint: accepted, not used."},
         "template": {"const": ""},
@@ -83,6 +84,17 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
             "description": "Send the answer as lines of JSON while it is generated; true by "
             "default.",
         },
+    }
+
+
+def ollama_show_rows(known: Known) -> dict[str, Schema]:
+    """Return those of /api/show."""
+    said = {"description": "Accepted if it is empty: the model is shown as it is served."}
+    return {
+        **ollama_rows(known),
+        "system": {"const": "", **said},
+        "template": {"const": "", **said},
+        "options": {"const": {}, **said},
     }
 
 

@@ -52,6 +52,7 @@ from quire.api.openapi.field_schemas import (
 from quire.api.openapi.field_words import (
     OF_CHATS,
     OF_EMBEDDINGS,
+    OF_INPUT_TOKENS,
     OF_MESSAGES,
     OF_RESPONSES,
     OF_TEXTS,
@@ -135,6 +136,7 @@ _HEALTH = Operation(
     answer="Health",
     unhealthy=True,
 )
+_BETA = _query("beta", "Without effect.", {"type": "string"})
 _INCLUDE = _query("include", INCLUDED, {"enum": [*INCLUDABLE]})
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -224,6 +226,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages", "max_tokens"}),
         example={"messages": HI, "max_tokens": 48, "seed": 7},
         errors=TOKENS,
+        others=(_BETA,),
         fields_form=_MESSAGES,
     ),
     "POST /v1/messages/count_tokens": Operation(
@@ -235,6 +238,7 @@ OPERATIONS: Mapping[str, Operation] = {
         needed=frozenset({"messages"}),
         example={"messages": HI},
         errors=TEXTS,
+        others=(_BETA,),
         fields_form=_MESSAGES,
     ),
     "POST /v1/responses/input_tokens": Operation(
@@ -245,7 +249,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=INPUT_TOKENS,
         example={"input": "Write a story."},
         errors=(*TEXTS, ContextTooLong, UnknownResponse, UnknownConversation),
-        fields_form=FieldsForm(rows=responses_rows, words=OF_RESPONSES),
+        fields_form=FieldsForm(rows=responses_rows, words=OF_INPUT_TOKENS),
     ),
     **BATCH_OPERATIONS,
     **CONVERSATION_OPERATIONS,

@@ -17,7 +17,7 @@ const final = await stream.finalMessage();
 const made = await client.messages.batches.create({
   requests: [
     { custom_id: "one", params: { ...asked, seed: 3 } },
-    { custom_id: "two", params: { ...asked, max_tokens: 0 } },
+    { custom_id: "two", params: { ...asked, temperature: 2 } },
   ],
 });
 let batch = made;

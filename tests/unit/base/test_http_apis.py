@@ -16,6 +16,7 @@ from quire.base.errors import NotAuthorized
 from quire.base.http_apis import KEY_HEADERS, OPENAI, any_key_headers
 from quire.router.api_forms import FORMS, form_of
 from quire.router.faults import Refusal
+from quire.router.routed_request import RoutedRequest
 from quire.router.routes import LISTS, ROUTES, find_route, reason_not_routed, route_of
 
 # Routes of a server that a router does not have, and no reason is given for: other names of a
@@ -101,10 +102,30 @@ def test_a_path_without_a_route_is_no_free_one(path: str) -> None:
         route_of(path)
 
 
-def test_each_name_of_a_limit_reserves_tokens() -> None:
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/infill", ("input_extra", "input_prefix", "input_suffix", "prompt")),
+        ("/embedding", ("content", "input")),
+        ("/api/generate", ("system", "context", "prompt", "suffix")),
+    ],
+)
+def test_each_field_of_a_prompt_decides_where_it_is_routed(
+    path: str, fields: tuple[str, ...]
+) -> None:
+    def blocks(name: str) -> str:
+        body = json.dumps({name: name + " word" * 2000}).encode()
+        return str(RoutedRequest(path, [], body).key().blocks)
+
+    assert len({"[]", *map(blocks, fields)}) == 1 + len(fields)
+
+
+def test_each_name_of_a_limit_or_a_number_of_answers_reserves_tokens() -> None:
     names = {name for name, path in SYNONYMS.items() if path == ("max_tokens",)}
     for name in names | {"max_tokens", "max_completion_tokens"}:
         assert FORMS[OPENAI].asked_tokens({name: 7}, 256) == 7
+    answers = {name for name, path in SYNONYMS.items() if path == ("n",)} | {"n", "best_of"}
+    assert set(FORMS[OPENAI].answers) == answers
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": 7}}, 256) == 7
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": -1}}, 256) == 256
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": [7]}, 256) == 256

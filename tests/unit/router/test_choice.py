@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import SettingError
-from quire.base.http_apis import OPENAI
 from quire.base.log import Log
 from quire.base.server_url import server_url
-from quire.router.api_forms import FORMS
 from quire.router.breaker import CircuitBreaker, RetryBudget
 from quire.router.discovery import WatchedFile
 from quire.router.event_blocks import EventBlocks
@@ -93,6 +91,9 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
         ({"prompt": "a", "n": 1, "best_of": None}, ""),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "n_cmpl": 1}, ""),
+        ({"prompt": "a", "n_cmpl": 3}, "n_cmpl"),
+        ({"prompt": "a", "num_return_sequences": 2}, "num_return_sequences"),
         ({"prompt": "a", "stream_options": 5}, "stream_options"),
         ({"prompt": "a", "stream_options": {"resumable": True}}, "resumable"),
         ({"prompt": "a", "output_ids": ["x"]}, "output_ids"),
@@ -112,12 +113,12 @@ def test_deltas_do_not_depend_on_how_bytes_are_cut() -> None:
         b': \n\ndata: {"text":"data: {\\"error\\":1}"}\n\ndata: {"y":2}\n\n'
         b': {"output_ids":[2,3],"output_cursor":"g:1:2:1"}\n\ndata: {"z":3}\n\ndata: [DONE]\n\n'
     )
-    whole = EventBlocks(FORMS[OPENAI]).push(stream)
+    whole = EventBlocks().push(stream)
     assert [delta.is_last for delta in whole] == [False, False, False, True]
     assert whole[2].blocks.count(b"\n\n") == 2
     assert b"".join(one.blocks for one in whole).count(b"data: ") == 5 + 1
     for size in (1, 2, 3, 7, 50):
-        blocks = EventBlocks(FORMS[OPENAI])
+        blocks = EventBlocks()
         found = []
         for at in range(0, len(stream), size):
             found += blocks.push(stream[at : at + size])

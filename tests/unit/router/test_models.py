@@ -142,6 +142,24 @@ def test_an_unknown_model_is_404_and_lists_models_and_aliases() -> None:
     run(replicas, story, _features(chat=CANARY))
 
 
+def test_names_of_ollama_may_end_with_its_tag() -> None:
+    """As at a server: a name with the tag is another one only if it is served."""
+    one, two = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "two", "two:latest")
+
+    async def story(router: Router) -> None:
+        for name in ("one:latest", "chat:latest", "two:latest", "two"):
+            status, _, _ = await router.post("/api/embed", {"model": name, "input": "a"})
+            assert status == 200
+        assert (await router.post("/v1/embeddings", {"model": "one:latest"}))[0] == 404
+        status, _, body = await router.post("/api/embed", {"model": "nine:latest"})
+        assert status == 404
+        assert "'nine'" in json.loads(body)["error"]
+
+    run([one, two], story, _features(chat="one"))
+    assert [request["model"] for request in one.requests] == ["one", "one"]
+    assert [request["model"] for request in two.requests] == ["two:latest", "two"]
+
+
 def test_an_alias_without_an_available_model_is_503() -> None:
     async def story(router: Router) -> None:
         status, _, body = await router.post("/generate", {"model": "chat", "tokens": [1]})

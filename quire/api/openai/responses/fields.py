@@ -6,6 +6,9 @@ are left out: a response has no place for them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
@@ -53,20 +56,33 @@ _RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
 }
 # What a response has in place of fields of other APIs.
 _INSTEAD = {
-    **dict.fromkeys(("system", "system_prompt", "instructions"), "instructions"),
+    **dict.fromkeys(("system", "system_prompt"), "instructions"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
-    "thinking": "reasoning.effort",
-    "verbosity": "text.verbosity",
     "logprobs": 'include: ["message.output_text.logprobs"]',
 }
-RESPONSES = FieldSet(
-    _RESPONSES,
-    takes="input",
-    how='write it as input, such as "input": [{"role": "user", "content": "..."}]',
-    advice=lambda name: f"; write it as {_INSTEAD[name]}" if name in _INSTEAD else None,
-)
+_INPUT = 'write it as input, such as "input": [{"role": "user", "content": "..."}]'
+# Other names of fields that change the answer only.
+_OF_ANSWERS = frozenset({"max_tokens", "max_completion_tokens", "logprobs"})
+
+
+def _advice(name: str, body: Mapping[str, Any]) -> str | None:
+    if name == "prompt" and isinstance(body.get(name), dict):
+        return ": no prompts are stored here; write its text as instructions and input"
+    return f"; write it as {_INSTEAD[name]}" if name in _INSTEAD else None
+
+
+def _advice_of_counts(name: str, body: Mapping[str, Any]) -> str | None:
+    if name in _RESPONSES or name in _OF_ANSWERS:
+        return (
+            ", which counts the tokens of a prompt; it belongs to POST /v1/responses and changes "
+            "no prompt: leave it out"
+        )
+    return _advice(name, body)
+
+
+RESPONSES = FieldSet(_RESPONSES, input_names="input", input_advice=_INPUT, advice=_advice)
 # Fields that change the prompt, or are given beside those; of the count of its tokens.
 INPUT_TOKENS = FieldSet(
     {
@@ -84,9 +100,9 @@ INPUT_TOKENS = FieldSet(
         "chat_template_kwargs",
         "add_special_tokens",
     },
-    takes="input",
-    how=RESPONSES.how,
-    advice=RESPONSES.advice,
+    input_names="input",
+    input_advice=_INPUT,
+    advice=_advice_of_counts,
 )
 # Our names of fields that have another one here.
 OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}

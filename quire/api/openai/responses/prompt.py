@@ -14,15 +14,15 @@ from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import ConversationFields, rendered
 from quire.api.generation.fields import flag
 from quire.api.generation.request_context import RequestContext, encode
+from quire.api.generation.text_bounds import TOO_LONG
 from quire.api.generation.tools import ToolOffer
+from quire.api.generation.truncation import answer_room
 from quire.api.openai.responses.history import messages_of
 from quire.api.openai.responses.input_items import Item
 from quire.api.openai.responses.request import instructions_of, reasoning_of, truncates
-from quire.base.errors import ContextTooLong, InvalidParameter
+from quire.base.errors import InvalidParameter, RequestError
 from quire.base.show import show
 
-# A truncated prompt without max_output_tokens leaves this share of the context to the answer.
-_ROOM_SHARE = 8
 _SYSTEM = ("system", "developer")
 
 
@@ -54,7 +54,7 @@ class PromptMaker:
             return await self._of(items)
         try:
             return await self._of(items, room=self._max_tokens or 1)
-        except ContextTooLong as error:
+        except TOO_LONG as error:
             begins = _begins(items)
             if not begins:
                 raise
@@ -77,11 +77,10 @@ class PromptMaker:
         return await rendered(self._context, fields)
 
     async def _newest(
-        self, items: Sequence[Item], begins: Sequence[int], error: ContextTooLong
+        self, items: Sequence[Item], begins: Sequence[int], error: RequestError
     ) -> ResponsePrompt:
         """Return the prompt of as many of the newest items as fit. begins: where it may begin."""
-        context_tokens = self._context.engine.card.max_model_len
-        room = self._max_tokens or max(context_tokens // _ROOM_SHARE, 1)
+        room = self._max_tokens or answer_room(None, self._context.engine.card.max_model_len)
         found: ResponsePrompt | None = None
         low, high = 0, len(begins)
         while low < high:
@@ -90,7 +89,7 @@ class PromptMaker:
             try:
                 found = await self._of([*kept, *items[begins[middle] :]], room=room)
                 high = middle
-            except ContextTooLong as still:
+            except TOO_LONG as still:
                 error, low = still, middle + 1
         if found is None:
             raise error

@@ -89,7 +89,7 @@ def reasoning_of(given: Mapping[str, Any], context: RequestContext | None) -> di
     return found
 
 
-def labels_of(sent: Mapping[str, Any]) -> dict[str, Any]:
+def echoed_fields(sent: Mapping[str, Any]) -> dict[str, Any]:
     """Return the labels that a response repeats; they have no other effect. sent: a whole body."""
     labels = {name: sent.get(name) for name in _LABELS}
     labels |= {"prompt": None, "moderation": None}  # which are not served

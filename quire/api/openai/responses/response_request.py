@@ -34,9 +34,9 @@ from quire.api.openai.responses.request import (
     as_named_here,
     check_stream_options,
     check_text,
+    echoed_fields,
     included,
     includes_reasoning,
-    labels_of,
     num_top,
     reasoning_of,
     sampling_fields,
@@ -44,7 +44,7 @@ from quire.api.openai.responses.request import (
 )
 from quire.api.openai.responses.response_writer import ResponseWriter
 from quire.api.openai.responses.store import ResponseStore, StoredResponse, StoreError
-from quire.api.openai.responses.stored_items import with_ids, without_sealed
+from quire.api.openai.responses.stored_items import with_ids, without_encrypted_content
 from quire.api.openai.responses.tool_fields import tool_offer, tools_of
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
@@ -72,7 +72,7 @@ class ResponseRequest:
         self._key: bytes = request.state.key
         self._writer: ResponseWriter | None = None
         self._items: list[Item] = []  # of its own input
-        self._stores = self._keeps_sealed = False
+        self._stores = self._keeps_encrypted_content = False
         self._conversation_id: str | None = None  # until its items are added
 
     async def read(self, request: GenerationRequest) -> GenerationJob:
@@ -101,8 +101,8 @@ class ResponseRequest:
         response = self._writer.snapshot() if self.is_background else self._writer.final
         if response is None:
             return
-        if not self._keeps_sealed:
-            response = {**response, "output": without_sealed(response["output"])}
+        if not self._keeps_encrypted_content:
+            response = {**response, "output": without_encrypted_content(response["output"])}
         await self._add_to_conversation(response)
         if not self._stores:
             return
@@ -174,7 +174,7 @@ class ResponseRequest:
         frame = {
             **_frame(request, sampling),
             **tools_of(given, offer),
-            **labels_of(getattr(self._request.state, "body", given)),
+            **echoed_fields(getattr(self._request.state, "body", given)),
             "store": self._stores,
             "conversation": shown,
         }
@@ -190,13 +190,13 @@ class ResponseRequest:
         default = default_sampling(engine.card, num_prompt_tokens=num_tokens).max_tokens
         sampling = request.limited(sampling, num_tokens, default_tokens=default)
         text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
-        self._keeps_sealed = ENCRYPTED in include
+        self._keeps_encrypted_content = ENCRYPTED in include
         self._writer = ResponseWriter(
             frame,
             parser,
             logprobs=LOGPROBS in include,
             # The response to a POST has it unasked, as OpenAI's has.
-            seals=self._keeps_sealed or not self.is_background,
+            seals=self._keeps_encrypted_content or not self.is_background,
         )
         return GenerationJob(
             prompts=[Prompt(token_ids=prompt.token_ids, sampling=sampling, text_rules=text_rules)],

@@ -117,7 +117,7 @@ def listed_items(stored: StoredResponse) -> list[Item]:
     return [listed(item) for item in msgspec.json.decode(stored.items)]
 
 
-def with_sealed(items: Iterable[Item]) -> list[Item]:
+def with_encrypted_content(items: Iterable[Item]) -> list[Item]:
     """Return items with the encrypted_content of all reasoning with a text."""
     return [
         {**item, "encrypted_content": sealed("\n".join(texts_of(item["content"])))}
@@ -127,7 +127,7 @@ def with_sealed(items: Iterable[Item]) -> list[Item]:
     ]
 
 
-def without_sealed(items: Iterable[Item]) -> list[Item]:
+def without_encrypted_content(items: Iterable[Item]) -> list[Item]:
     """Return items without the encrypted_content of reasoning with a text."""
     return [
         {key: value for key, value in item.items() if key != "encrypted_content"}

@@ -25,7 +25,7 @@ from quire.api.openai.responses.stored_items import (
     OPEN_STATUSES,
     listed_items,
     unknown_response,
-    with_sealed,
+    with_encrypted_content,
 )
 from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
@@ -240,7 +240,7 @@ def page_of_items(request: Request, items: list[dict[str, Any]]) -> Response:
 def items_shown(request: Request, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return items with the additions that a query includes."""
     asked = (*request.query_params.getlist("include"), *request.query_params.getlist("include[]"))
-    return with_sealed(items) if ENCRYPTED in asked else items
+    return with_encrypted_content(items) if ENCRYPTED in asked else items
 
 
 def _shown(request: Request, response: bytes) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from quire.api.anthropic import cache_breakpoints
+from quire.api.anthropic import request as request_fields
 from quire.base.cache_usage import CacheUsage
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.anthropic.test_messages import (
@@ -58,6 +62,33 @@ def pins_of(template: str | None = None, **fields: Any) -> list[tuple[str, float
 
 def test_a_request_without_breakpoints_pins_nothing() -> None:
     assert pins_of(system=[text("Be brief.")]) == []
+
+
+@pytest.mark.parametrize(("num_chars", "is_large"), [(10, False), (140_000, True)])
+def test_a_large_body_is_converted_beside_the_event_loop(
+    num_chars: int, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its size, however many messages it has."""
+    threads: list[str] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args)
+
+        return call
+
+    for module, name in (
+        (request_fields, "history_of"),
+        (request_fields, "breakpoints_of"),
+        (cache_breakpoints, "beginning_of"),
+    ):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    tool = {**TOOL, "description": "d" * num_chars}
+    messages = [said("user", text("one", MINUTES), text("two"))]
+    ask({**ASKED, "tools": [tool], "messages": messages})
+    assert len(threads) >= 2
+    assert {name.startswith("quire-slow") for name in threads} == {is_large}
 
 
 def test_each_prefix_ends_behind_its_block() -> None:

@@ -100,7 +100,7 @@ def test_a_whole_answer_is_a_message() -> None:
         "type": "message",
         "role": "assistant",
         "model": "fake",
-        "content": [{"type": "text", "text": "Hello", "citations": None}],
+        "content": [{"type": "text", "text": "Hello"}],
         "stop_reason": "stop_sequence",
         "stop_sequence": "END",
         "stop_details": None,
@@ -144,7 +144,7 @@ def test_the_events_of_a_stream_come_in_order() -> None:
     data = [data for _, data in events]
     assert data[0]["message"]["content"] == []
     assert data[0]["message"]["usage"]["cache_read_input_tokens"] == 2
-    assert data[1]["content_block"] == {"type": "text", "text": "", "citations": None}
+    assert data[1]["content_block"] == {"type": "text", "text": ""}
     assert [event["delta"]["text"] for event in data[2:5]] == ["Hel", "lo", "!"]
     assert data[6]["delta"] == {
         "stop_reason": "stop_sequence",

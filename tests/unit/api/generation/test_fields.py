@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.api.anthropic.fields import MESSAGES
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import (
     APPLY_TEMPLATE,
@@ -30,6 +31,8 @@ from quire.api.generation.foreign_fields import (
 )
 from quire.api.generation.sampler_order import ORDERS
 from quire.api.generation.unknown_fields import OTHER_NAMES, unknown_field
+from quire.api.ollama.fields import OLLAMA_CHAT
+from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import InvalidParameter
 from tests.unit.api.fake_engine import Site
@@ -286,13 +289,27 @@ def test_a_set_of_fields_says_what_its_route_has_in_place_of_others(
 ) -> None:
     fields = FieldSet(
         {"contents", "temperature"},
-        takes="contents",
-        how="write turns" if body else "",
-        advice={"max_tokens": "; write it as an entry of generationConfig"}.get,
+        input_names="contents",
+        input_advice="write turns" if body else "",
+        advice=lambda name, body: (
+            "; write it as an entry of generationConfig" if name == "max_tokens" else None
+        ),
     )
     with pytest.raises(InvalidParameter, match="is not a field of this request") as raised:
         known_fields({name: [], **body}, fields, warn_unknown=False)
     assert f"of this request{said}" in str(raised.value)
+
+
+def test_no_advice_names_a_field_that_the_route_refuses() -> None:
+    names = {*SYNONYMS, *OTHER_NAMES, "reasoning_effort", "response_format", "system", "logprobs"}
+    for operation in OPERATIONS.values():
+        fields = operation.body
+        if not isinstance(fields, FieldSet):
+            continue
+        for name in (names | CHAT | COMPLETIONS | RESPONSES | OLLAMA_CHAT | MESSAGES) - fields:
+            said = fields.advice(name, {}) or ""
+            for found in re.findall(r"write it as (?:an entry of )?(\w+)", said):
+                assert found in fields, f"{operation.title}: {name}{said}"
 
 
 def test_no_route_is_said_to_take_an_input_that_it_refuses() -> None:

@@ -6,14 +6,17 @@ import asyncio
 import json
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import ANY as ANY_COUNT
 
 import pytest
 from msgspec import structs
 
+from quire.api.llama_cpp.line_limits import AnswerLines, LineLimits
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
+from quire.base.sampling_params import SamplingParams
+from quire.engine.output.output_stream import TextDelta
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
@@ -143,6 +146,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_probs": 3}, {"logprobs": 3}),
     ({"cache_prompt": False, "id_slot": 1, "n_keep": 4}, {}),
     ({"samplers": ["top_k", "temperature"], "top_k": 5}, {"top_k": 5}),
+    ({"samplers": ["top_k"], "top_k": 5, "top_p": 0.5, "temperature": 0.5}, {"top_k": 5}),
     ({"logit_bias": [[5, -1.5]]}, {"logit_bias": {"5": -1.5}}),
     ({"dry_multiplier": 0.5}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 64}),
     ({"dry_multiplier": 0.5, "dry_range": 9}, {"dry_multiplier": 0.5, "dry_penalty_last_n": 9}),
@@ -238,9 +242,12 @@ def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None
     assert reply.headers["x-quire-ignored-fields"] == "input_extra[:6]"
     prompt = bytes(made.asked[0].prompt_ids)
     assert [prompt.count(str(at).encode()) for at in range(9)] == [0] * 6 + [100] * 3
-    # Only the texts around the gap: they are refused if they do not fit.
+    # A larger n_predict keeps no more room: the answer ends where the context is full.
     assert ask({**sent, "n_predict": 420}, path=INFILL, on=made).status == 200
-    assert bytes(made.asked[1].prompt_ids) == GAP
+    assert made.asked[1].prompt_ids == made.asked[0].prompt_ids
+    # Only the texts around the gap: they are refused if they do not fit.
+    assert ask({**sent, "input_prefix": "a" * 400}, path=INFILL, on=made).status == 200
+    assert bytes(made.asked[2].prompt_ids).startswith(b"<|fim_prefix|>aaa")
     reply = ask({**sent, "input_prefix": "a" * 600}, path=INFILL, on=made)
     assert reply.error["type"] == "exceed_context_size_error"
 
@@ -292,6 +299,7 @@ def test_what_an_editor_sends_is_accepted() -> None:
         ({"n_indent": 2}, ("a\n", "  b", "\n c", "d"), "a\n  b\n ", True),
         ({"n_indent": 2}, ("a\n", "\t\tb\n", "\n", "d"), "a\n\t\tb\n", True),
         ({"n_indent": 2}, ("a\n ", "  b\n", "  c", "d"), "a\n   b\n  cd", False),
+        ({"n_indent": 2}, ("a\n", "\n", "b", "c"), "a\n", True),
     ],
 )
 def test_lines_end_an_answer(
@@ -304,6 +312,28 @@ def test_lines_end_an_answer(
     assert said[-1]["stop_type"] == ("limit" if closed else "word")
     assert not said[-1]["truncated"]
     assert len(made.closed_early) == closed
+
+
+def test_a_line_ends_an_answer_within_its_last_delta_too() -> None:
+    made = engine("a\n", "  b\nc")
+    reply = ask({**ASKED, "n_indent": 2, "stream": False}, on=made).json
+    assert (reply["content"], reply["stop_type"]) == ("a\n  b\n", "limit")
+    assert (reply["stopping_word"], made.closed_early) == ("", [])
+
+
+def test_a_cut_delta_has_the_tokens_of_its_text() -> None:
+    """Characters that were shown before their token count with it."""
+    lines = AnswerLines(LineLimits(min_indent=2))
+    delta = cast(TextDelta, FakeEngine("x", "y")._delta(0, "a\n ", 0, 3, SamplingParams()))
+    first = structs.replace(delta, token_ids=(4,), token_chars=(2,), num_output_tokens=1)
+    assert lines.cut(first) is None
+    second = structs.replace(
+        delta, text=" b\n c", token_ids=(5, 6, 7, 8), token_chars=(2, 2, 1, 1), num_output_tokens=5
+    )
+    cut = lines.cut(second)
+    assert cut is not None
+    assert (cut.text, cut.token_ids, cut.token_chars) == (" b\n ", (5, 6, 7), (2, 2, 1))
+    assert (cut.num_output_tokens, cut.finish_reason) == (4, FinishReason.LENGTH)
 
 
 def test_an_answer_that_fills_the_context_is_truncated() -> None:
@@ -383,7 +413,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"lora": [{"id": 0}]}, "LoRA"),
     ({"samplers": ["fill"]}, "samplers holds"),
-    ({"samplers": ["top_k", "infill"], "top_p": 0.5}, "does not list top_p"),
     ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers has"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
     ({"n": 2}, "n is 2; an answer here is one text"),

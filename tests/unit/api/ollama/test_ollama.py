@@ -183,6 +183,17 @@ def test_the_newest_messages_that_fit_are_kept_on_request() -> None:
     assert "maximum context length" in refusal(long, on=made)
 
 
+def test_more_bytes_than_are_tokenized_are_cut_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.api.generation.text_bounds._MIN_TEXT_LIMIT", 1)
+    made = engine(max_model_len=512)
+    monkeypatch.setattr(type(made.tokenizer), "min_num_tokens", lambda self, text: 1)
+    turns = [{"role": "user", "content": f"{at:0200}"} for at in range(60)]
+    sent = {"messages": [*turns, *SAID], "stream": False}
+    assert "are tokenized at once" in refusal(sent, on=made)
+    assert ask({**sent, "truncate": True}, on=made).status == 200
+    assert 200 < len(made.asked[0].prompt_ids) < 512
+
+
 def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
     sent = {"prompt": "a", "suffix": "b"}
     assert "no tokens for infilling" in refusal(sent, path=GENERATE)
@@ -422,6 +433,8 @@ def test_hints_are_listed_in_a_header_and_unknown_options_too_if_the_server_warn
     assert reply.headers["x-quire-ignored-fields"] == "options.num_ctx"
     reply = ask({**ASKED, "shift": True, "truncate": True})
     assert reply.headers["x-quire-ignored-fields"] == "shift"
+    reply = ask({"prompt": "a", "raw": True, "truncate": True}, path=GENERATE)
+    assert reply.headers["x-quire-ignored-fields"] == "truncate"
     # Where Ollama has a window of 64 tokens.
     for option in ("repeat_penalty", "presence_penalty"):
         reply = ask({**ASKED, "options": {option: 1.5}})

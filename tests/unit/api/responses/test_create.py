@@ -437,6 +437,16 @@ def test_truncation_drops_the_oldest_turns_and_keeps_system_messages() -> None:
     assert len(asked.prompt_ids) <= 512 - 64 < len(asked.prompt_ids) + per_turn + 8
 
 
+def test_truncation_keeps_as_much_as_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.api.generation.text_bounds._MIN_TEXT_LIMIT", 1)
+    made = engine(context=512)
+    monkeypatch.setattr(type(made.tokenizer), "min_num_tokens", lambda self, text: 1)
+    body = {"input": long_talk(120), "truncation": "auto", "max_output_tokens": 64}
+    assert ask({**body, "truncation": "disabled"}, on=made).status == 400
+    assert ask(body, on=made).status == 200
+    assert bytes(made.asked[0].prompt_ids).decode().endswith("user:And now?;")
+
+
 @pytest.mark.parametrize("truncation", ["disabled", "auto"])
 def test_what_cannot_fit_is_refused_with_both_numbers(truncation: str) -> None:
     body = {"input": "x" * 900, "truncation": truncation}

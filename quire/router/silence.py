@@ -1,0 +1,56 @@
+"""SilenceLimit: how many times the usual a replica may be silent before it counts as stopped.
+
+Where replicas are overloaded, silence means little: a replica that is given up hands its requests
+to the others, which are silent next. So each replica that was given up and is back at once doubles
+the limits of all, and a minute without such a false alarm halves them (as retransmission timers
+back off). Reads no clock. Always holds: between 1 and MAX_FACTOR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire.base.log import Log
+from quire.router.replica import Replica
+
+MAX_FACTOR = 8.0
+# A replica that answers again after less than this was slow; a stopped one stays away longer.
+BACK_WITHIN_S = 2.0
+CALM_S = 60.0
+
+
+class SilenceLimit:
+    """factor: of the limits now."""
+
+    def __init__(self, log: Log) -> None:
+        self.factor = 1.0
+        self._log = log
+        self._changed_s = 0.0
+        self._given_up_s: dict[Replica, float] = {}  # by replica
+
+    def given_up(self, replica: Replica, now_s: float) -> None:
+        """Note that a replica counts as stopped."""
+        self._given_up_s[replica] = now_s
+
+    def works(self, replica: Replica, now_s: float) -> None:
+        """Note that a replica answers and computes."""
+        away_s = now_s - self._given_up_s.pop(replica, -BACK_WITHIN_S)
+        if away_s < BACK_WITHIN_S and self.factor < MAX_FACTOR:
+            self.factor *= 2.0
+            self._changed_s = now_s
+            self._log.warning(
+                "a replica was slow and not stopped; silent ones are given up later",
+                replica=replica.name,
+                times=self.factor,
+            )
+
+    def tick(self, now_s: float) -> None:
+        """Note the time."""
+        if self.factor > 1.0 and now_s - self._changed_s >= CALM_S:
+            self.factor /= 2.0
+            self._changed_s = now_s
+
+    def keep(self, replicas: Collection[Replica]) -> None:
+        """Forget replicas that are not among these."""
+        for replica in self._given_up_s.keys() - set(replicas):
+            del self._given_up_s[replica]

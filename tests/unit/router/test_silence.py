@@ -1,0 +1,74 @@
+"""The time after which a silent replica is given up: longer while replicas turn out to be slow."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import namedtuple
+from typing import Any
+
+import pytest
+
+from quire.base.log import Log
+from quire.router.silence import BACK_WITHIN_S, CALM_S, MAX_FACTOR, SilenceLimit
+from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.test_failover import ANSWER, _until, stream
+
+Named = namedtuple("Named", ["name"])
+ONE: Any = Named("one")
+TWO: Any = Named("two")
+
+
+def limit() -> SilenceLimit:
+    return SilenceLimit(Log("router", stream=io.StringIO()))
+
+
+def test_a_replica_that_is_back_at_once_doubles_the_limit() -> None:
+    silence = limit()
+    for number in range(6):
+        silence.given_up(ONE, 10.0 * number)
+        silence.works(ONE, 10.0 * number + BACK_WITHIN_S / 2)
+        silence.works(ONE, 10.0 * number + BACK_WITHIN_S / 2)  # once for each time it was given up
+        assert silence.factor == min(2.0 ** (number + 1), MAX_FACTOR)
+
+
+def test_one_that_was_stopped_for_longer_or_never_given_up_does_not() -> None:
+    silence = limit()
+    silence.works(ONE, 0.0)
+    silence.given_up(ONE, 1.0)
+    silence.works(TWO, 1.1)
+    silence.works(ONE, 1.0 + BACK_WITHIN_S)
+    assert silence.factor == 1.0
+
+
+def test_calm_minutes_halve_it_and_replicas_that_are_gone_are_forgotten() -> None:
+    silence = limit()
+    for _ in range(2):
+        silence.given_up(ONE, 0.0)
+        silence.works(ONE, 0.5)
+    found = []
+    for at_s in (1.0, 0.5 + CALM_S, 0.6 + CALM_S, 0.5 + 2 * CALM_S, 0.5 + 3 * CALM_S):
+        silence.tick(at_s)
+        found.append(silence.factor)
+    assert found == [4.0, 2.0, 2.0, 1.0, 1.0]
+    silence.given_up(ONE, 1.0)
+    silence.keep([TWO])
+    silence.works(ONE, 1.1)
+    assert silence.factor == 1.0
+
+
+def test_a_slow_server_makes_all_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.router.prober.ANSWER_S", 0.3)
+    first, second = FakeReplica(), FakeReplica()
+    gate = asyncio.Event()
+    first.silent_after = 3
+    first.before_token = lambda token: setattr(first, "health_gate", gate)
+
+    async def story(router: Router) -> None:
+        assert (await stream(router))[2] == ANSWER  # given up, and continued at the second one
+        gate.set()
+        first.steps_total += 1
+        await _until(lambda: router.fleet.num_available == 2)
+        assert any("silent ones are given up later" in line for line in router.lines)
+
+    run([first, second], story, stall_s=600.0)
