@@ -29,10 +29,11 @@ _NOT_HERE = frozenset(
     {
         *("chat_template", "record_plans", "trace_file", "timeline_steps", "scheduling_policy"),
         *("speculate", "draft_model", "self_draft_layers", "speculate_history_tokens"),
-        *("pipeline_parallel_size", "data_parallel_size", "disk_offload_gb", "cpu_offload_gb"),
+        *("data_parallel_size", "disk_offload_gb", "cpu_offload_gb"),
         *("distributed_executor_backend", "distributed_key_file", "distributed_timeout_s"),
         *("kv_tier_path", "kv_tier_bytes", "kv_tier_host_bytes", "kv_tier_fetch"),
-        "kv_events_config",
+        *("kv_events_config", "kv_touch_ahead_bytes"),
+        "cache_pin_share",  # traces mark no prefixes
     }
 )
 
@@ -209,6 +210,19 @@ def _add_machine(section: argparse._ArgumentGroup) -> None:
         metavar="NUM",
         help="the time of one exchange beside its bytes (default 3)",
     )
+    section.add_argument(
+        "--message-gb-per-s",
+        type=float,
+        metavar="NUM",
+        help="what a stage of --pipeline-parallel-size receives from the stage before (default: "
+        "--link-gb-per-s)",
+    )
+    section.add_argument(
+        "--message-us",
+        type=float,
+        metavar="NUM",
+        help="the time of one message between stages beside its bytes (default: --exchange-us)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -294,7 +308,7 @@ def _compare_engines(
     from quire.sim.roles import RolesSpec, compare_roles, roles_text
     from quire.sim.shared_store import StoreSpec
 
-    _check_engines(arguments)
+    _check_engines(arguments, config.executor.pipeline_parallel_size)
     requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
     config = with_policy(config, arguments.policy[0])
     with _stop_on_interrupt() as should_stop:
@@ -336,7 +350,7 @@ def _compare_engines(
     return SUCCESS if outcome["complete"] else INTERRUPTED
 
 
-def _check_engines(arguments: argparse.Namespace) -> None:
+def _check_engines(arguments: argparse.Namespace, num_stages: int) -> None:
     """Reject what several engines are not compared with."""
     from quire.base.errors import SettingError
 
@@ -356,6 +370,7 @@ def _check_engines(arguments: argparse.Namespace) -> None:
             ("--png", arguments.png),
             ("several --policy", len(arguments.policy) > 1),
             ("several --speed", len(arguments.speed) > 1),
+            ("--pipeline-parallel-size", num_stages > 1),
         )
         if is_given
     ]
@@ -392,6 +407,12 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
     from quire.sim.profile import machine_of, measure_machine, read_machine
 
     described = arguments.gb_per_s is not None or arguments.gflop_per_s is not None
+    if config.executor.pipeline_parallel_size > 1 and not described:
+        raise SettingError(
+            f"pipeline_parallel_size is {config.executor.pipeline_parallel_size}, and the time of "
+            "each stage is computed for a described machine only: give --gb-per-s and "
+            "--gflop-per-s, or leave it out"
+        )
     if sum((bool(arguments.profile), described, bool(arguments.save_profile))) > 1:
         raise SettingError(
             "--profile, --save-profile and --gb-per-s select the machine in different ways; give "
@@ -412,16 +433,7 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
                 f"{of_profile}: give --context-parallel-size {of_profile}"
             )
         return machine
-    links = {
-        name: value
-        for name, value in vars(arguments).items()
-        if name in ("link_gb_per_s", "exchange_us") and value is not None
-    }
-    if links and (not described or config.executor.ranks_of_stage == 1):
-        raise SettingError(
-            "--link-gb-per-s and --exchange-us describe the links of ranks: give them with "
-            "--gb-per-s, --gflop-per-s and --tensor-parallel-size"
-        )
+    links = _links(arguments, config, is_described=described)
     if described:
         if arguments.gb_per_s is None or arguments.gflop_per_s is None:
             raise SettingError("--gb-per-s and --gflop-per-s must be given together")
@@ -436,6 +448,33 @@ def _machine(arguments: argparse.Namespace, config: EngineConfig) -> Machine:
     if arguments.save_profile:
         Path(arguments.save_profile).write_text(json.dumps(profile, indent=1) + "\n")
     return machine_of(profile)
+
+
+def _links(
+    arguments: argparse.Namespace, config: EngineConfig, *, is_described: bool
+) -> dict[str, float]:
+    """Return the rates of links that are given. Raises SettingError where there are no such."""
+    from quire.base.errors import SettingError
+
+    executor, found = config.executor, dict[str, float]()
+    for names, has_them, degree in (
+        (("link_gb_per_s", "exchange_us"), executor.num_ranks > 1, "--tensor-parallel-size"),
+        (
+            ("message_gb_per_s", "message_us"),
+            executor.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size",
+        ),
+    ):
+        given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+        if given and not (is_described and has_them):
+            first, second = ("--" + name.replace("_", "-") for name in names)
+            of_what = "ranks" if names[0].startswith("link") else "stages"
+            raise SettingError(
+                f"{first} and {second} describe the links of {of_what}: give them with "
+                f"--gb-per-s, --gflop-per-s and {degree}"
+            )
+        found |= given
+    return found
 
 
 def _names(text: str) -> tuple[str, ...]:

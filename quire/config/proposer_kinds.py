@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 HeadName = Literal["medusa", "eagle"]
 ProposerName = Literal["ngram", "draft", "self", HeadName]
+RankSetting = Literal["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
+RANK_SETTINGS: tuple[RankSetting, ...] = get_args(RankSetting)
 
 
 class DraftWeights(Enum):
@@ -28,16 +30,18 @@ class DraftWeights(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
     """does: after its name, in the help of --speculate. reads_hidden_states: of the model, so that
-    its program is tapped and its runner keeps rows of them."""
+    its program is tapped and its runner keeps rows of them. refused_with: the settings of ranks
+    that it does not go with, each with the reason; with others rank 0 computes it, undivided."""
 
     does: str
     weights: DraftWeights
+    refused_with: Mapping[RankSetting, str]
     reads_hidden_states: bool = False
 
     @property
     def computes(self) -> bool:
         """Whether drafts are computed: their passes are timed and priced, and one process computes
-        them, so that ranks and offloaded weights exclude them."""
+        them, so that offloaded weights exclude them."""
         return self.weights is not DraftWeights.NONE
 
     @property
@@ -46,23 +50,41 @@ class ProposerKind:
         return self.weights is DraftWeights.FILES
 
 
+_POSITIONS = "what drafts has no KV blocks of so many positions"
+_HEADS_REFUSED: Mapping[RankSetting, str] = {
+    "pipeline_parallel_size": "the hidden states that it reads are in several stages",
+    "context_parallel_size": _POSITIONS,
+}
 PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
     {
         "ngram": ProposerKind(
             does="proposes what followed the last tokens earlier in the request",
             weights=DraftWeights.NONE,
+            refused_with={},
         ),
-        "draft": ProposerKind(does="uses --draft-model", weights=DraftWeights.FILES),
-        "self": ProposerKind(does="uses the model's own first layers", weights=DraftWeights.MODEL),
+        "draft": ProposerKind(
+            does="uses --draft-model",
+            weights=DraftWeights.FILES,
+            refused_with={"context_parallel_size": _POSITIONS},
+        ),
+        "self": ProposerKind(
+            does="uses the model's own first layers",
+            weights=DraftWeights.MODEL,
+            refused_with=dict.fromkeys(
+                RANK_SETTINGS, "the model's first layers do not draft over several ranks yet"
+            ),
+        ),
         "medusa": ProposerKind(
             does="uses Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
+            refused_with=_HEADS_REFUSED,
         ),
         "eagle": ProposerKind(
             does="uses an EAGLE-3 head trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
+            refused_with=_HEADS_REFUSED,
         ),
     }
 )
@@ -70,6 +92,12 @@ LOOKUPS = tuple(name for name, kind in PROPOSERS.items() if not kind.computes)
 COMPUTED = tuple(name for name, kind in PROPOSERS.items() if kind.computes)
 HEADS = tuple(name for name, kind in PROPOSERS.items() if kind.reads_hidden_states)
 WITH_FILES = tuple(name for name, kind in PROPOSERS.items() if kind.needs_files)
+
+
+def refusal_beside(name: ProposerName, settings: Iterable[RankSetting]) -> str:
+    """Return why a proposer does not go with these settings of ranks; "" where it does."""
+    refused = PROPOSERS[name].refused_with
+    return next((refused[setting] for setting in settings if setting in refused), "")
 
 
 def any_of(names: Iterable[str]) -> str:

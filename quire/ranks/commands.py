@@ -16,11 +16,13 @@ from quire.program.batch import ForwardBatch, Int32s
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocate:
     """Make the KV pool. own_block_size: positions of a block in it, where the blocks of the engine
-    are divided over ranks (own_pieces.py)."""
+    are divided over ranks (own_pieces.py). span: bytes of each rank in the file of all pools; 0
+    where there is none (shared_pools.py)."""
 
     num_blocks: int
     block_size: int
     own_block_size: int
+    span: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

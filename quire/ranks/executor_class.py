@@ -32,7 +32,7 @@ from quire.execute.executor import (
 from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
-from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan, Span
+from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan
 from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
@@ -47,7 +47,7 @@ from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.shared_pools import NONE as NO_FILE
-from quire.ranks.shared_pools import create_file
+from quire.ranks.shared_pools import PoolShare, create_file
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.checkpoint import Checkpoint
 
@@ -180,7 +180,7 @@ class RankedExecutorClass:
                 if isinstance(executor, MirroredExecutor):
                     executor.own_block_size = self.block_size
                     if self.shares_blocks:
-                        executor.share_blocks(pool_file, self._heads(program))
+                        executor.share_blocks(pool_file, self.pool_shares(program))
                 self._compare(executor, others.ready())
                 undo.pop_all()
         finally:
@@ -225,10 +225,17 @@ class RankedExecutorClass:
             ),
         )
 
-    def _heads(self, program: Program) -> list[Span]:
-        """Return the KV heads of each rank."""
-        kv_heads = program.caches[0].kv_heads
-        return [kv_span(kv_heads, rank, self.degree) for rank in range(self.degree)]
+    def pool_shares(self, program: Program) -> list[PoolShare]:
+        """Return what each rank's pool holds of a block of a program's cache."""
+        cache, tp = program.caches[0], self.degree // self.context
+        return [
+            PoolShare(
+                layers=(0, cache.layers),
+                heads=kv_span(cache.kv_heads, rank // self.context, tp),
+                piece=rank % self.context,
+            )
+            for rank in range(self.degree)
+        ]
 
     def _link_bytes(self, sizes: SegmentSizes) -> int:
         """Bytes of the segment beside what the group of ranks uses."""

@@ -22,6 +22,7 @@ from quire.program.program import Program
 from quire.program.split import check_stages, layers_of_stages, split
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.leading import LeadingExecutor
+from quire.ranks.shared_pools import PoolShare
 from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, StageLinks, row_sizes
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
@@ -65,6 +66,20 @@ class PipelineExecutorClass(RankedExecutorClass):
         return [
             self._share(stages[layout.stage_of(rank)], rank % self.degree, placement)
             for rank in range(self.num_ranks)
+        ]
+
+    def pool_shares(self, program: Program) -> list[PoolShare]:
+        """See RankedExecutorClass; of the layers of each rank's stage."""
+        of_ranks, layout = super().pool_shares(program), self.layout
+        counts = layers_of_stages(program, self.stages)
+        ends = [sum(counts[: stage + 1]) for stage in range(self.stages)]
+        return [
+            replace(
+                of_ranks[rank % self.degree],
+                layers=(ends[stage] - counts[stage], ends[stage]),
+            )
+            for rank in range(self.num_ranks)
+            for stage in [layout.stage_of(rank)]
         ]
 
     def plans_in_flight(self) -> int:

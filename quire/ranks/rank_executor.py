@@ -35,7 +35,7 @@ from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.shared_pools import NONE as NO_FILE
-from quire.ranks.shared_pools import SharedPools, make_room, mapped
+from quire.ranks.shared_pools import PoolShare, SharedPools, make_room, mapped, span_bytes
 from quire.weights.checkpoint import Checkpoint
 
 
@@ -113,7 +113,7 @@ class RankExecutor(NativeExecutor):
             case Allocate():
                 self.own_block_size = command.own_block_size
                 RankExecutor.allocate_cache(self, command.num_blocks, command.block_size)
-                self._place_pool()
+                self._place_pool(command.span)
             case Touch():
                 RankExecutor.touch_blocks(self, command.layer, command.first, command.last)
             case CopyBlocks():
@@ -132,10 +132,10 @@ class RankExecutor(NativeExecutor):
             case Stop():
                 raise AssertionError("Stop ends the loop")
 
-    def _place_pool(self) -> None:
+    def _place_pool(self, span: int) -> None:
         """Keep the pool in the file of all ranks, where there is one."""
         if self._pool_file != NO_FILE:
-            memory = mapped(self._pool_file, self.group.rank, self._pool_bytes.size)
+            memory = mapped(self._pool_file, self.group.rank, span)
             self._native.place_cache(memory)
             self._placed = memory
             used = memory[: self._pool_bytes.size]
@@ -157,35 +157,56 @@ class MirroredExecutor(RankExecutor):
         poison: bool = False,
     ) -> None:
         super().__init__(program, checkpoint, options, group, poison=poison)
-        self._heads: Sequence[tuple[int, int]] = ()
+        self._shares: Sequence[PoolShare] = ()
+        self._span = 0  # bytes of each rank in the file of all pools
         self._pools: SharedPools | None = None
         self.lead = Lead(group)
         self.step = 0  # the number of the next Run
 
-    def share_blocks(self, pool_file: int, heads: Sequence[tuple[int, int]]) -> None:
+    def share_blocks(self, pool_file: int, shares: Sequence[PoolShare]) -> None:
         """Keep the pools of all ranks in a file, so that blocks are whole here.
 
-        Before the cache is allocated. heads: of each rank, the first and the one after the last.
+        Before the cache is allocated. shares: of each rank.
         """
-        self._pool_file, self._heads = os.dup(pool_file), heads
+        self._pool_file, self._shares = os.dup(pool_file), shares
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
-        if self._pool_file != NO_FILE:
-            super().allocate_cache(num_blocks, block_size)
-            shape = self._pool_bytes.shape
-            make_room(self._pool_file, self._pool_bytes.size, len(self._heads))
-        self.lead.send(self.allocation(num_blocks, block_size))
         if self._pool_file == NO_FILE:
+            self._send_allocation(num_blocks, block_size)
             super().allocate_cache(num_blocks, block_size)
-        else:
-            self._place_pool()
-            self._pools = SharedPools(self._pool_file, self._heads, shape)
+            return
+        super().allocate_cache(num_blocks, block_size)
+        first_head, end_head = self._shares[0].heads
+        head_bytes = self._pool_bytes.shape[2] // (end_head - first_head)
+        of_each = 1 if self.pieces is None else self.pieces.blocks_of_each
+        pool_bytes = max(
+            share.num_bytes(num_blocks * of_each, head_bytes) for share in self._shares
+        )
+        self._span = span_bytes(pool_bytes)
+        make_room(self._pool_file, self._span, len(self._shares))
+        self._send_allocation(num_blocks, block_size)
+        self._place_pool(self._span)
+        self._pools = SharedPools(
+            self._pool_file,
+            self._shares,
+            span=self._span,
+            num_blocks=num_blocks,
+            head_bytes=head_bytes,
+            blocks_of_each=of_each,
+        )
+
+    def _send_allocation(self, num_blocks: int, block_size: int) -> None:
+        """Let the other ranks allocate their caches."""
+        self.lead.send(self.allocation(num_blocks, block_size))
 
     def allocation(self, num_blocks: int, block_size: int) -> Allocate:
         """Return the command that allocates the cache of another rank."""
         return Allocate(
-            num_blocks=num_blocks, block_size=block_size, own_block_size=self.own_block_size
+            num_blocks=num_blocks,
+            block_size=block_size,
+            own_block_size=self.own_block_size,
+            span=self._span,
         )
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
@@ -197,6 +218,11 @@ class MirroredExecutor(RankExecutor):
             return
         self.lead.send(Touch(layer=layer, first=first, last=last))
         super().touch_blocks(layer, first, last)
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether blocks are exported, imported and touched over all ranks, from here."""
+        return self._pools is not None
 
     @property
     def block_bytes(self) -> int:

@@ -82,7 +82,14 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         )
         return executor, next_command
     stage = StageExecutor(
-        program, checkpoint, options, group, links, isa=start.isa, poison=start.poison
+        program,
+        checkpoint,
+        options,
+        group,
+        links,
+        isa=start.isa,
+        poison=start.poison,
+        pool_file=start.pool_file,
     )
     return stage, next_command
 

@@ -1,14 +1,16 @@
 """SharedPools: the KV pools of all ranks in one file in memory, so that rank 0 has whole blocks.
 
-Each rank's pool holds the KV heads of the rank, in a span of the file of its own. Rank 0 maps all
-of it, and copies a block as one process would have it: per layer the heads in order. So blocks are
-the same bytes at every degree, and go to an engine of another degree as they are. Knows bytes and
-heads; no program and no process. Always holds: the file has no name, and is freed with the last
-process that has mapped it.
+Each rank's pool holds the KV heads and the layers of the rank, in a span of the file of its own.
+Rank 0 maps all of it, and copies a block as one process would have it: per layer the heads in
+order. So blocks are the same bytes at every degree and number of stages, and go to an engine of
+others as they are. Blocks that ranks divide by positions are their pieces in order, in each layer.
+Knows bytes, layers, pieces and heads; no program and no process. Always holds: spans have one size;
+the file has no name, and is freed with the last process that has mapped it.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -39,32 +41,46 @@ def create_file() -> int:
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShare:
+    """What a rank's pool holds of each block: layers and KV heads, first and end; and under context
+    parallelism which piece of its positions."""
+
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    piece: int = 0
+
+    def num_bytes(self, num_blocks: int, head_bytes: int) -> int:
+        """Return the bytes of a pool. head_bytes: of a head of a pool's block in one layer."""
+        (first, end), (first_head, end_head) = self.layers, self.heads
+        return (end - first) * num_blocks * (end_head - first_head) * head_bytes
+
+
 def span_bytes(pool_bytes: int) -> int:
-    """Return the bytes of the file for one rank's pool."""
+    """Return the bytes of the file for one rank's pool, of which the largest takes pool_bytes."""
     unit = mmap.ALLOCATIONGRANULARITY
     return -(-(pool_bytes + _SLACK_BYTES) // unit) * unit
 
 
-def make_room(descriptor: int, pool_bytes: int, num_ranks: int) -> None:
-    """Make the file as large as the pools of all ranks, zero-filled. Raises CapacityError."""
+def make_room(descriptor: int, span: int, num_ranks: int) -> None:
+    """Make the file as large as the spans of all ranks, zero-filled. Raises CapacityError."""
     try:
         os.ftruncate(descriptor, 0)
-        os.ftruncate(descriptor, num_ranks * span_bytes(pool_bytes))
+        os.ftruncate(descriptor, num_ranks * span)
     except (OSError, OverflowError) as error:
         raise CapacityError(
-            f"shared memory for the KV caches of {num_ranks} ranks of {pool_bytes} bytes cannot be "
+            f"shared memory for the KV caches of {num_ranks} ranks of {span} bytes cannot be "
             f"made: {error}; lower --kv-cache-memory"
         ) from error
 
 
-def mapped(descriptor: int, rank: int, pool_bytes: int) -> Bytes:
+def mapped(descriptor: int, rank: int, span: int) -> Bytes:
     """Return the span of one rank, mapped. Raises CapacityError."""
-    size = span_bytes(pool_bytes)
     try:
-        memory = mmap.mmap(descriptor, size, offset=rank * size)
+        memory = mmap.mmap(descriptor, span, offset=rank * span)
     except (OSError, ValueError) as error:
         raise CapacityError(
-            f"the KV cache of rank {rank}, {pool_bytes} bytes in shared memory, cannot be mapped: "
+            f"the KV cache of rank {rank}, {span} bytes in shared memory, cannot be mapped: "
             f"{error}; lower --kv-cache-memory"
         ) from error
     with suppress(OSError, AttributeError):  # where the system has none for shared memory
@@ -74,53 +90,66 @@ def mapped(descriptor: int, rank: int, pool_bytes: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """One rank's pool. blocks: [layers, blocks, heads, bytes of a head]; first: its first head."""
+    """One rank's pool. blocks: [layers, blocks, its own blocks for each, heads, bytes of a head].
+    part: where they are in a whole block."""
 
     blocks: NDArray[np.uint8]
-    first: int
-
-    @property
-    def end(self) -> int:
-        return self.first + int(self.blocks.shape[2])
+    part: tuple[slice, int, slice, slice]
 
 
 class SharedPools:
-    """The pools as rank 0 sees them. heads: of each rank, first and end; a head may be at several.
-
-    shape: layers, blocks, and bytes of a layer of a block, of one rank.
-    """
+    """The pools as rank 0 sees them. shares: of each rank; a head may be at several. span: bytes of
+    the file for each rank. head_bytes: of a head of a pool's block in one layer. blocks_of_each:
+    a pool's blocks for each of num_blocks blocks, where these are divided by positions."""
 
     def __init__(
-        self, descriptor: int, heads: Sequence[tuple[int, int]], shape: tuple[int, int, int]
+        self,
+        descriptor: int,
+        shares: Sequence[PoolShare],
+        *,
+        span: int,
+        num_blocks: int,
+        head_bytes: int,
+        blocks_of_each: int = 1,
     ) -> None:
-        layers, num_blocks, layer_bytes = shape
-        pool_bytes = layers * num_blocks * layer_bytes
-        self._num_heads = max(end for _, end in heads)
+        self._shape = (
+            max(share.layers[1] for share in shares),
+            max(share.piece for share in shares) + 1,
+            blocks_of_each,
+            max(share.heads[1] for share in shares),
+            head_bytes,
+        )
         self._pools = []
-        for rank, (first, end) in enumerate(heads):
-            span = mapped(descriptor, rank, pool_bytes)[:pool_bytes]
-            self._pools.append(_Pool(span.reshape(layers, num_blocks, end - first, -1), first))
-        self._layers, self._head_bytes = layers, self._pools[0].blocks.shape[3]
+        for rank, share in enumerate(shares):
+            num_bytes = share.num_bytes(num_blocks * blocks_of_each, head_bytes)
+            (first, end), (first_head, end_head) = share.layers, share.heads
+            blocks = mapped(descriptor, rank, span)[:num_bytes].reshape(
+                end - first, num_blocks, blocks_of_each, end_head - first_head, head_bytes
+            )
+            part = slice(first, end), share.piece, slice(None), slice(first_head, end_head)
+            self._pools.append(_Pool(blocks, part))
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a whole block over all layers."""
-        return int(self._layers * self._num_heads * self._head_bytes)
+        return math.prod(self._shape)
 
     def export_block(self, block: int, out: Bytes) -> None:
         """Copy a whole block to out [block_bytes]."""
-        whole = out.reshape(self._layers, self._num_heads, self._head_bytes)
+        whole = out.reshape(self._shape)
         for pool in self._pools:
-            whole[:, pool.first : pool.end] = pool.blocks[:, block]
+            whole[pool.part] = pool.blocks[:, block]
 
     def import_block(self, block: int, raw: Bytes) -> None:
         """Make a block what export_block gave, here or in an engine of another degree."""
-        whole = raw.reshape(self._layers, self._num_heads, self._head_bytes)
+        whole = raw.reshape(self._shape)
         for pool in self._pools:
-            pool.blocks[:, block] = whole[:, pool.first : pool.end]
+            pool.blocks[:, block] = whole[pool.part]
 
     def touch(self, layer: int, first: int, last: int) -> None:
-        """Write a zero to each page of blocks that were never written."""
+        """Write a zero to each page of blocks of a layer that were never written."""
         for pool in self._pools:
-            blocks = pool.blocks[layer, first:last].reshape(last - first, -1)
-            blocks[:, ::_PAGE_BYTES] = 0
+            layers = pool.part[0]
+            if layers.start <= layer < layers.stop:
+                blocks = pool.blocks[layer - layers.start, first:last].reshape(last - first, -1)
+                blocks[:, ::_PAGE_BYTES] = 0

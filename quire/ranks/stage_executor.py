@@ -100,14 +100,13 @@ class PipelineExecutor(MirroredExecutor):
         """Raise: layers are not computed by themselves."""
         raise ValueError("stages of a pipeline compute no layers by themselves")
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """See Executor."""
+    def _send_allocation(self, num_blocks: int, block_size: int) -> None:
         self.lead.allocate(self.allocation(num_blocks, block_size))
-        super().allocate_cache(num_blocks, block_size)
+        super()._send_allocation(num_blocks, block_size)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor; layers are those of the whole model."""
-        own = self.lead.touch(layer, first, last)
+        own = layer if self.has_whole_blocks else self.lead.touch(layer, first, last)
         if own is not None:
             super().touch_blocks(own, first, last)
 

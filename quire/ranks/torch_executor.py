@@ -160,7 +160,9 @@ class MirroredTorch(TorchRank):
         self.on_closed()
 
     def _allocation(self, num_blocks: int, block_size: int) -> Allocate:
-        return Allocate(num_blocks=num_blocks, block_size=block_size, own_block_size=block_size)
+        return Allocate(
+            num_blocks=num_blocks, block_size=block_size, own_block_size=block_size, span=0
+        )
 
     def _send_again(self, segment: int, batch: ForwardBatch, first: int, count: int) -> None:
         rows = batch.sample_rows[first : first + count]

@@ -11,6 +11,7 @@ a plan in flight samples (quire/scheduler/micro_batches.py).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,7 @@ class PipelinedRunner(ModelRunner):
     def _make_way(self, plan: StepPlan) -> None:
         """Finish the steps in flight before a plan that changes slots which their rows have, or
         copies the tokens of slots."""
-        if not self._out:
-            return
-        taken = {*plan.retired.tolist(), *(admission.slot for admission in plan.admissions)}
-        branches = bool(len(plan.known_slots) or len(plan.branch_from))
-        if branches or (taken and any(step.names(taken) for step in self._out)):
+        if self._out and must_follow(plan, (step.plan for step in self._out)):
             self.finish(self._out[-1])
 
     def _check_known(self, plan: StepPlan) -> None:
@@ -93,11 +90,7 @@ class _PipelinedStep:
         self.run: StepRun | None = None
         self.result: StepResult | None = None
         self.error: Exception | None = None
-        self._plan, self._runner = plan, runner
-
-    def names(self, slots: set[int]) -> bool:
-        """Return whether a row has one of these slots."""
-        return not slots.isdisjoint(self._plan.slots.tolist())
+        self.plan, self._runner = plan, runner
 
     def outcome(self) -> StepResult:
         """Wait; then return or raise what came of it."""
@@ -112,9 +105,18 @@ class _PipelinedStep:
         if self.error is not None:
             return
         if self.run is None:
-            self.result = no_rows(self._plan)
+            self.result = no_rows(self.plan)
             return
         try:
-            self.result = self._runner.result_of(self._plan, self.run)
+            self.result = self._runner.result_of(self.plan, self.run)
         except Exception as error:  # noqa: BLE001  raised by the outcome
             self.error = error
+
+
+def must_follow(plan: StepPlan, before: Iterable[StepPlan]) -> bool:
+    """Return whether a plan can begin only when the plans before it are finished, of which there
+    are some."""
+    if len(plan.known_slots) or len(plan.branch_from):
+        return any(True for _ in before)
+    taken = {*plan.retired.tolist(), *(admission.slot for admission in plan.admissions)}
+    return bool(taken) and not all(taken.isdisjoint(one.slots.tolist()) for one in before)

@@ -21,6 +21,7 @@ from quire.base.records import PartLayers, StepPlan
 from quire.program.cost import Cost, StepShape
 from quire.program.expert_ops import expert_reads
 from quire.program.program import Program
+from quire.program.stage_ops import Recv
 from quire.program.tensors import Rows
 from quire.scheduler.cost.step_cost import LinearCost
 
@@ -175,7 +176,7 @@ class RooflineCost:
 
     Products, and attention, each take as long as the slower of arithmetic and memory; other
     arithmetic is ignored. fixed_ms: overhead of each step. link_gb_per_s: of what a rank receives
-    from others.
+    from others of its stage; rows of the stage before are left out (see StageCost).
     """
 
     def __init__(
@@ -265,7 +266,7 @@ def _prices(program: Program) -> Mapping[str, tuple[float, ...]]:
         ],
         np.float64,
     )
-    costs = [_without_experts(program, step) for step in steps]
+    costs = [_without_messages(program, _without_experts(program, step), step) for step in steps]
     prices = {}
     for field in fields(Cost):
         values = np.array([getattr(cost, field.name) for cost in costs], np.float64)
@@ -290,3 +291,13 @@ def _without_experts(program: Program, step: StepShape) -> Cost:
     cost = program.step_cost(step)
     read = _read_experts(_experts(program), step.rows(Rows.TOKENS))
     return replace(cost, weight_bytes=cost.weight_bytes - round(read))
+
+
+def _without_messages(program: Program, cost: Cost, step: StepShape) -> Cost:
+    received = [op.cost(program, step).comm_bytes for op in received_of(program)]
+    return replace(cost, comm_bytes=cost.comm_bytes - sum(received))
+
+
+def received_of(program: Program) -> list[Recv]:
+    """Return what a stage receives from the stage before in a step."""
+    return [op for op in program.segments["trunk"] if isinstance(op, Recv)]

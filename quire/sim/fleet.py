@@ -16,7 +16,7 @@ from typing import Any
 from quire.cache.chain import FIXED_KEY
 from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
-from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
+from quire.engine.assembly.scheduler_factory import make_scheduler
 from quire.engine.core import EngineCore
 from quire.engine.data_parallel.sums import sum_of_stats
 from quire.obs.report import table
@@ -129,13 +129,7 @@ def replay_of(
     so many places.
     """
     num_blocks = machine.num_blocks(config)
-    limits = scheduler_limits(
-        config.scheduler,
-        num_blocks=num_blocks,
-        max_model_len=min(defaults.max_model_len, num_blocks * config.kv_block_tokens),
-        step_tokens=machine.step_tokens_of(config),
-        num_layers=machine.num_layers,
-    )
+    limits = machine.limits(config, num_blocks=num_blocks, max_model_len=defaults.max_model_len)
     clock, tier, link = VirtualClock(), None, None
     if make_link is not None:
         tier = StoreMap(tier_blocks, max_saving=MAX_SAVING)
@@ -153,7 +147,7 @@ def replay_of(
         link = make_link(scheduler, tier, now_ms=clock.now_ms)
     runner = VirtualRunner(
         clock,
-        machine.cost,
+        machine.stages or (machine.cost,),
         PlannedOutputs(factory.planned, num_slots=limits.max_num_seqs),
         on_plan=None if link is None else link.note_plan,
     )

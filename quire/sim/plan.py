@@ -163,7 +163,8 @@ class Planner:
         shares = shares_of(program, config.executor)
         sizing = replace(self._sizing, settings=config.executor)
         limits = step_limits(config, sizing)
-        proposer = sized_proposer(config, self.spec, program, self._checkpoint, sizing)
+        # Beside ranks too, what drafts is whole.
+        proposer = sized_proposer(config, self.spec, program, self._checkpoint, self._sizing)
         needs = memory_needs(
             config,
             proposer.tap(program),

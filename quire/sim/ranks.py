@@ -7,6 +7,9 @@ that all ranks share, so that each has a part of its rates. Nothing here was mea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
 
 from quire.base.records import StepPlan
 from quire.config.executor_config import ExecutorConfig
@@ -15,8 +18,9 @@ from quire.engine.assembly.ranks import class_of
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
+from quire.ranks.stages import StageLayout
 from quire.scheduler.cost.step_cost import LinearCost
-from quire.sim.cost import RooflineCost
+from quire.sim.cost import RooflineCost, received_of
 
 
 def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]:
@@ -26,6 +30,17 @@ def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]
     ranked = class_of(settings)
     ranked.check_program(program)
     return tuple(ranked.programs(program))
+
+
+def by_stage(
+    shares: Sequence[Program], settings: ExecutorConfig
+) -> tuple[tuple[Program, ...], ...]:
+    """Return the programs of each stage's ranks, the first stage first."""
+    layout = StageLayout(stages=settings.pipeline_parallel_size, tp=settings.ranks_of_stage)
+    return tuple(
+        tuple(shares[layout.rank_at(stage, place)] for place in range(layout.tp))
+        for stage in range(layout.stages)
+    )
 
 
 def largest_memory(parts: Sequence[ExecutorMemory]) -> ExecutorMemory:
@@ -51,7 +66,8 @@ def exchanges_of(share: Program) -> int:
 
 class RanksCost:
     """A StepCost of ranks that share a described machine: the slowest rank's operations and bytes
-    over its part of the rates, and what it receives over the link."""
+    over its part of the rates, and what it receives over the link. num_ranks: that share the rates
+    of the machine; None: those of `shares`."""
 
     def __init__(
         self,
@@ -62,8 +78,9 @@ class RanksCost:
         fixed_ms: float,
         link_gb_per_s: float,
         exchange_us: float,
+        num_ranks: int | None = None,
     ) -> None:
-        degree = len(shares)
+        degree = num_ranks or len(shares)
         waited_ms = exchange_us / 1e3
         self._costs = [
             RooflineCost(
@@ -83,6 +100,57 @@ class RanksCost:
     def linear(self) -> LinearCost:
         """See RooflineCost; of the rank with the largest fixed time."""
         return max((cost.linear() for cost in self._costs), key=lambda one: one.fixed_ms)
+
+
+class StageCost:
+    """A StepCost of one stage of a pipeline: its ranks, after the rows of a step have come from the
+    stage before, at message_gb_per_s, in message_us more for each message."""
+
+    def __init__(
+        self,
+        ranks: RanksCost,
+        share: Program,
+        *,
+        message_gb_per_s: float,
+        message_us: float,
+    ) -> None:
+        received = received_of(share)
+        row_bytes = sum(op.y.width * op.y.dtype.itemsize for op in received)
+        self._ranks = ranks
+        self._row_ms = row_bytes / (message_gb_per_s * 1e6)
+        self._message_ms = len(received) * message_us / 1e3
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost; the wait for the stage before is not part of it."""
+        num_tokens = float(np.add.reduce(plan.counts))
+        return self._message_ms + num_tokens * self._row_ms + self._ranks.step_ms(plan)
+
+    def linear(self) -> LinearCost:
+        """See RooflineCost."""
+        linear = self._ranks.linear()
+        return replace(
+            linear,
+            fixed_ms=linear.fixed_ms + self._message_ms,
+            token_ms=linear.token_ms + self._row_ms,
+        )
+
+
+class PipelineCost:
+    """A StepCost of a step alone in a pipeline: its time in all stages, one after the other."""
+
+    def __init__(self, stages: Sequence[StageCost]) -> None:
+        self._stages = stages
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """See StepCost."""
+        return sum(stage.step_ms(plan) for stage in self._stages)
+
+    def linear(self) -> LinearCost:
+        """See RooflineCost."""
+        parts = [stage.linear() for stage in self._stages]
+        return LinearCost(
+            **{one.name: sum(getattr(part, one.name) for part in parts) for one in fields(parts[0])}
+        )
 
 
 def token_bytes_of(config: EngineConfig, program: Program) -> int:

@@ -20,7 +20,7 @@ from quire.base.records import RequestOutput, StepOutputs, StepPlan
 from quire.base.report import Field
 from quire.cache.chain import FIXED_KEY
 from quire.config.groups import EngineConfig
-from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_limits
+from quire.engine.assembly.scheduler_factory import make_scheduler
 from quire.engine.core import RETRY_AFTER_S, EngineCore
 from quire.sim.clock import VirtualClock
 from quire.sim.drafts import DraftAcceptance, planned_source
@@ -49,7 +49,9 @@ class FinishedRequest:
 class Run:
     """Results of a simulation. refused: requests the engine rejected, by the kind of error.
 
-    complete: False where the run was stopped before its last request ended.
+    complete: False where the run was stopped before its last request ended. busy_ms: in which the
+    last stage had a plan, waits for rows included. stage_busy_ms: in which each stage of a pipeline
+    computed.
     """
 
     finished: list[FinishedRequest] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Run:
     stats: EngineStats = field(default_factory=EngineStats)
     end_ms: float = 0.0
     busy_ms: float = 0.0
+    stage_busy_ms: tuple[float, ...] = ()
     complete: bool = True
 
     @property
@@ -87,13 +90,7 @@ def simulate(
     invalid config.
     """
     num_blocks = machine.num_blocks(config)
-    limits = scheduler_limits(
-        config.scheduler,
-        num_blocks=num_blocks,
-        max_model_len=min(defaults.max_model_len, num_blocks * config.kv_block_tokens),
-        step_tokens=machine.step_tokens_of(config),
-        num_layers=machine.num_layers,
-    )
+    limits = machine.limits(config, num_blocks=num_blocks, max_model_len=defaults.max_model_len)
     if acceptance is not None:
         defaults = replace(defaults, max_drafts=acceptance.max_drafts)
     clock, factory = VirtualClock(), RequestFactory(requests, defaults)
@@ -110,7 +107,7 @@ def simulate(
         draft_source=drafts,
     )
     ends = PlannedOutputs(factory.planned, num_slots=limits.max_num_seqs)
-    runner = VirtualRunner(clock, machine.cost, ends, on_plan=on_plan)
+    runner = VirtualRunner(clock, machine.stages or (machine.cost,), ends, on_plan=on_plan)
     core = EngineCore(
         scheduler, runner, plans_in_flight=limits.plans_in_flight, report=report_nothing
     )
@@ -118,7 +115,11 @@ def simulate(
     if on_accepted is not None:
         replay.on_accepted = partial(on_accepted, scheduler=scheduler)
     replay.busy_ms = lambda: runner.busy_ms
-    return replay.run(on_progress, should_stop)
+    if machine.stages:
+        core.waited_ms = lambda: runner.waited_ms
+    run = replay.run(on_progress, should_stop)
+    run.stage_busy_ms = tuple(runner.stage_busy_ms) if machine.stages else ()
+    return run
 
 
 class OnProgress(Protocol):

@@ -2,13 +2,14 @@
 
 A request produces tokens up to its planned length and then the stop token. Its tokens matter to the
 prefix cache only, so each request repeats one token of its own. Always holds: plans end in
-submission order, none begins before the one before it has ended, and time passes only by waiting
-for one.
+submission order, a stage begins none before the one before it has ended there, and time passes only
+by waiting for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.base.records import StepPlan, StepResult
 from quire.runner.handle import Handle
+from quire.runner.pipelined_runner import must_follow
 from quire.sim.clock import VirtualClock
 from quire.sim.cost import StepCost
 
@@ -88,31 +90,39 @@ class PendingStep:
 
 
 class VirtualRunner:
-    """A Runner of the engine's loop. on_plan receives every plan as it is submitted."""
+    """A Runner of the engine's loop. stages: the cost of each stage that a plan goes through, one
+    or more; each computes one plan at a time. on_plan receives every plan as it is submitted.
+
+    busy_ms: in which the last stage computes or waits for rows, while it has a plan. waited_ms: in
+    which it waits. stage_busy_ms: in which each stage computes.
+    """
 
     def __init__(
         self,
         clock: VirtualClock,
-        cost: StepCost,
+        stages: Sequence[StepCost],
         ends: PlannedOutputs,
         *,
         on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self._clock = clock
-        self._cost = cost
+        self._stages = stages
         self._ends = ends
-        self._until_ms = 0.0
+        self._until_ms = [0.0] * len(stages)  # when each stage has computed what it has
+        self._flight: deque[tuple[StepPlan, float]] = deque()  # of a pipeline, with their ends
         self._on_plan = on_plan
-        self.busy_ms = 0.0
+        self.stage_busy_ms = [0.0] * len(stages)
+        self.busy_ms = self.waited_ms = 0.0
 
     def submit(self, plan: StepPlan) -> PendingStep:
-        """Begin when the previous plan has ended."""
+        """Begin in each stage as soon as that is free and the stage before has ended the plan."""
+        if len(self._stages) > 1:
+            self._make_way(plan)
         if plan.admissions:
             self._ends.admit(plan)
-        computes = len(plan.slots) or plan.layers is not None  # else it only copies blocks
-        cost_ms = self._cost.step_ms(plan) if computes else 0.0
-        self._until_ms = max(self._clock.now_ms(), self._until_ms) + cost_ms
-        self.busy_ms += cost_ms
+        until_ms = self._run(plan)
+        if len(self._stages) > 1:
+            self._flight.append((plan, until_ms))
         if self._on_plan is not None:
             self._on_plan(plan)
         if plan.draft_ids.size:
@@ -120,7 +130,30 @@ class VirtualRunner:
         else:
             counts, token_ids = plan.sample_counts, self._ends.token_ids(plan)
         result = StepResult(step=plan.step, token_counts=counts, token_ids=token_ids)
-        return PendingStep(result, self._until_ms)
+        return PendingStep(result, until_ms)
+
+    def _run(self, plan: StepPlan) -> float:
+        """Return when the plan ends in the last stage."""
+        until_ms, now_ms = self._until_ms, self._clock.now_ms()
+        free_ms = max(now_ms, until_ms[-1])
+        if not (len(plan.slots) or plan.layers is not None):  # it only copies blocks
+            until_ms[-1] = free_ms
+            return free_ms
+        ready_ms = now_ms
+        for stage, cost in enumerate(self._stages):
+            begun_ms, cost_ms = max(ready_ms, until_ms[stage]), cost.step_ms(plan)
+            until_ms[stage] = ready_ms = begun_ms + cost_ms
+            self.stage_busy_ms[stage] += cost_ms
+        self.waited_ms += begun_ms - free_ms
+        self.busy_ms += cost_ms + (begun_ms - free_ms)
+        return ready_ms
+
+    def _make_way(self, plan: StepPlan) -> None:
+        """Wait for the plans in flight where a pipeline's runner finishes them before this one."""
+        while self._flight and self._flight[0][1] <= self._clock.now_ms():
+            self._flight.popleft()
+        if must_follow(plan, (before for before, _ in self._flight)):
+            self._clock.wait_until(self._flight[-1][1])
 
     def collect(self, handle: Handle) -> StepResult:
         """Advance the time to the end of the plan and return its result."""

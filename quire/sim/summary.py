@@ -31,6 +31,11 @@ def summary_of(run: Run, requests: Sequence[TraceRequest], goals: Goals) -> dict
         "busy_share": run.busy_ms / run.end_ms if run.end_ms else 0.0,
         "end_s": run.end_ms / 1e3,
     }
+    if run.stage_busy_ms:
+        found["stages"] = {
+            "busy_share": [ms / run.end_ms if run.end_ms else 0.0 for ms in run.stage_busy_ms],
+            "bubble_share": stats.stage_wait_ms_total / run.busy_ms if run.busy_ms else 0.0,
+        }
     if stats.draft_rows_total:
         drafted, accepted = map(sum, (stats.draft_tokens_total, stats.accepted_draft_tokens_total))
         found["drafts"] = {
@@ -108,6 +113,8 @@ def comparison_text(outcome: Mapping[str, Any]) -> str:
     ]
     if "draft_acceptance" in settings:
         lines += ["", _drafts_text(outcome)]
+    if any("stages" in one["summary"] for one in outcome["runs"]):
+        lines += ["", _stages_text(outcome)]
     if not outcome.get("complete", True):
         lines.append(_stopped_text(outcome))
     with_flood = [one for one in outcome["runs"] if one["light"] is not None]
@@ -126,6 +133,20 @@ def _drafts_text(outcome: Mapping[str, Any]) -> str:
             shown = (f"{found['drafted']:,}", f"{share:.0f} %", f"{found['tokens_per_row']:.2f}")
         rows.append((one["policy"], f"{one['speed']:g}", *shown))
     headings = ("policy", "speed", "drafts", "accepted", "tokens per row with drafts")
+    return table(headings, rows)
+
+
+def _stages_text(outcome: Mapping[str, Any]) -> str:
+    """Return a table of the stages of a pipeline: when each computes, and how much of its time the
+    last one waits for rows."""
+    rows = []
+    for one in outcome["runs"]:
+        found = one["summary"]["stages"]
+        busy = (f"{100 * share:.0f} %" for share in found["busy_share"])
+        bubble = f"{100 * found['bubble_share']:.0f} %"
+        rows.append((one["policy"], f"{one['speed']:g}", *busy, bubble))
+    stages = range(len(outcome["runs"][0]["summary"]["stages"]["busy_share"]))
+    headings = ("policy", "speed", *(f"stage {stage} busy" for stage in stages), "bubble")
     return table(headings, rows)
 
 

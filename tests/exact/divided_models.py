@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
+from quire.program.program import Program
 from quire.ranks.executor_class import RankedExecutorClass
+from tests.exact.heads import Heads
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
 from tests.exact.workload import Case
 
@@ -30,10 +32,28 @@ class DividedModel(Model):
         """Return the one executor: each process has one thread."""
         return super().executor(1)
 
+    def draft_executor(self) -> Executor:
+        """Return the model in this process: a draft model is not divided."""
+        return self.whole.draft_executor()
+
+    def heads(self, kind: str) -> Heads:
+        """Return the heads of the model in one process: they are not divided."""
+        return self.whole.heads(kind)
+
+    def tapped_executor(self, kind: str, num_threads: int) -> Executor:
+        """Return processes of which the first hands out what the heads read."""
+        key = kind, 1
+        if key not in self._tapped:
+            self._tapped[key] = self._started(self.heads(kind).program)
+        return self._tapped[key]
+
     def make_executor(self, num_threads: int) -> Executor:
         """Start the processes."""
-        options = ExecutorOptions(limits=LIMITS, num_threads=num_threads)
-        return self._class(self.program, self.checkpoint, options)
+        return self._started(self.program)
+
+    def _started(self, program: Program) -> Executor:
+        options = ExecutorOptions(limits=LIMITS, num_threads=1)
+        return self._class(program, self.checkpoint, options)
 
 
 def compare_with_one_process(

@@ -22,7 +22,14 @@ from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import Model
-from tests.exact.test_ranks import GOALS, MAX_SHOWN, NUM_CASES, SIZE, case_for_ranks
+from tests.exact.test_ranks import (
+    GOALS,
+    MAX_SHOWN,
+    NUM_CASES,
+    SIZE,
+    case_for_ranks,
+    without_refused,
+)
 from tests.exact.workload import VOCAB_SIZE, Arrival, Case
 from tests.models.cases_experts import MIXTRAL
 from tests.models.cases_gemma import GEMMA3
@@ -62,6 +69,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
     """Return a case of which most requests begin with one of two long texts."""
     case = case_for_ranks(number, num_models)
+    case = replace(case, settings=without_refused(case.settings, "context_parallel_size"))
     rng = random.Random(f"context {number}")
     texts = [
         np.array([rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))], np.int32)
@@ -119,7 +127,7 @@ def compare(
 def test_ranks_with_pieces_answer_as_one_process(
     wholes: list[Model], record_property: object
 ) -> None:
-    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True)
+    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True, shares_blocks=True)
     lines, reached = compare(wholes, ranks, NUM_CASES)
     record_property(SHOWN, f"{NUM_CASES} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
@@ -127,12 +135,14 @@ def test_ranks_with_pieces_answer_as_one_process(
 
 
 def test_ranks_with_pieces_and_heads_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = RankedExecutorClass(degree=4, context=2, binds=False, poison=True)
+    ranks = RankedExecutorClass(degree=4, context=2, binds=False, poison=True, shares_blocks=True)
     lines, _ = compare(wholes[1:2], ranks, 2)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
 
 
 def test_stages_of_ranks_with_pieces_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = PipelineExecutorClass(degree=2, context=2, stages=2, binds=False, poison=True)
+    ranks = PipelineExecutorClass(
+        degree=2, context=2, stages=2, binds=False, poison=True, shares_blocks=True
+    )
     lines, _ = compare(wholes[:1], ranks, 2, runner_type=PipelinedRunner)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])

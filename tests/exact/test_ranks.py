@@ -1,19 +1,27 @@
 """One Answer over ranks: requests of drawn cases, computed by several processes, get bit for bit
 the tokens and log-probabilities of one process.
 
-The processes of a model live over all its cases. Cases are those of test_one_answer.py, without KV
-tiers and draft models, which several ranks refuse; QUIRE_EXACT_RANK_CASES=500 runs more of them.
+The processes of a model live over all its cases. Cases are those of test_one_answer.py, with disk
+tiers, and without drafts of the first layers, which several ranks refuse;
+QUIRE_EXACT_RANK_CASES=500 runs more of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 
-from quire.config.proposer_kinds import COMPUTED
+from quire.config.proposer_kinds import (
+    HEADS,
+    PROPOSERS,
+    WITH_FILES,
+    RankSetting,
+    refusal_beside,
+)
 from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
@@ -21,10 +29,11 @@ from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.shared_pools import PoolShare
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
-from tests.exact.workload import VOCAB_SIZE, Case, draw_case
+from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
@@ -32,7 +41,11 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_RANK_CASES", "7"))
 NUM_CASES_OF_FOUR = max(NUM_CASES // 6, 3)
-GOALS = ("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected")
+NUM_DRAFTED = max(NUM_CASES // 3, 2)  # cases of each proposer that computes drafts
+GOALS = (
+    *("preempted", "prefix_hit", "chunked", "layered", "structured", "accepted", "rejected"),
+    *("saved", "fetched"),
+)
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
 
@@ -68,16 +81,21 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 def ranks(whole: Model, degree: int) -> DividedModel:
     """Return a model over ranks, with buffers full of NaN before each run."""
-    return DividedModel(whole, RankedExecutorClass(degree=degree, binds=False, poison=True))
+    made = RankedExecutorClass(degree=degree, binds=False, poison=True, shares_blocks=True)
+    return DividedModel(whole, made)
 
 
 def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
-    settings = replace(case.settings, tier_blocks=0, tier_in_host=False)
-    if settings.proposer in COMPUTED:
-        settings = replace(settings, proposer="ngram")
-    return replace(case, settings=settings)
+    settings = replace(case.settings, tier_in_host=False)
+    return replace(case, settings=without_refused(settings, "tensor_parallel_size"))
+
+
+def without_refused(settings: Settings, asked: RankSetting) -> Settings:
+    """Return settings with a proposer that goes with such ranks."""
+    refused = [name for name in PROPOSERS if refusal_beside(name, [asked])]
+    return replace(settings, proposer="ngram") if settings.proposer in refused else settings
 
 
 @pytest.mark.parametrize(("degree", "num_cases"), [(2, NUM_CASES), (4, NUM_CASES_OF_FOUR)])
@@ -92,6 +110,39 @@ def test_ranks_answer_as_one_process(
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     if degree == 2:
         assert all(reached.values()), reached
+
+
+def drafted_cases(cases: Iterable[Case], proposer: str, count: int) -> list[Case]:
+    """Return the first `count` cases with drafts of `proposer`, for model 0."""
+    found = (replace(case, model=0) for case in cases if case.settings.proposer == proposer)
+    return list(islice(found, count))
+
+
+@pytest.mark.parametrize("proposer", WITH_FILES)
+def test_drafts_computed_beside_ranks_change_no_answer(wholes: list[Model], proposer: str) -> None:
+    cases = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, NUM_DRAFTED)
+    lines, reached = compare_with_one_process(
+        [ranks(wholes[1], 2)], cases, ("accepted", "rejected")
+    )
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert any(reached.values()), reached
+
+
+@pytest.mark.parametrize("proposer", HEADS)
+def test_heads_read_the_hidden_states_of_one_process(wholes: list[Model], proposer: str) -> None:
+    """So that they draft the same tokens."""
+    [case] = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, 1)
+    # A tier's copies and plans in flight would make plans depend on time.
+    case = replace(case, settings=replace(case.settings, tier_blocks=0, plans_in_flight=1))
+    found, model = [], ranks(wholes[1], 2)
+    try:
+        for one in (wholes[1], model):
+            outcome = run_case(one, case, alone=AloneRuns())
+            found.append([plan.draft_ids.tolist() for plan, _ in outcome.plans])
+    finally:
+        model.close()
+    assert found[0] == found[1]
+    assert any(found[0])
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +166,9 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 
 def distributed(whole: Model, degree: int, plan: ExpertPlan) -> DividedModel:
     """Return a mixture with its experts distributed over ranks."""
-    made = RankedExecutorClass(degree=degree, experts=plan, binds=False, poison=True)
+    made = RankedExecutorClass(
+        degree=degree, experts=plan, binds=False, poison=True, shares_blocks=True
+    )
     return DividedModel(whole, made)
 
 
@@ -147,7 +200,9 @@ def test_distributed_experts_answer_as_one_process(
 def test_sums_in_the_order_of_ranks_depend_on_nothing_but_the_degree(wholes: list[Model]) -> None:
     alone, lines = AloneRuns(), []
     for whole in (wholes[4], wholes[6]):  # int8, and a mixture
-        fast = RankedExecutorClass(degree=2, mode=TpMode.FAST, binds=False, poison=True)
+        fast = RankedExecutorClass(
+            degree=2, mode=TpMode.FAST, binds=False, poison=True, shares_blocks=True
+        )
         model = DividedModel(whole, fast)
         model.name += " fast"
         try:
@@ -210,9 +265,36 @@ class OtherExperts(RankedExecutorClass):
         return [zero, replace(one, weights=weights)]
 
 
+class OneShareForAll(RankedExecutorClass):
+    """Blocks leave and enter the pool of rank 1 with the heads of rank 0."""
+
+    def pool_shares(self, program: Program) -> list[PoolShare]:
+        zero, one = super().pool_shares(program)
+        return [replace(zero, heads=one.heads), one]
+
+
+def test_a_fault_in_the_blocks_of_a_tier_is_detected(wholes: list[Model]) -> None:
+    alone = AloneRuns()
+    model = DividedModel(wholes[0], OneShareForAll(degree=2, binds=False, shares_blocks=True))
+    try:
+        for number in range(0, 60 * len(wholes), len(wholes)):
+            case = case_for_ranks(number, len(wholes))
+            if not case.settings.tier_blocks:
+                continue
+            for request in case.requests:
+                alone.of(model.whole, request)
+            if differences(model.whole, run_case(model, case, alone=alone), alone):
+                return
+    finally:
+        model.close()
+    pytest.fail("no case showed the fault")
+
+
 def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
     alone = AloneRuns()
-    model = DividedModel(mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False))
+    model = DividedModel(
+        mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False, shares_blocks=True)
+    )
     try:
         case = case_for_ranks(0, 1)
         for request in case.requests:
@@ -225,7 +307,7 @@ def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
 @pytest.mark.parametrize("fault", [InAnotherOrder, Stale])
 def test_a_fault_in_an_exchange_is_detected(wholes: list[Model], fault: type[_Faulty]) -> None:
     alone = AloneRuns()
-    model = DividedModel(wholes[0], fault(degree=2, binds=False))
+    model = DividedModel(wholes[0], fault(degree=2, binds=False, shares_blocks=True))
     try:
         for number in range(0, 6 * len(wholes), len(wholes)):
             case = case_for_ranks(number, len(wholes))

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from quire.base.records import StepPlan
-from quire.config.proposer_kinds import COMPUTED
 from quire.execute.native import NativeExecutor
 from quire.program.ops import Add
 from quire.program.program import Program
@@ -27,6 +27,7 @@ from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.test_ranks import drafted_cases, without_refused
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -34,7 +35,10 @@ from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 NUM_CASES = int(os.environ.get("QUIRE_EXACT_STAGE_CASES", "7"))
-GOALS = ("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected")
+GOALS = (
+    *("preempted", "prefix_hit", "chunked", "forked", "structured", "accepted", "rejected"),
+    *("saved", "fetched"),
+)
 MAX_SHOWN = 10
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -91,14 +95,11 @@ def case_for_stages(number: int, num_models: int, stages: int) -> Case:
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
     settings = replace(
         case.settings,
-        tier_blocks=0,
         tier_in_host=False,
         plans_in_flight=stages,
         micro_batches=stages,
     )
-    if settings.proposer in COMPUTED:
-        settings = replace(settings, proposer="ngram")
-    return replace(case, settings=settings)
+    return replace(case, settings=without_refused(settings, "pipeline_parallel_size"))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,9 @@ def test_stages_answer_as_one_process(
     record_property: object,
 ) -> None:
     CountingRunner.overlapped = 0
-    executor_class = PipelineExecutorClass(stages=stages, degree=degree, binds=False, poison=True)
+    executor_class = PipelineExecutorClass(
+        stages=stages, degree=degree, binds=False, poison=True, shares_blocks=True
+    )
     split = [DividedModel(whole, executor_class) for whole in wholes[models]]
     cases = (case_for_stages(number, len(split), stages) for number in range(num_cases))
     lines, reached = compare_with_one_process(split, cases, GOALS, runner_type=CountingRunner)
@@ -129,6 +132,19 @@ def test_stages_answer_as_one_process(
     assert reached["overlapped"]
     if (stages, degree) == (2, 1):
         assert all(reached.values()), reached
+
+
+def test_a_draft_model_beside_stages_changes_no_answer(wholes: list[Model]) -> None:
+    made = PipelineExecutorClass(stages=2, degree=1, binds=False, poison=True, shares_blocks=True)
+    cases = (case_for_stages(number, 1, 2) for number in count())
+    lines, reached = compare_with_one_process(
+        [DividedModel(wholes[1], made)],
+        drafted_cases(cases, "draft", 2),
+        ("accepted", "rejected"),
+        runner_type=PipelinedRunner,
+    )
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert reached["accepted"], reached
 
 
 class WithoutTheSum(PipelineExecutorClass):
@@ -158,7 +174,7 @@ def test_a_fault_is_detected(wholes: list[Model], fault: str) -> None:
     alone = AloneRuns()
     made = WithoutTheSum if fault == "sum" else PipelineExecutorClass
     runner = PipelinedRunner if fault == "sum" else OutOfOrder
-    model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False))
+    model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False, shares_blocks=True))
     try:
         for number in range(0, 40 * len(wholes), len(wholes)):
             case = case_for_stages(number, len(wholes), 2)

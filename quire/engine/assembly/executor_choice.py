@@ -45,6 +45,16 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
     return ReferenceExecutor
 
 
+def class_beside(config: EngineConfig, executor_class: ExecutorClass) -> ExecutorClass:
+    """Return the class of executors of other models in the process of the model's executor:
+    beside several ranks they are not divided, and rank 0 has them."""
+    if config.executor.num_ranks == 1:
+        return executor_class
+    from quire.execute.native import NativeExecutor
+
+    return NativeExecutor
+
+
 def _bytes_beside(config: EngineConfig, token_bytes: int) -> int:
     """Return the memory that an engine on a CPU takes beside weights, step buffers and KV cache."""
     num_bytes = buffer_bytes(config, token_bytes, device_is_own=False)

@@ -17,7 +17,7 @@ from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.machine import num_compute_threads
 from quire.engine.assembly.drafter import make_drafter
-from quire.engine.assembly.executor_choice import open_pack_cache
+from quire.engine.assembly.executor_choice import class_beside, open_pack_cache
 from quire.engine.assembly.model_files import model_name
 from quire.engine.assembly.sized_model import SizedModel
 from quire.engine.core import EngineCore, Inbox
@@ -140,14 +140,15 @@ def drafter(
         return make()
     from quire.engine.assembly.sized_proposer import LoadedModel
 
+    num_threads = num_compute_threads(config.executor.num_threads)
     options = ExecutorOptions(
         limits=model.step_limits,
-        num_threads=num_compute_threads(config.executor.num_threads),
+        num_threads=max(num_threads // config.executor.num_ranks, 1),  # those of rank 0
         pack_cache=open_pack_cache(config.executor),
     )
     loaded = LoadedModel(
         executor=executor,
-        executor_class=model.executor_class,
+        executor_class=class_beside(config, model.executor_class),
         options=options,
         memory=model.memory,
         limits=limits,

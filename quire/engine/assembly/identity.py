@@ -24,11 +24,15 @@ from quire.text.template_files import source_in_force
 
 def engine_fingerprint(config: EngineConfig, program: Program, executor: Executor) -> bytes:
     """Return the fingerprint of what computes KV blocks, which names them outside the pool."""
-    degree = _split_degree(config.executor)
+    degree, recipe = _split_degree(config.executor), executor.recipe
+    if degree > 1:
+        recipe += f", sums of {degree} parts"
+    if config.executor.context_parallel_size > 1:  # by which keys and values lie in a block
+        recipe += f", pieces in blocks of {config.cache.block_size}"
     return block_fingerprint(
         program,
         executor=executor.name,
-        recipe=executor.recipe if degree == 1 else f"{executor.recipe}, sums of {degree} parts",
+        recipe=recipe,
         weights_digest=executor.weights_digest,
         block_size=config.kv_block_tokens,
         block_bytes=executor.block_bytes,

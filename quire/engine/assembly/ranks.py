@@ -33,16 +33,19 @@ from quire.runner.pipelined_runner import PipelinedRunner
 def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
     """Return the executor class of an engine. Raises SettingError.
 
-    Blocks leave and enter the pool whole where they are exchanged with other engines.
+    Blocks leave and enter the pool whole where a tier or a store keeps them, or other engines
+    exchange them.
     """
     kind: RankKind = NATIVE
     if config.executor.executor == "torch":
         from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
 
         kind = torch_ranks(config)
-    shares_blocks = config.transfer.is_on or config.kv_store.is_on
     return ranked_class(
-        config.executor, config.cache.block_size, shares_blocks=shares_blocks, kind=kind
+        config.executor,
+        config.cache.block_size,
+        shares_blocks=config.transfer.is_on or config.kv_store.is_on or config.cache.has_tier,
+        kind=kind,
     )
 
 
@@ -82,10 +85,11 @@ def class_of(
         "experts": expert_plan(settings),
         "mode": TpMode(settings.tp_mode),
         "site": site,
+        "shares_blocks": shares_blocks,
         "kind": kind,
     }
     if settings.pipeline_parallel_size == 1:
-        return RankedExecutorClass(**shared, shares_blocks=shares_blocks)
+        return RankedExecutorClass(**shared)
     return PipelineExecutorClass(stages=settings.pipeline_parallel_size, **shared)
 
 

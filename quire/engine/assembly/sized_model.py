@@ -15,7 +15,7 @@ from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.machine import machine_memory, num_compute_threads, shared_memory
 from quire.config.memory import NO_DRAFT, DraftNeeds, MemoryPlan, mib, plan_memory
-from quire.engine.assembly.executor_choice import choose_executor_class
+from quire.engine.assembly.executor_choice import choose_executor_class, class_beside
 from quire.engine.assembly.model_files import model_folder
 from quire.engine.assembly.pooling import model_pooling
 from quire.engine.assembly.precision import warn_of_coarse
@@ -142,8 +142,9 @@ def _sized_proposer(
         return None
     from quire.engine.assembly.proposers import sized_proposer  # only where one is named
 
-    proposer = sized_proposer(config, spec, program, checkpoint, executor_class)
-    proposer.check(executor_class)
+    own_class = class_beside(config, executor_class)
+    proposer = sized_proposer(config, spec, program, checkpoint, own_class)
+    proposer.check(own_class)
     return proposer
 
 

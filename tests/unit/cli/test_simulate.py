@@ -94,6 +94,11 @@ def test_a_measured_machine_is_stored_and_reused(trace: str, tmp_path: Path) -> 
         (("--kv-tier-path", "/tier"), "--kv-tier-path is a flag of quire serve"),
         (("--cpu-offload-gb", "1"), "--cpu-offload-gb is a flag of quire serve"),
         (("--distributed-executor-backend", "ray"), "is a flag of quire serve"),
+        (("--kv-touch-ahead", "0"), "--kv-touch-ahead is a flag of quire serve"),
+        (("--cache-pin-share", "0.5"), "--cache-pin-share is a flag of quire serve"),
+        (("--message-us", "1"), "--gflop-per-s and --pipeline-parallel-size"),
+        (("-pp", "2", "--engines", "2"), "--engines and --pipeline-parallel-size are given"),
+        (("-pp", "99"), "each stage needs one"),
         (("--kv-store", "/store"), "--kv-store is a flag of quire serve"),
         (("--kv-transfer-key-file", "key"), "--kv-transfer-key-file is a flag of quire serve"),
     ],
@@ -144,6 +149,19 @@ def test_ctrl_c_prints_the_results_so_far(
     assert "fcfs*" in table
     assert "stopped after 0 of 4 runs; * fcfs at speed 1 is partial: " in table
     assert "of 240 requests ended" in table
+
+
+def test_stages_have_a_table_of_their_own(trace: str) -> None:
+    words = ("--trace", trace, *MACHINE, "-pp", "2", "--message-gb-per-s", "1", "--message-us", "9")
+    done = quire_main("simulate", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, row = done.stdout.splitlines()[-2:]
+    assert heading.split("  ")[-1].strip() == "bubble"
+    assert heading.count("busy") == 2
+    assert row.split()[0] == "fcfs"
+    measured = quire_main("simulate", "--trace", trace, "-pp", "2")
+    assert measured.returncode == 2
+    assert "is computed for a described machine only: give --gb-per-s" in measured.stderr
 
 
 def test_drafts_have_a_table_of_their_own(trace: str) -> None:

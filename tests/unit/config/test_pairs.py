@@ -32,11 +32,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size kv_transfer_key_file kv_store "
+        "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file kv_store "
         "kv_events_config speculate-ngram"
     ),
-    "pipeline_parallel_size": "context_parallel_size kv_events_config speculate-ngram",
-    "context_parallel_size": "kv_events_config speculate-ngram",
+    "pipeline_parallel_size": "context_parallel_size kv_tier_path kv_events_config speculate-ngram",
+    "context_parallel_size": "kv_tier_path kv_events_config speculate-ngram",
     "data_parallel_size": "cpu_offload_gb speculate-ngram speculate-self",
     "disk_offload_gb": (
         "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"

@@ -16,6 +16,7 @@ from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly import ranks
 from quire.engine.assembly.expert_loads import read_expert_loads
+from quire.models.model_folder import head_box_path
 from quire.obs.engine_metrics import EngineCollector
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -54,16 +55,50 @@ def test_two_ranks_answer_as_one_process() -> None:
             {"executor": "torch", "distributed_executor_backend": "ray"},
             "executor is torch: Ray starts ranks of the native executor",
         ),
-        ({"kv_tier_path": "tier"}, "holds the blocks of one process only"),
-        ({"draft_model": "draft"}, "draft heads or the model.s first layers are asked"),
-        ({"speculate": "eagle"}, "draft heads or the model.s first layers are asked"),
-        ({"self_draft_layers": 1}, "draft heads or the model.s first layers are asked"),
+        ({"executor": "torch", "kv_tier_path": "tier"}, "ranks on it have no whole blocks"),
+        ({"executor": "torch", "kv_tier_host_bytes": 1 << 20}, "ranks on it have no whole blocks"),
+        ({"executor": "torch", "draft_model": "draft"}, "torch, and a draft model.* ngram or off"),
+        ({"executor": "torch", "speculate": "eagle"}, "torch, and a draft model, draft heads"),
+        ({"executor": "torch", "self_draft_layers": 1}, "torch, and a draft model, draft heads"),
+        (
+            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
+            "has the blocks of ranks that it has started itself",
+        ),
+        ({"self_draft_layers": 1}, "self_draft_layers is 1, but the model.s first layers do not"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )
 def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         engine_config({"tensor_parallel_size": 2, **settings})
+
+
+@needs_two_cores
+@pytest.mark.parametrize("speculate", ["draft", "eagle"])
+def test_what_drafts_beside_ranks_and_stages_changes_no_answer(speculate: str) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+
+    async def answered(layout: dict[str, Any]) -> tuple[Any, int]:
+        async with AsyncLLM(num_threads=2, speculate=speculate, **layout) as llm:
+            stream = llm.generate("Once upon a time", sampling)
+            tokens = [(delta.token_ids, delta.logprobs) async for delta in stream]
+            drafted = sum(llm.client.stats.draft_tokens_total)
+            ids = [token_id for part, _ in tokens for token_id in part]
+            return (ids, [one for _, part in tokens for one in part]), drafted
+
+    layouts: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+    if speculate == "eagle":
+        layouts.pop()  # its hidden states are in several stages
+    found = [asyncio.run(answered(layout)) for layout in layouts]
+    assert all(answer == found[0][0] for answer, _ in found)
+    assert all(drafted for _, drafted in found)
+
+
+@needs_two_cores
+def test_draft_heads_beside_stages_are_refused() -> None:
+    heads = str(head_box_path("eagle"))
+    with pytest.raises(SettingError, match="draft_model is of kind eagle, but the hidden"):
+        LLM(num_threads=2, pipeline_parallel_size=2, draft_model=heads)
 
 
 @needs_two_cores

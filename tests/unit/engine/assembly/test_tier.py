@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
 from quire.bench.local import LocalEngine
 from quire.bench.workloads import RequestSpec
+from quire.config.flags import engine_config
 from quire.config.groups import CacheConfig
-from quire.config.machine import MachineMemory
+from quire.config.machine import MachineMemory, num_usable_cores
+from quire.engine.assembly.identity import engine_fingerprint
 from quire.engine.assembly.tier import check_host_tier
 from quire.scheduler.cost.transfer_cost import TransferCost
+from quire.sim.machine import planned_program
 from quire.transfer.folder import TierFolder
 from quire.transfer.segment import Segment
 from tests.tiny_models import write_tiny_llama
@@ -74,6 +78,33 @@ def test_a_restarted_engine_loads_what_the_previous_one_computed(
     assert first == again == alone
     assert stats.tier_fetched_blocks_total == 6
     assert stats.tier_bad_blocks_total == 0
+
+
+@pytest.mark.skipif(num_usable_cores() < 2, reason="two ranks need two cores")
+@pytest.mark.usefixtures("model")
+def test_ranks_and_stages_load_what_engines_of_another_layout_computed(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = write_tiny_llama(tmp_path / "divided", seed=5, **heads)
+    folder, more = tmp_path / "tier", {"num_threads": 2}
+    alone, _ = answered(model, None, **more)
+    first, _ = answered(model, folder, is_saved, tensor_parallel_size=2, **more)
+    assert first == alone
+    for layout in ({"pipeline_parallel_size": 2}, {}, {"tensor_parallel_size": 2}):
+        again, stats = answered(model, folder, **more, **layout)
+        assert again == alone
+        assert stats.tier_fetched_blocks_total == 6
+        assert stats.tier_bad_blocks_total == 0
+
+
+def test_pieces_in_blocks_of_another_size_have_another_fingerprint() -> None:
+    """By which the order of the bytes of a block differs, and nothing else."""
+    executor: Any = SimpleNamespace(name="native", recipe="isa", weights_digest="w", block_bytes=64)
+    found = set()
+    for block_size in (16, 32):
+        for divided in (1, 2):
+            config = engine_config({"block_size": block_size, "context_parallel_size": divided})
+            found.add(engine_fingerprint(config, planned_program(config), executor))
+    assert len(found) == 4
 
 
 def test_a_flipped_byte_costs_recomputation_and_is_counted(model: Path, tmp_path: Path) -> None:
