@@ -155,8 +155,13 @@ class WaitingRequests:
             self._look_up(waiting)
         else:
             waiting.is_over = True
-            self._publishing.publish(request, keys)
+            self._publish(request, keys)
         return waiting
+
+    def _publish(self, request: Request, keys: tuple[bytes, ...]) -> None:
+        """Have blocks put; a claim ends where nothing of the request is: no engine waits for it."""
+        if not self._publishing.publish(request, keys):
+            self._claims.end(request.request_id)
 
     def _open(self, waiting: _Waiting) -> None:
         """Let a request begin."""
@@ -189,7 +194,8 @@ class WaitingRequests:
         self._publishing.forget_stored(lookup.keys[len(lookup.levels) :])
         waiting = self._waiting.get(lookup.request_id)
         if lookup.claimed is not None:
-            if waiting is None:
+            is_awaited = waiting is not None and waiting.lookup is lookup
+            if not is_awaited and not self._publishing.has(lookup.request_id):
                 self._claims.release(lookup.claimed, lookup.record)
             else:
                 self._claims.add(lookup.request_id, lookup.claimed, lookup.record)
@@ -258,7 +264,7 @@ class WaitingRequests:
         num_stored = len(waiting.levels)
         self.counts["hits"] += num_stored
         self.counts["misses"] += len(waiting.keys) - num_stored
-        self._publishing.publish(waiting.request, waiting.keys[num_stored:])
+        self._publish(waiting.request, waiting.keys[num_stored:])
         levels = waiting.levels[waiting.num_asked :]
         if self._costs.fetch_pays(levels, self._compute_ms(waiting, waiting.num_asked, num_stored)):
             self._begin_fetch(waiting)
@@ -338,7 +344,7 @@ class WaitingRequests:
             for waiting in users:
                 if lacking[0] in waiting.keys:
                     at = waiting.keys.index(lacking[0])
-                    self._publishing.publish(waiting.request, waiting.keys[at:])
+                    self._publish(waiting.request, waiting.keys[at:])
         self.has_news = True
 
     # ---- time
@@ -367,7 +373,7 @@ class WaitingRequests:
         elif waiting.lookup is not None:
             if now_ms >= waiting.until_ms:
                 self.counts["slow"] += 1
-                self._publishing.publish(waiting.request, waiting.keys)
+                self._publish(waiting.request, waiting.keys)
                 self._open(waiting)
         elif not self._fetches.live(waiting.jobs):
             self._open(waiting)
