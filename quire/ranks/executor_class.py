@@ -42,7 +42,7 @@ from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.leading import LeadingExecutor
-from quire.ranks.other_ranks import RankSite
+from quire.ranks.other_ranks import OtherRanks, RankSite
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
@@ -170,7 +170,7 @@ class RankedExecutorClass:
             )
             with ExitStack() as undo:
                 others = site.launch(group)
-                undo.callback(others.end)
+                undo.callback(_end, others, self.kind)
                 for rank, part in enumerate(parts[1:], start=1):
                     own_cpus = () if self.site is not None else cpus[rank]
                     start = self._start(rank, part, checkpoint, options, sizes, own_cpus)
@@ -193,9 +193,10 @@ class RankedExecutorClass:
             threads_of_each=self._threads(options),
             cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
-        weakref.finalize(executor, others.end)  # where a later part of the start fails
+        # Also where a later part of the start fails.
+        ended = weakref.finalize(executor, _end, others, self.kind)
         executor.processes = others
-        executor.lead.reason, executor.lead.end = others.reason, others.end
+        executor.lead.reason, executor.lead.end = others.reason, ended
         return executor
 
     def _threads(self, options: ExecutorOptions) -> int:
@@ -269,6 +270,14 @@ class RankedExecutorClass:
             poison=self.poison,
             torch=self.kind.start_fields(rank),
         )
+
+
+def _end(others: OtherRanks, kind: RankKind) -> None:
+    """End the other ranks, and then what they met by."""
+    try:
+        others.end()
+    finally:
+        kind.remove_files()
 
 
 def _slot_bytes(program: Program) -> int:

@@ -8,7 +8,8 @@ by an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,8 @@ from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.stage_lead import StageLead
 from quire.ranks.stages import StageLinks
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
 
 Int32s = NDArray[np.int32]
 
@@ -109,7 +112,6 @@ class MirroredTorch(TorchRank):
         """See TorchRank."""
         super().join(group, links)
         self.lead = Lead(group)
-        self.on_closed: Callable[[], None] = _nothing
         self._step_number = 0  # of the next Run, where there are stages
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -146,8 +148,42 @@ class MirroredTorch(TorchRank):
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
         """See PoolingExecutor."""
         self._send_again(POOL, batch, first, count)
-        with self.lead.in_step():
+        with self._with_all_ranks(), self.lead.in_step():
             return super().run_pool(batch, first, count)
+
+    def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
+        """See Executor."""
+        with self._with_all_ranks():
+            return super().sample(logits, batch)
+
+    def sample_later(
+        self, logits: Any, batch: SampleBatch, slots: Int32s
+    ) -> Callable[[], TokenChoice]:
+        """See AsyncExecutor."""
+        with self._with_all_ranks():
+            chosen = super().sample_later(logits, batch, slots)
+
+        def wait() -> TokenChoice:
+            with self._with_all_ranks():
+                return chosen()
+
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """See AsyncExecutor."""
+        with self._with_all_ranks():
+            mark = super().mark()
+
+        def wait() -> None:
+            with self._with_all_ranks():
+                mark()
+
+        return wait
+
+    def score(self, logits: Any, batch: ScoreBatch) -> Scores:
+        """See Executor."""
+        with self._with_all_ranks():
+            return super().score(logits, batch)
 
     def lost(self, found: str) -> DeviceLost:
         """End the group; return the error that says why."""
@@ -157,7 +193,18 @@ class MirroredTorch(TorchRank):
         """Let the other ranks stop; free memory."""
         self.lead.stop()
         super().close()
-        self.on_closed()
+
+    @contextmanager
+    def _with_all_ranks(self) -> Iterator[None]:
+        """Let nothing be taken from a step in which a rank was lost. A device's exchange that was
+        aborted ends without an error, and what follows it computes with bytes of an earlier step;
+        a group is marked before its exchanges are aborted. Raises DeviceLost."""
+        try:
+            yield
+        except DeviceLost as error:
+            raise self.lead.lost(str(error)) from error
+        if self.group.native.is_aborted:
+            raise self.lead.lost("an exchange has ended without the bytes of all ranks")
 
     def _allocation(self, num_blocks: int, block_size: int) -> Allocate:
         return Allocate(num_blocks=num_blocks, block_size=block_size, own_block_size=block_size)
@@ -213,7 +260,3 @@ class TorchPipeline(MirroredTorch):
         """See Executor; after the steps that were begun before."""
         if len(copy_from):
             self.lead.copy(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
-
-
-def _nothing() -> None:
-    """Do nothing."""

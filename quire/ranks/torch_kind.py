@@ -158,7 +158,6 @@ class TorchRanks:
             MirroredTorch, program, checkpoint, options, group, None, poison=poison
         )
         assert isinstance(made, MirroredTorch), "as it was asked for"
-        made.on_closed = self.settings.remove_meeting_files
         return made
 
     def leading_stages(
@@ -177,8 +176,11 @@ class TorchRanks:
         )
         assert isinstance(made, TorchPipeline), "as it was asked for"
         made.lead_stages(links, layers)
-        made.on_closed = self.settings.remove_meeting_files
         return made
+
+    def remove_files(self) -> None:
+        """See RankKind."""
+        self.settings.remove_meeting_files()
 
     def _sizing(self) -> TorchExecutorClass:
         return self.settings.executor_class(TorchRank, poison=False)

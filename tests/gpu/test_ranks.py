@@ -240,6 +240,29 @@ def test_a_rejected_batch_leaves_the_ranks_in_step_and_a_dead_rank_is_named(tied
         executor.close()
 
 
+def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied: Path) -> None:
+    """As NCCL's kernels end: without an error, their outputs as they were."""
+    program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
+    executor: Any = divided(2)(program, checkpoint, OPTIONS)
+    executor.allocate_cache(5, 16)
+    logits = logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
+    mark = executor.mark()
+    batch = greedy(len(logits))
+    later = executor.sample_later(logits, batch, np.arange(len(logits), dtype=np.int32))
+    executor.group.native.abort()
+    calls = {
+        "mark": mark,
+        "later": later,
+        "sample": lambda: executor.sample(logits, batch),
+        "score": lambda: executor.score(logits, SCORES),
+    }
+    for name, call in calls.items():
+        with pytest.raises(DeviceLost, match="a rank of the model is lost"):
+            call()
+            raise AssertionError(name)
+    executor.close()
+
+
 def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(
     tied: Path,
 ) -> None:

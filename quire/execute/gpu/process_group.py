@@ -74,8 +74,9 @@ class ProcessGroupExchange:
 
     def abort(self) -> None:
         """Let calls that wait, here, end with an error. From any thread."""
-        if self._group is not None:
-            self._group.abort()
+        group = self._group  # which another thread may close meanwhile
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """See Exchange."""
