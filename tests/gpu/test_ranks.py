@@ -39,6 +39,8 @@ from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.torch_executor import MirroredTorch, TorchPipeline
 from quire.ranks.torch_kind import TorchRanks, ranks_like
+from quire.sampling.batch import NoiseKeys, SampleBatch
+from quire.sampling.scoring import ScoreBatch
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.conftest import SHOWN
@@ -247,19 +249,26 @@ def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied
     executor.allocate_cache(5, 16)
     logits = logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
     mark = executor.mark()
-    batch = greedy(len(logits))
-    later = executor.sample_later(logits, batch, np.arange(len(logits), dtype=np.int32))
+    none, slots = np.full(1, -1, np.int32), np.zeros(1, np.int32)
+    greedy = SampleBatch(
+        positions=np.full(1, 3, np.int32),
+        temperature=np.zeros(1, np.float32),
+        noise=NoiseKeys(seeds=np.zeros(1, np.int64), streams=slots),
+    )
+    likely = ScoreBatch(targets=none, num_top=slots, listed_starts=np.zeros(2, np.int32))
+    rows = logits[-1:]
+    later = executor.sample_later(rows, greedy, slots)
     executor.group.native.abort()
     calls = {
         "mark": mark,
         "later": later,
-        "sample": lambda: executor.sample(logits, batch),
-        "score": lambda: executor.score(logits, SCORES),
+        "sample": lambda: executor.sample(rows, greedy),
+        "score": lambda: executor.score(rows, likely),
     }
     for name, call in calls.items():
         with pytest.raises(DeviceLost, match="a rank of the model is lost"):
             call()
-            raise AssertionError(name)
+            pytest.fail(f"{name} has ended without an error")
     executor.close()
 
 

@@ -76,9 +76,7 @@ class FetchCosts:
         """Take in how long a lookup took."""
         self.lookup_ms = _KEEP * self.lookup_ms + (1.0 - _KEEP) * took_ms
 
-    def note_fetch(self, levels: Sequence[int], num_blocks: int, took_ms: float) -> None:
-        """Take in how long so many blocks took."""
+    def note_fetch(self, level: int, num_blocks: int, took_ms: float) -> None:
+        """Take in how long so many blocks of a level took."""
         keep = _KEEP**num_blocks
-        for level in set(levels):
-            each_ms = took_ms / num_blocks
-            self.block_ms[level] = keep * self.block_ms[level] + (1.0 - keep) * each_ms
+        self.block_ms[level] = keep * self.block_ms[level] + (1.0 - keep) * took_ms / num_blocks

@@ -1,6 +1,6 @@
 """StoreClient: the shared KV store, as the engine's thread sees it.
 
-Notices what becomes of requests, hands ended jobs to the parts that began them (waiting.py,
+Follows the outputs of requests, hands ended jobs to the parts that began them (waiting.py,
 publishing.py, claims.py), and counts. Knows messages, the mover and these parts; no block. Always
 holds: all but the threads' calls is called in the engine's thread; whatever fails, missing blocks
 are computed.
@@ -185,7 +185,7 @@ class StoreClient:
         )
 
     def close(self) -> None:
-        """End the threads: what is being put is finished, what is fetched is not."""
+        """End the threads: what is queued to be put is, for a second; what is fetched is not."""
         self.fetches.cancel_all()
         self.claims.close()
         if self.threads.close():  # else files are still in use

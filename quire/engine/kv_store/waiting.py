@@ -329,11 +329,9 @@ class WaitingRequests:
         """Enter what a job brought into the map, kept for the requests that wait for it."""
         users = [waiting for waiting in self._waiting.values() if job in waiting.jobs]
         self._fetches.end(job, [waiting.held for waiting in users])
-        took_ms = job.read_ms - job.began_ms
-        num_whole = job.outcomes.count(Fetched.WHOLE)
-        self.fetch_ms += took_ms
-        if num_whole:
-            self._costs.note_fetch(job.levels, num_whole, took_ms)
+        self.fetch_ms += job.read_ms - job.began_ms
+        for level, num_whole, took_ms in job.took():
+            self._costs.note_fetch(level, num_whole, took_ms)
         first = next(
             (at for at, one in enumerate(job.outcomes) if one in (Fetched.MISSING, Fetched.BAD)),
             None,

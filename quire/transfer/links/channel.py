@@ -14,6 +14,7 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Channel:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._end = 0  # of what is in the buffer
         self._is_stopped = False
+        self._ending = threading.Lock()  # no descriptor that was closed, and is another's, is shut
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
 
     def secure(self, secured: Callable[[socket.socket], socket.socket]) -> None:
@@ -118,14 +120,15 @@ class Channel:
     def stop(self) -> None:
         """End both directions: a call in another thread ends, and so do all later ones."""
         self._is_stopped = True
-        with suppress(OSError):  # it is not connected any more
+        with self._ending, suppress(OSError):  # it is not connected any more
             # Below TLS: what another thread reads next is the end, and never what is not decrypted.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, which no other thread uses any more."""
         self.stop()
-        self._socket.close()
+        with self._ending:
+            self._socket.close()
 
     def _send_some(self, parts: list[memoryview]) -> int:
         """Return how many bytes of the parts were sent."""
