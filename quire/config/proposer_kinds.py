@@ -27,10 +27,10 @@ class DraftWeights(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
-    """does: after its name, in the help of --speculate. reads_hidden_states: of the model, so that
-    its program is tapped and its runner keeps rows of them."""
+    """proposes: what, in the help of --speculate. reads_hidden_states: of the model, so that its
+    program is tapped and its runner keeps rows of them."""
 
-    does: str
+    proposes: str
     weights: DraftWeights
     reads_hidden_states: bool = False
 
@@ -49,18 +49,18 @@ class ProposerKind:
 PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
     {
         "ngram": ProposerKind(
-            does="proposes what followed the last tokens earlier in the request",
+            proposes="tokens that followed the last ones earlier in the request",
             weights=DraftWeights.NONE,
         ),
-        "draft": ProposerKind(does="asks --draft-model", weights=DraftWeights.FILES),
-        "self": ProposerKind(does="asks the model's own first layers", weights=DraftWeights.MODEL),
+        "draft": ProposerKind(proposes="tokens of --draft-model", weights=DraftWeights.FILES),
+        "self": ProposerKind(proposes="tokens of the model's first layers", weights=DraftWeights.MODEL),
         "medusa": ProposerKind(
-            does="asks Medusa heads trained for the model (--draft-model)",
+            proposes="tokens of Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
         ),
         "eagle": ProposerKind(
-            does="asks an EAGLE-3 head trained for the model (--draft-model)",
+            proposes="tokens of an EAGLE-3 head trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
         ),

@@ -96,7 +96,9 @@ class RankedExecutorClass:
         largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
         parts = [self.kind.memory_for(own, limits) for own in programs]
+        # Shared memory is the host's, where ranks have a device each.
         slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
+        slots *= self.kind.shares_memory
         if self.site is None and self.kind.shares_memory:
             return ExecutorMemory(
                 weights_bytes=sum(part.weights_bytes for part in parts),

@@ -14,10 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.exchange import Exchange
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.place import Call
 from quire.execute.gpu.step_buffers import Counts
@@ -44,12 +47,12 @@ Int32s = NDArray[np.int32]
 
 
 class TorchRank(TorchExecutor):
-    """A TorchExecutor of a rank. `join` is called once, before anything else."""
+    """A TorchExecutor of a rank. `attach` is called once, before anything else."""
 
     group: SharedMemoryRank
     links: StageLinks | None
 
-    def join(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
+    def attach(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
         """Take the group, and in a pipeline the links of this rank."""
         self.group, self.links = group, links
         self._ran: ForwardBatch | None = None  # the batch of the last Run
@@ -58,7 +61,16 @@ class TorchRank(TorchExecutor):
         """See Executor; meets the other ranks where the exchange has not."""
         if (exchange := self._place.ends.exchange) is not None:
             exchange.connect()
+            self._exchange_first(exchange)
         super().allocate_cache(num_blocks, block_size)
+
+    def _exchange_first(self, exchange: Exchange) -> None:
+        """Let the library take its own memory of the device before the pool takes the rest."""
+        with device_errors("the first exchange of ranks"), self._stream.here():
+            own = torch.zeros(1, dtype=torch.int32, device=self._device)
+            exchange.all_gather(own, own.new_empty(exchange.degree))
+            exchange.broadcast(own)
+            self._stream.mark().wait()
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does, or will do."""
@@ -108,9 +120,9 @@ class MirroredTorch(TorchRank):
     lead: Lead
     processes: OtherRanks
 
-    def join(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
+    def attach(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
         """See TorchRank."""
-        super().join(group, links)
+        super().attach(group, links)
         self.lead = Lead(group)
         self._step_number = 0  # of the next Run, where there are stages
 
@@ -224,7 +236,7 @@ class TorchPipeline(MirroredTorch):
     lead: StageLead
 
     def lead_stages(self, links: StageLinks, layers: tuple[int, ...]) -> None:
-        """Lead the stages before too, after `join`. layers: how many each stage has."""
+        """Lead the stages before too, after `attach`. layers: how many each stage has."""
         self.lead = StageLead(self.group, links, layers)
 
     @property

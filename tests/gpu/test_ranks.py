@@ -214,7 +214,7 @@ def test_degrees_and_transports_give_the_bits_of_one_process(
     assert executor.weights_digest == digest
     np.testing.assert_array_equal(answer(executor), whole, strict=True)
     assert isinstance(made.kind, TorchRanks)
-    meeting = Path(made.kind.settings.meeting_files)
+    meeting = Path(made.kind.settings.rendezvous_files)
     assert not list(meeting.parent.glob(f"{meeting.name}*"))
 
 
@@ -454,6 +454,9 @@ def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied:
     largest = apart.memory_for(program, LIMITS)
     assert largest.token_bytes == one.token_bytes // 2
     assert largest.weights_bytes < one.weights_bytes
+    assert isinstance(apart.kind, TorchRanks)
+    parts = [apart.kind.memory_for(own, LIMITS) for own in apart.programs(program)]
+    assert largest.step_bytes == max(part.step_bytes for part in parts), "segments are the host's"
 
 
 def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ class WaitingRequests:
         keys = self._hand_overs.lacking(chain)
         first = len(chain.digests) - len(keys)
         # A preempted request knows more tokens; blocks of answers are in no store.
-        num_prompt = len(request.prompt_ids) // self._costs.terms.block_size
+        num_prompt = len(request.prompt_ids) // self._costs.settings.block_size
         keys = keys[: max(num_prompt - first, 0)]
         compute_ms = self._costs.compute_ms(first, first + len(keys))
         waiting = _Waiting(
@@ -229,7 +229,7 @@ class WaitingRequests:
         waiting.num_seen = len(waiting.levels)
         limit_ms = self._compute_ms(waiting, waiting.num_seen, waiting.awaited)
         if self._costs.is_forced:
-            limit_ms = self._costs.terms.timeout_ms
+            limit_ms = self._costs.settings.timeout_ms
         waiting.until_ms = self._now_ms() + limit_ms
 
     def _stop_waiting(self, waiting: _Waiting) -> None:
@@ -289,7 +289,7 @@ class WaitingRequests:
         move_ms = self._costs.move_ms(waiting.levels[max(first, 0) : waiting.num_asked])
         waiting.until_ms = waiting.since_ms + max(
             self._costs.limit_ms(self._rest_ms(waiting, waiting.num_left)),
-            min(2 * move_ms, self._costs.terms.timeout_ms),
+            min(2 * move_ms, self._costs.settings.timeout_ms),
         )
 
     def _rest_ms(self, waiting: _Waiting, num_left: int) -> float:
@@ -350,7 +350,7 @@ class WaitingRequests:
     def look_at_limits(self) -> None:
         """Go on with requests of which a wait has ended; find calls that hang."""
         now_ms = self._now_ms()
-        last_ms = now_ms - self._costs.terms.timeout_ms
+        last_ms = now_ms - self._costs.settings.timeout_ms
         for lookup, hangs in self._lookups.items():
             if not hangs and lookup.began_ms < last_ms:
                 self._lookups[lookup] = True
