@@ -53,7 +53,9 @@ PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
             weights=DraftWeights.NONE,
         ),
         "draft": ProposerKind(proposes="tokens of --draft-model", weights=DraftWeights.FILES),
-        "self": ProposerKind(proposes="tokens of the model's first layers", weights=DraftWeights.MODEL),
+        "self": ProposerKind(
+            proposes="tokens of the model's first layers", weights=DraftWeights.MODEL
+        ),
         "medusa": ProposerKind(
             proposes="tokens of Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,

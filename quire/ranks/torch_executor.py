@@ -14,13 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.gpu.device import device_errors
-from quire.execute.gpu.exchange import Exchange
+from quire.execute.gpu.exchange import exchange_first
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.place import Call
 from quire.execute.gpu.step_buffers import Counts
@@ -61,16 +60,10 @@ class TorchRank(TorchExecutor):
         """See Executor; meets the other ranks where the exchange has not."""
         if (exchange := self._place.ends.exchange) is not None:
             exchange.connect()
-            self._exchange_first(exchange)
+            with device_errors("the first exchange of ranks"), self._stream.here():
+                exchange_first(exchange, self._device)
+                self._stream.mark().wait()
         super().allocate_cache(num_blocks, block_size)
-
-    def _exchange_first(self, exchange: Exchange) -> None:
-        """Let the library take its own memory of the device before the pool takes the rest."""
-        with device_errors("the first exchange of ranks"), self._stream.here():
-            own = torch.zeros(1, dtype=torch.int32, device=self._device)
-            exchange.all_gather(own, own.new_empty(exchange.degree))
-            exchange.broadcast(own)
-            self._stream.mark().wait()
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does, or will do."""

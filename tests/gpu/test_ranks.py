@@ -265,10 +265,9 @@ def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied
         "sample": lambda: executor.sample(rows, greedy),
         "score": lambda: executor.score(rows, likely),
     }
-    for name, call in calls.items():
+    for call in calls.values():
         with pytest.raises(DeviceLost, match="a rank of the model is lost"):
             call()
-            pytest.fail(f"{name} has ended without an error")
     executor.close()
 
 

@@ -33,7 +33,9 @@ class StoreSettings:
 class FetchCosts:
     """The prices of one engine. block_ms: of each level, until it is measured."""
 
-    def __init__(self, settings: StoreSettings, speed: SpeedEstimate, block_ms: Sequence[float]) -> None:
+    def __init__(
+        self, settings: StoreSettings, speed: SpeedEstimate, block_ms: Sequence[float]
+    ) -> None:
         self.settings = settings
         self.is_forced = settings.fetch == "always"
         self.block_ms = list(block_ms)

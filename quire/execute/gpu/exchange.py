@@ -133,6 +133,14 @@ class HostLink:
             rows.copy_(here)
 
 
+def exchange_first(exchange: Exchange, device: torch.device) -> None:
+    """Let the library of an exchange take its own memory of a device, before the KV pool takes
+    the rest."""
+    own = torch.zeros(1, dtype=torch.int32, device=device)
+    exchange.all_gather(own, own.new_empty(exchange.degree))
+    exchange.broadcast(own)
+
+
 def _bytes_of(values: Tensor) -> Bytes:
     """The bytes of contiguous values: the same memory on the CPU, a copy of a device's."""
     flat: Bytes = values.cpu().view(-1).view(torch.uint8).numpy()

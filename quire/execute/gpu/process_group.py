@@ -23,8 +23,8 @@ Backend = Literal["nccl", "gloo"]
 
 
 class ProcessGroupExchange:
-    """An Exchange (see exchange.py). rendezvous_file: a path that no other group uses, its folder on
-    this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
+    """An Exchange (see exchange.py). rendezvous_file: a path that no other group uses, its folder
+    on this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
 
     def __init__(
         self,
