@@ -149,3 +149,22 @@ def test_a_descriptor_that_was_closed_is_never_shut(
     stopper.join()
     assert order == ["shut", "closed", "shut"]
     left._socket = own
+
+
+@pytest.mark.parametrize(("host", "is_bounded"), [("127.0.0.1", True), ("192.0.2.7", False)])
+def test_only_connections_within_the_machine_have_small_buffers(
+    host: str, is_bounded: bool
+) -> None:
+    class Connected(socket.socket):
+        bounded = 0
+
+        def getpeername(self) -> tuple[str, int]:
+            return host, 1
+
+        def setsockopt(self, level: int, option: int, value: object) -> None:  # type: ignore[override]
+            self.bounded += option in (socket.SO_SNDBUF, socket.SO_RCVBUF)
+
+    connection = Connected(socket.AF_INET, socket.SOCK_STREAM)
+    channel = Channel(connection)
+    assert connection.bounded == 2 * is_bounded
+    channel.close()
