@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.comm.communicator import Communicator
+from quire.comm.communicator import Communicator, RowLink
 
 Bytes = NDArray[np.uint8]
 
@@ -56,16 +56,6 @@ class TensorLink(Protocol):
 
     def receive(self, rows: Tensor) -> None:
         """Fill rows [R, N] with what the other end sends."""
-
-
-class ByteLink(Protocol):
-    """What HostLink needs of a link of quire/comm: rows [R, bytes] of a step."""
-
-    def send_rows(self, rows: Bytes) -> None:
-        """Hand on rows."""
-
-    def receive_rows(self, rows: Bytes) -> None:
-        """Fill rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +105,9 @@ class HostExchange:
 
 
 class HostLink:
-    """A TensorLink over a link of quire/comm."""
+    """A TensorLink over a RowLink."""
 
-    def __init__(self, link: ByteLink) -> None:
+    def __init__(self, link: RowLink) -> None:
         self._link = link
 
     def send(self, rows: Tensor) -> None:

@@ -24,8 +24,8 @@ from quire.transfer.links.messages import KINDS, AnyMessage, MessageError
 
 _HEAD = struct.Struct("<B3xI")
 # Bytes that the kernel may keep for a connection within the machine in each direction (it takes
-# twice as many): more would leave the processor's cache before they are read. Other connections need
-# what is under way at their distance, which the kernel finds itself.
+# twice as many): more would leave the processor's cache before they are read. Other connections
+# need what is under way at their distance, which the kernel finds itself.
 _KERNEL_BYTES = 1 << 18
 _BUFFER_BYTES = 1 << 14
 _TIME_LIMIT = struct.Struct("@ll")  # seconds and microseconds
