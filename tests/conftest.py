@@ -26,9 +26,9 @@ import quire  # noqa: F401  holds BLAS to one thread, which must happen before N
 def _keep_bytecode() -> None:
     """Keep bytecode in pytest's cache, or in a temporary directory where that cannot be written."""
     folder = Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    if not os.access(folder, os.W_OK):  # none there, or another user's
         folder = Path(tempfile.mkdtemp(prefix="quire-tests-bytecode-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -43,10 +43,10 @@ class Communicator(Protocol):
 
 
 class RowLink(Protocol):
-    """From one rank to another, in one direction: rows of a step, in order."""
+    """From one rank to another, in one direction: rows [R, bytes] of a step, in order."""
 
-    def send(self, rows: Bytes) -> None:
-        """Hand on the bytes of rows."""
+    def send_rows(self, rows: Bytes) -> None:
+        """Hand on rows."""
 
-    def receive(self, num_bytes: int) -> Bytes:
-        """Return the next rows, of `num_bytes` together."""
+    def receive_rows(self, rows: Bytes) -> None:
+        """Fill rows with those that come next."""

@@ -16,7 +16,7 @@ from typing import Any
 from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES, KeyProof
 
 # Ranks of another protocol are recognised by these bytes.
-MAGIC = b"quire-ranks-1\n\0\0"
+MAGIC = b"quire-ranks-2\n\0\0"
 _LENGTH = struct.Struct(">Q")
 # A start has a whole program; an answer names each tensor of a stage.
 _MAX_MESSAGE_BYTES = 256 << 20

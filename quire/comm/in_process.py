@@ -75,16 +75,16 @@ class InProcessLink:
         self._rows: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._timeout_s = timeout_s
 
-    def send(self, rows: Bytes) -> None:
+    def send_rows(self, rows: Bytes) -> None:
         """See RowLink."""
         self._rows.put(rows.copy())
 
-    def receive(self, num_bytes: int) -> Bytes:
+    def receive_rows(self, rows: Bytes) -> None:
         """See RowLink."""
         try:
-            rows = self._rows.get(timeout=self._timeout_s)
+            came = self._rows.get(timeout=self._timeout_s)
         except queue.Empty:
             raise DeviceLost("the stage before sends nothing") from None
-        if len(rows) != num_bytes:
-            raise ValueError(f"{len(rows)} bytes of rows have come; {num_bytes} are meant")
-        return rows
+        if came.shape != rows.shape:
+            raise ValueError(f"rows of shape {came.shape} have come; {rows.shape} are meant")
+        rows[:] = came

@@ -16,6 +16,7 @@ import numpy as np
 
 from quire import _native
 from quire.base.errors import CapacityError, DeviceLost
+from quire.base.log import Log
 from quire.comm.communicator import Bytes
 
 # The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
@@ -126,7 +127,13 @@ class SharedMemoryRank:
         """See Communicator."""
         self.native.abort()
         for call in self._on_abort:
-            call()
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001  the others are called all the same
+                Log("ranks").warning(
+                    "an exchange could not be aborted",
+                    error=f"{type(error).__name__}: {error}",
+                )
 
     def on_abort(self, call: Callable[[], None]) -> None:
         """Call this after every abort of this rank, in its thread."""

@@ -29,11 +29,11 @@ class DraftWeights(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
-    """does: after its name, in the help of --speculate. reads_hidden_states: of the model, so that
+    """proposes: what, in the help of --speculate. reads_hidden_states: of the model, so that
     its program is tapped and its runner keeps rows of them. refused_with: the settings of ranks
     that it does not go with, each with the reason; with others rank 0 computes it, undivided."""
 
-    does: str
+    proposes: str
     weights: DraftWeights
     refused_with: Mapping[RankSetting, str]
     reads_hidden_states: bool = False
@@ -58,30 +58,30 @@ _HEADS_REFUSED: Mapping[RankSetting, str] = {
 PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
     {
         "ngram": ProposerKind(
-            does="proposes what followed the last tokens earlier in the request",
+            proposes="tokens that followed the last ones earlier in the request",
             weights=DraftWeights.NONE,
             refused_with={},
         ),
         "draft": ProposerKind(
-            does="uses --draft-model",
+            proposes="tokens of --draft-model",
             weights=DraftWeights.FILES,
             refused_with={"context_parallel_size": _POSITIONS},
         ),
         "self": ProposerKind(
-            does="uses the model's own first layers",
+            proposes="tokens of the model's first layers",
             weights=DraftWeights.MODEL,
             refused_with=dict.fromkeys(
                 RANK_SETTINGS, "the model's first layers do not draft over several ranks yet"
             ),
         ),
         "medusa": ProposerKind(
-            does="uses Medusa heads trained for the model (--draft-model)",
+            proposes="tokens of Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
             refused_with=_HEADS_REFUSED,
         ),
         "eagle": ProposerKind(
-            does="uses an EAGLE-3 head trained for the model (--draft-model)",
+            proposes="tokens of an EAGLE-3 head trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
             refused_with=_HEADS_REFUSED,

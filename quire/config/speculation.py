@@ -28,7 +28,7 @@ class SpeculationConfig:
     speculate: Literal["off", ProposerName] = setting(
         "off",
         "speculative decoding of requests that do not set it (field speculation): "
-        + ", ".join(f"{name} {kind.does}" for name, kind in PROPOSERS.items())
+        + ", ".join(f"{name}: {kind.proposes}" for name, kind in PROPOSERS.items())
         + "; answers do not change",
     )
     draft_model: str | None = setting(

@@ -369,7 +369,9 @@ class ReferenceExecutor:
             case AllReduce():
                 self._all_reduce(op)
             case Send():
-                self._link(op).send(self._read(op.x).astype(np.float32).reshape(-1).view(np.uint8))
+                self._link(op).send_rows(
+                    self._read(op.x).astype(np.float32, order="C").view(np.uint8)
+                )
             case Recv():
                 self._recv(op)
             case _:
@@ -532,7 +534,9 @@ class ReferenceExecutor:
 
     def _recv(self, op: Recv) -> None:
         y = self._read(op.y)
-        y[:] = self._link(op).receive(4 * y.size).view(np.float32).reshape(y.shape)
+        rows = np.empty(y.shape, np.float32)
+        self._link(op).receive_rows(rows.view(np.uint8))
+        y[:] = rows
 
     def _link(self, op: Send | Recv) -> RowLink:
         link = self._links[isinstance(op, Send)]

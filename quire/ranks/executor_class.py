@@ -42,7 +42,7 @@ from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.leading import LeadingExecutor
-from quire.ranks.other_ranks import RankSite
+from quire.ranks.other_ranks import OtherRanks, RankSite
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
@@ -96,7 +96,9 @@ class RankedExecutorClass:
         largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
         parts = [self.kind.memory_for(own, limits) for own in programs]
+        # Shared memory is the host's, where ranks have a device each.
         slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
+        slots *= self.kind.shares_memory
         if self.site is None and self.kind.shares_memory:
             return ExecutorMemory(
                 weights_bytes=sum(part.weights_bytes for part in parts),
@@ -170,7 +172,7 @@ class RankedExecutorClass:
             )
             with ExitStack() as undo:
                 others = site.launch(group)
-                undo.callback(others.end)
+                undo.callback(_end, others, self.kind)
                 for rank, part in enumerate(parts[1:], start=1):
                     own_cpus = () if self.site is not None else cpus[rank]
                     start = self._start(rank, part, checkpoint, options, sizes, own_cpus)
@@ -193,9 +195,10 @@ class RankedExecutorClass:
             threads_of_each=self._threads(options),
             cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
-        weakref.finalize(executor, others.end)  # where a later part of the start fails
+        # Also where a later part of the start fails.
+        ended = weakref.finalize(executor, _end, others, self.kind)
         executor.processes = others
-        executor.lead.reason, executor.lead.end = others.reason, others.end
+        executor.lead.reason, executor.lead.end = others.reason, ended
         return executor
 
     def _threads(self, options: ExecutorOptions) -> int:
@@ -276,6 +279,14 @@ class RankedExecutorClass:
             poison=self.poison,
             torch=self.kind.start_fields(rank),
         )
+
+
+def _end(others: OtherRanks, kind: RankKind) -> None:
+    """End the other ranks, and then what they met by."""
+    try:
+        others.end()
+    finally:
+        kind.remove_files()
 
 
 def _slot_bytes(program: Program) -> int:

@@ -74,6 +74,9 @@ class RankKind(Protocol):
     ) -> LeadingExecutor:
         """Load the executor of rank 0 of a pipeline; layers: how many each stage has."""
 
+    def remove_files(self) -> None:
+        """Remove the files that the ranks met by, once all have ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class NativeRanks(NativeSizing):
@@ -123,6 +126,9 @@ class NativeRanks(NativeSizing):
         return PipelineExecutor(
             program, checkpoint, options, links.group, links, layers, poison=poison
         )
+
+    def remove_files(self) -> None:
+        """See RankKind: there are none."""
 
 
 NATIVE = NativeRanks()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, StepMemoryError
 from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.other_ranks import OtherRanks
 
@@ -72,6 +72,11 @@ class Lead:
             yield
         except ValueError:
             raise
+        except StepMemoryError as error:
+            raise self.lost(
+                "rank 0 had no memory for a step, and only one process repeats a step by halves: "
+                f"{error}"
+            ) from error
         except Exception as error:
             raise self.lost(str(error)) from error
 

@@ -49,9 +49,15 @@ def _run(start: RankStart, segment: int, answers: int) -> None:
     form: Literal["text", "json"] = "json" if start.log_form == "json" else "text"
     start_logging(f"rank {start.rank}", LogSettings(level=start.log_level, form=form))
     run_on(start.cpus)
-    executor, next_command = load(start, group_of(start, segment))
-    _answer(answers, {"ready": asdict(ready_of(executor.recipe, executor.weights_digest))})
-    do_commands(executor, next_command)
+    group = group_of(start, segment)
+    try:
+        executor, next_command = load(start, group)
+        _answer(answers, {"ready": asdict(ready_of(executor.recipe, executor.weights_digest))})
+        do_commands(executor, next_command)
+    except DeviceLost as error:
+        if not group.native.is_aborted:  # it was lost here, which rank 0 does not know
+            _answer(answers, {"failure": failure_text(error)})
+        raise
 
 
 def _answer(descriptor: int, answer: dict[str, object]) -> None:

@@ -56,7 +56,7 @@ class PipelineExecutorClass(RankedExecutorClass):
         """The memory of all ranks together, and of the rows between stages."""
         memory = super().memory_for(program, limits)
         rows = row_sizes(split(program, self.stages), limits)
-        links = len(self.layout.early_ranks) * rows.total
+        links = len(self.layout.early_ranks) * rows.total if self.kind.shares_memory else 0
         return replace(memory, step_bytes=memory.step_bytes + links)
 
     def programs(self, program: Program) -> list[Program]:

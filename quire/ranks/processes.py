@@ -138,8 +138,10 @@ class RankProcesses:
         with contextlib.suppress(ValueError, OSError):
             process.failure = json.loads(_line_of(process.answers)).get("failure", "")
         self._lost = _end_text(process)
-        self.group.abort()
-        self.on_lost()
+        try:
+            self.group.abort()
+        finally:
+            self.on_lost()
 
 
 def _end_text(process: _RankProcess) -> str:

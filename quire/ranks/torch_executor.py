@@ -8,7 +8,8 @@ by an exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
+from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.exchange import exchange_first
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.place import Call
 from quire.execute.gpu.step_buffers import Counts
@@ -36,17 +39,19 @@ from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.stage_lead import StageLead
 from quire.ranks.stages import StageLinks
+from quire.sampling.batch import SampleBatch, TokenChoice
+from quire.sampling.scoring import ScoreBatch, Scores
 
 Int32s = NDArray[np.int32]
 
 
 class TorchRank(TorchExecutor):
-    """A TorchExecutor of a rank. `join` is called once, before anything else."""
+    """A TorchExecutor of a rank. `attach` is called once, before anything else."""
 
     group: SharedMemoryRank
     links: StageLinks | None
 
-    def join(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
+    def attach(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
         """Take the group, and in a pipeline the links of this rank."""
         self.group, self.links = group, links
         self._ran: ForwardBatch | None = None  # the batch of the last Run
@@ -55,6 +60,9 @@ class TorchRank(TorchExecutor):
         """See Executor; meets the other ranks where the exchange has not."""
         if (exchange := self._place.ends.exchange) is not None:
             exchange.connect()
+            with device_errors("the first exchange of ranks"), self._stream.here():
+                exchange_first(exchange, self._device)
+                self._stream.mark().wait()
         super().allocate_cache(num_blocks, block_size)
 
     def do(self, command: Command) -> None:
@@ -105,11 +113,10 @@ class MirroredTorch(TorchRank):
     lead: Lead
     processes: OtherRanks
 
-    def join(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
+    def attach(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
         """See TorchRank."""
-        super().join(group, links)
+        super().attach(group, links)
         self.lead = Lead(group)
-        self.on_closed: Callable[[], None] = _nothing
         self._step_number = 0  # of the next Run, where there are stages
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -146,8 +153,42 @@ class MirroredTorch(TorchRank):
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
         """See PoolingExecutor."""
         self._send_again(POOL, batch, first, count)
-        with self.lead.in_step():
+        with self._with_all_ranks(), self.lead.in_step():
             return super().run_pool(batch, first, count)
+
+    def sample(self, logits: Any, batch: SampleBatch) -> TokenChoice:
+        """See Executor."""
+        with self._with_all_ranks():
+            return super().sample(logits, batch)
+
+    def sample_later(
+        self, logits: Any, batch: SampleBatch, slots: Int32s
+    ) -> Callable[[], TokenChoice]:
+        """See AsyncExecutor."""
+        with self._with_all_ranks():
+            chosen = super().sample_later(logits, batch, slots)
+
+        def wait() -> TokenChoice:
+            with self._with_all_ranks():
+                return chosen()
+
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """See AsyncExecutor."""
+        with self._with_all_ranks():
+            mark = super().mark()
+
+        def wait() -> None:
+            with self._with_all_ranks():
+                mark()
+
+        return wait
+
+    def score(self, logits: Any, batch: ScoreBatch) -> Scores:
+        """See Executor."""
+        with self._with_all_ranks():
+            return super().score(logits, batch)
 
     def lost(self, found: str) -> DeviceLost:
         """End the group; return the error that says why."""
@@ -157,7 +198,18 @@ class MirroredTorch(TorchRank):
         """Let the other ranks stop; free memory."""
         self.lead.stop()
         super().close()
-        self.on_closed()
+
+    @contextmanager
+    def _with_all_ranks(self) -> Iterator[None]:
+        """Let nothing be taken from a step in which a rank was lost. A device's exchange that was
+        aborted ends without an error, and what follows it computes with bytes of an earlier step;
+        a group is marked before its exchanges are aborted. Raises DeviceLost."""
+        try:
+            yield
+        except DeviceLost as error:
+            raise self.lead.lost(str(error)) from error
+        if self.group.native.is_aborted:
+            raise self.lead.lost("an exchange has ended without the bytes of all ranks")
 
     def _allocation(self, num_blocks: int, block_size: int) -> Allocate:
         return Allocate(
@@ -179,7 +231,7 @@ class TorchPipeline(MirroredTorch):
     lead: StageLead
 
     def lead_stages(self, links: StageLinks, layers: tuple[int, ...]) -> None:
-        """Lead the stages before too, after `join`. layers: how many each stage has."""
+        """Lead the stages before too, after `attach`. layers: how many each stage has."""
         self.lead = StageLead(self.group, links, layers)
 
     @property
@@ -215,7 +267,3 @@ class TorchPipeline(MirroredTorch):
         """See Executor; after the steps that were begun before."""
         if len(copy_from):
             self.lead.copy(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
-
-
-def _nothing() -> None:
-    """Do nothing."""

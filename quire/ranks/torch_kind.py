@@ -34,15 +34,15 @@ Transport = Literal["host", "gloo", "nccl"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSettings:
-    """How the executor of one rank is made. device: "cpu" or "cuda:N". meeting_files: a path
-    without its group's number, where the transport is torch.distributed."""
+    """How the executor of one rank is made. device: "cpu" or "cuda:N". rendezvous_files: a path
+    without its group's number, where the transport is torch.distributed (nccl; gloo for tests)."""
 
     device: str
     exact: bool
     has_fp8: bool
     captures: bool
     transport: Transport
-    meeting_files: str
+    rendezvous_files: str
     timeout_s: float
 
     def executor_class(self, executor: type[TorchRank], *, poison: bool) -> TorchExecutorClass:
@@ -72,12 +72,12 @@ class TorchSettings:
         one = replace(self.executor_class(executor, poison=poison), ends=ends)
         rank = one(program, checkpoint, replace(options, beside=None))
         assert isinstance(rank, TorchRank), "as it was asked for"
-        rank.join(group, links)
+        rank.attach(group, links)
         return rank
 
-    def remove_meeting_files(self) -> None:
+    def remove_rendezvous_files(self) -> None:
         """Remove them, once all ranks have ended."""
-        folder, name = os.path.split(self.meeting_files)
+        folder, name = os.path.split(self.rendezvous_files)
         for path in Path(folder).glob(f"{name}.*"):
             path.unlink(missing_ok=True)
 
@@ -95,7 +95,7 @@ class TorchSettings:
             return HostExchange(group, rank=rank, degree=members)
         exchange = ProcessGroupExchange(
             self.transport,
-            meeting_file=f"{self.meeting_files}.{number}",
+            rendezvous_file=f"{self.rendezvous_files}.{number}",
             rank=rank,
             degree=members,
             timeout_s=self.timeout_s,
@@ -158,7 +158,6 @@ class TorchRanks:
             MirroredTorch, program, checkpoint, options, group, None, poison=poison
         )
         assert isinstance(made, MirroredTorch), "as it was asked for"
-        made.on_closed = self.settings.remove_meeting_files
         return made
 
     def leading_stages(
@@ -177,8 +176,11 @@ class TorchRanks:
         )
         assert isinstance(made, TorchPipeline), "as it was asked for"
         made.lead_stages(links, layers)
-        made.on_closed = self.settings.remove_meeting_files
         return made
+
+    def remove_files(self) -> None:
+        """See RankKind."""
+        self.settings.remove_rendezvous_files()
 
     def _sizing(self) -> TorchExecutorClass:
         return self.settings.executor_class(TorchRank, poison=False)
@@ -206,7 +208,7 @@ def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: 
             has_fp8=one.has_fp8,
             captures=one.captures,
             transport="nccl" if is_gpu else "host",
-            meeting_files=os.path.join(tempfile.gettempdir(), name),
+            rendezvous_files=os.path.join(tempfile.gettempdir(), name),
             timeout_s=TIMEOUT_S,
         )
     )

@@ -37,11 +37,6 @@ class HiddenStateRing:
         self._num_put = 0
         self._lock = threading.Lock()
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the memory it takes."""
-        return ring_bytes(*self.rows.shape, num_slots=len(self._tenancy))
-
     def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
         """Keep rows [N, W] of slots[i] at positions[i]; only the last R of more.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
@@ -40,6 +41,59 @@ class LaunchCapture:
                 LAUNCH(kernel, *arguments, **named)
 
         return replay
+
+
+class RankCapture:
+    """As LaunchCapture, of a rank: stores its exchanges too, and copies by PyTorch between them.
+
+    exchange: calls `kept`, while it is not None, in place of an exchange.
+    """
+
+    def __init__(self, exchange: Any) -> None:
+        self._exchange = exchange
+        self.exchanges: list[int] = []  # of each capture
+
+    def __call__(self, body: Callable[[], None]) -> Callable[[], None]:
+        kept: list[Callable[[], object]] = []
+        exchanges: list[Callable[[], object]] = []
+
+        def keep_launch(kernel: GridExecutor, *arguments: Any, **named: Any) -> None:
+            kept.append(lambda: LAUNCH(kernel, *arguments, **named))
+
+        def keep_exchange(call: Callable[[], None]) -> None:
+            kept.append(call)
+            exchanges.append(call)
+
+        self._exchange.kept = keep_exchange
+        try:
+            with mock.patch.object(GridExecutor, "__call__", keep_launch), _Copies(kept):
+                body()
+        finally:
+            self._exchange.kept = None
+        self.exchanges.append(len(exchanges))
+
+        def replay() -> None:
+            for call in kept:
+                call()
+
+        return replay
+
+
+class _Copies(TorchDispatchMode):
+    """Store copies; reject what else PyTorch computes."""
+
+    def __init__(self, kept: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.is_view:
+            return func(*args, **(kwargs or {}))
+        assert func is torch.ops.aten.copy_.default, f"{func} is computed during capture"
+        self._kept.append(lambda: func(*args, **(kwargs or {})))
+        return args[0]
 
 
 class _OnlyViews(TorchDispatchMode):

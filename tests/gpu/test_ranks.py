@@ -39,6 +39,8 @@ from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.torch_executor import MirroredTorch, TorchPipeline
 from quire.ranks.torch_kind import TorchRanks, ranks_like
+from quire.sampling.batch import NoiseKeys, SampleBatch
+from quire.sampling.scoring import ScoreBatch
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.conftest import SHOWN
@@ -48,11 +50,12 @@ from tests.exact.rig import AloneRuns, Model, differences, run_case
 from tests.exact.test_ranks import GOALS, MAX_SHOWN, case_for_ranks
 from tests.exact.test_stages import CountingRunner, case_for_stages
 from tests.exact.workload import VOCAB_SIZE
+from tests.gpu.launch_capture import RankCapture
 from tests.gpu.torch_models import CPU, packed_for, program_of, sequence_logits, torch_executor
 from tests.models.cases_experts import MIXTRAL
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
-from tests.models.generate import logits_of
+from tests.models.generate import logits_of, sequence_batch
 from tests.rank_threads import on_all_ranks
 from tests.serve.test_ranks import check_lost_rank
 from tests.tiny_models import write_tiny, write_tiny_llama
@@ -212,7 +215,7 @@ def test_degrees_and_transports_give_the_bits_of_one_process(
     assert executor.weights_digest == digest
     np.testing.assert_array_equal(answer(executor), whole, strict=True)
     assert isinstance(made.kind, TorchRanks)
-    meeting = Path(made.kind.settings.meeting_files)
+    meeting = Path(made.kind.settings.rendezvous_files)
     assert not list(meeting.parent.glob(f"{meeting.name}*"))
 
 
@@ -240,6 +243,35 @@ def test_a_rejected_batch_leaves_the_ranks_in_step_and_a_dead_rank_is_named(tied
         executor.close()
 
 
+def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied: Path) -> None:
+    """As NCCL's kernels end: without an error, their outputs as they were."""
+    program, checkpoint = small(program_of(tied, DType.BF16)), open_checkpoint(tied)
+    executor: Any = divided(2)(program, checkpoint, OPTIONS)
+    executor.allocate_cache(5, 16)
+    logits = logits_of(executor, [1, 2, 3], max_positions=POSITIONS)
+    mark = executor.mark()
+    none, slots = np.full(1, -1, np.int32), np.zeros(1, np.int32)
+    greedy = SampleBatch(
+        positions=np.full(1, 3, np.int32),
+        temperature=np.zeros(1, np.float32),
+        noise=NoiseKeys(seeds=np.zeros(1, np.int64), streams=slots),
+    )
+    likely = ScoreBatch(targets=none, num_top=slots, listed_starts=np.zeros(2, np.int32))
+    rows = logits[-1:]
+    later = executor.sample_later(rows, greedy, slots)
+    executor.group.native.abort()
+    calls = {
+        "mark": mark,
+        "later": later,
+        "sample": lambda: executor.sample(rows, greedy),
+        "score": lambda: executor.score(rows, likely),
+    }
+    for call in calls.values():
+        with pytest.raises(DeviceLost, match="a rank of the model is lost"):
+            call()
+    executor.close()
+
+
 def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(
     tied: Path,
 ) -> None:
@@ -264,25 +296,31 @@ def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chu
 
 
 class ByTurns(HostExchange):
-    """An exchange of threads of which one computes at a time, as the interpreter needs it; its
-    calls can be captured, since a replay of the tests does them again."""
+    """An exchange of threads of which one computes at a time, as the interpreter needs it. kept:
+    gets its calls while a step is captured, in which nothing is exchanged."""
 
     is_captured = True
     turn = threading.Lock()
+    kept: Callable[[Callable[[], None]], None] | None = None
 
     def all_gather(self, own: Tensor, every: Tensor) -> None:
-        ByTurns.turn.release()
-        try:
-            super().all_gather(own, every)
-        finally:
-            ByTurns.turn.acquire()
+        self._do(lambda: HostExchange.all_gather(self, own, every))
 
     def broadcast(self, values: Tensor) -> None:
-        ByTurns.turn.release()
-        try:
-            super().broadcast(values)
-        finally:
-            ByTurns.turn.acquire()
+        self._do(lambda: HostExchange.broadcast(self, values))
+
+    def _do(self, call: Callable[[], None]) -> None:
+        def in_turn() -> None:
+            ByTurns.turn.release()
+            try:
+                call()
+            finally:
+                ByTurns.turn.acquire()
+
+        if self.kept is None:
+            in_turn()
+        else:
+            self.kept(in_turn)
 
 
 def of_rank(
@@ -291,7 +329,7 @@ def of_rank(
     exchange: HostExchange,
     *,
     kernels: bool = False,
-    captures: bool = False,
+    capture: RankCapture | None = None,
 ) -> TorchExecutor:
     """Return the executor of one rank in a thread."""
     binding = bind(own, open_checkpoint(folder))
@@ -303,18 +341,29 @@ def of_rank(
         limits=LIMITS,
         launch=LaunchOptions(
             kernels=kernels,
-            capture=(lambda body: body) if captures else None,
+            capture=capture,
             ends=RankEnds(exchange=exchange),
         ),
         poison=True,
     )
 
 
-def kernel_logits(executor: TorchExecutor) -> Float32s:
-    """Return the logits of a short prompt, in chunks and then token by token."""
+def kernel_logits(executor: TorchExecutor, *, late_at: int | None = None) -> Float32s:
+    """Return the logits of a short prompt, in chunks and then token by token.
+
+    late_at: a rank; of each second token the device of the first one has the id, and no host.
+    """
     chunks = sequence_logits(executor, IDS[:6], max_positions=POSITIONS, chunk=3)
-    tokens = sequence_logits(executor, IDS[:2], max_positions=POSITIONS, chunk=1)
-    return np.concatenate([chunks, tokens])
+    tokens = []
+    for position, token_id in enumerate(IDS[:4]):
+        batch = sequence_batch([token_id], position, POSITIONS)
+        if late_at is not None and position % 2:
+            slot = np.zeros(1, np.int32)
+            batch = replace(batch, token_ids=np.zeros(1, np.int32), late_slots=slot)
+            executor._last.put(slot, np.array([0 if late_at else token_id], np.int32))
+        executor.run_trunk(batch, head_rows=1)
+        tokens.append(torch.as_tensor(executor.run_head(batch, 0, 1)).clone().numpy())
+    return np.concatenate([chunks, *tokens])
 
 
 def by_kernels(folder: Path, program: Program, degree: int) -> list[tuple[Float32s, int]]:
@@ -323,12 +372,15 @@ def by_kernels(folder: Path, program: Program, degree: int) -> list[tuple[Float3
     def run(group: InProcessRank) -> tuple[Float32s, int]:
         own = shard(program, degree=degree, rank=group.rank)
         exchange = ByTurns(group, rank=group.rank, degree=degree)
+        capture = RankCapture(exchange)
         with ByTurns.turn:
-            executor = of_rank(folder, own, exchange, kernels=True, captures=True)
+            executor = of_rank(folder, own, exchange, kernels=True, capture=capture)
             executor.allocate_cache(POSITIONS // 16 + 1, 16)
-            first = kernel_logits(executor)
-            again = kernel_logits(executor)
+            first = kernel_logits(executor, late_at=group.rank)
+            again = kernel_logits(executor, late_at=group.rank)
             np.testing.assert_array_equal(first, again, strict=True)
+            # Late tokens are one more exchange.
+            assert max(capture.exchanges) == min(capture.exchanges) + 1
             return again, executor.steps_replayed
 
     return on_all_ranks(InProcessGroup(degree, timeout_s=300.0).ranks(), run)
@@ -422,6 +474,9 @@ def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied:
     largest = apart.memory_for(program, LIMITS)
     assert largest.token_bytes == one.token_bytes // 2
     assert largest.weights_bytes < one.weights_bytes
+    assert isinstance(apart.kind, TorchRanks)
+    parts = [apart.kind.memory_for(own, LIMITS) for own in apart.programs(program)]
+    assert largest.step_bytes == max(part.step_bytes for part in parts), "segments are the host's"
 
 
 def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:

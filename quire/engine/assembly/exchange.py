@@ -254,7 +254,9 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
     openers: dict[str, Opener] = {}
     to_close: list[Shared] = []
     if "shm" in wanted:
-        openers["shm"] = MappedSegments().opener()
+        segments = MappedSegments()
+        openers["shm"] = segments.opener()
+        to_close.append(segments)
     if opened.segment is not None:
         shared["shm"] = opened.segment
         to_close.append(opened.segment)

@@ -23,7 +23,7 @@ from quire.config.key_file import read_shared_key
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
 from quire.engine.assembly.tier import OpenTier
 from quire.engine.core import EngineCore
-from quire.engine.kv_store.costs import Terms
+from quire.engine.kv_store.costs import StoreSettings
 from quire.engine.kv_store.disk_level import DiskLevel
 from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.model_card import ModelCard
@@ -173,7 +173,7 @@ class StorePort:
             tier=opened.tier,
             shared=opened.shared,
             disk=opened.disk,
-            terms=Terms(
+            settings=StoreSettings(
                 block_size=self._cache.block_size,
                 fetch=self.config.kv_store_fetch,
                 timeout_ms=1000.0 * self.config.kv_store_timeout_s,

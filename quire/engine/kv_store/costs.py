@@ -19,7 +19,7 @@ _FADE = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class StoreSettings:
     """How an engine uses the store. fetch: "cost", "always" or "never".
 
     timeout_ms: a request waits at most so long for a lookup, or for the next block.
@@ -33,16 +33,18 @@ class Terms:
 class FetchCosts:
     """The prices of one engine. block_ms: of each level, until it is measured."""
 
-    def __init__(self, terms: Terms, speed: SpeedEstimate, block_ms: Sequence[float]) -> None:
-        self.terms = terms
-        self.is_forced = terms.fetch == "always"
+    def __init__(
+        self, settings: StoreSettings, speed: SpeedEstimate, block_ms: Sequence[float]
+    ) -> None:
+        self.settings = settings
+        self.is_forced = settings.fetch == "always"
         self.block_ms = list(block_ms)
         self.lookup_ms = MIN_ASK_MS
         self._speed = speed
 
     def compute_ms(self, first: int, end: int) -> float:
         """Return what computing the blocks first .. end - 1 of a prompt takes."""
-        size = self.terms.block_size
+        size = self.settings.block_size
         return self._speed.span_ms(first * size, end * size) if end > first else 0.0
 
     def move_ms(self, levels: Sequence[int]) -> float:
@@ -52,12 +54,12 @@ class FetchCosts:
     def limit_ms(self, compute_ms: float) -> float:
         """Return how long to wait for something that spares so much computing."""
         if self.is_forced:
-            return self.terms.timeout_ms
-        return min(max(compute_ms, MIN_ASK_MS), self.terms.timeout_ms)
+            return self.settings.timeout_ms
+        return min(max(compute_ms, MIN_ASK_MS), self.settings.timeout_ms)
 
     def lookup_pays(self, compute_ms: float) -> bool:
         """Return whether to look for blocks that take so long to compute."""
-        return self.is_forced or (self.terms.fetch == "cost" and compute_ms > self.lookup_ms)
+        return self.is_forced or (self.settings.fetch == "cost" and compute_ms > self.lookup_ms)
 
     def claim_pays(self, compute_ms: float) -> bool:
         """Return whether to keep other engines from computing the same."""
@@ -65,7 +67,7 @@ class FetchCosts:
 
     def fetch_pays(self, levels: Sequence[int], compute_ms: float) -> bool:
         """Return whether to fetch blocks that these levels have."""
-        return self.terms.fetch != "cost" or self.move_ms(levels) < compute_ms
+        return self.settings.fetch != "cost" or self.move_ms(levels) < compute_ms
 
     def fade(self, levels: Sequence[int]) -> None:
         """Note that blocks are not fetched, because these levels are too slow."""
@@ -76,9 +78,7 @@ class FetchCosts:
         """Take in how long a lookup took."""
         self.lookup_ms = _KEEP * self.lookup_ms + (1.0 - _KEEP) * took_ms
 
-    def note_fetch(self, levels: Sequence[int], num_blocks: int, took_ms: float) -> None:
-        """Take in how long so many blocks took."""
+    def note_fetch(self, level: int, num_blocks: int, took_ms: float) -> None:
+        """Take in how long so many blocks of a level took."""
         keep = _KEEP**num_blocks
-        for level in set(levels):
-            each_ms = took_ms / num_blocks
-            self.block_ms[level] = keep * self.block_ms[level] + (1.0 - keep) * each_ms
+        self.block_ms[level] = keep * self.block_ms[level] + (1.0 - keep) * took_ms / num_blocks

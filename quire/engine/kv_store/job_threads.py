@@ -41,7 +41,8 @@ class Workers:
         self._calls.put(call)
 
     def close(self) -> bool:
-        """Let queued calls finish; return False where a thread hangs, which is left behind."""
+        """Let queued calls finish; return False where a thread is not done in a second, and is left
+        behind."""
         for _ in self._threads:
             self._calls.put(None)
         for thread in self._threads:

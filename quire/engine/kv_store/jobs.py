@@ -9,7 +9,7 @@ exactly once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -83,6 +83,7 @@ class FetchJob:
 
     outcomes: filled by threads, slice by slice; None: not read. is_cancelled: nothing that was not
     begun is read. num_left: blocks of slices that have not ended. read_ms: when the last one has.
+    spans: of each level that brought blocks, from when to when it was read.
     """
 
     keys: list[bytes]
@@ -93,6 +94,7 @@ class FetchJob:
     outcomes: list[Fetched | None] = field(init=False)
     num_left: int = field(init=False)
     read_ms: float = field(init=False)
+    spans: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _reading_ms: dict[int, float] = field(init=False, default_factory=dict)  # since when, by slice
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
@@ -131,10 +133,21 @@ class FetchJob:
     def end_slice(self, first: int, end: int, now_ms: float) -> bool:
         """Note that a slice was read, or not; return whether it was the last."""
         with self._lock:
-            self._reading_ms.pop(first, None)
+            began_ms = self._reading_ms.pop(first, now_ms)
+            if Fetched.WHOLE in self.outcomes[first:end]:
+                level = self.levels[first]
+                first_ms, last_ms = self.spans.get(level, (began_ms, now_ms))
+                self.spans[level] = min(first_ms, began_ms), max(last_ms, now_ms)
             self.num_left -= end - first
             self.read_ms = now_ms
             return not self.num_left
+
+    def took(self) -> Iterator[tuple[int, int, float]]:
+        """Return each level that brought blocks, how many, and in how long."""
+        for level, (first_ms, last_ms) in self.spans.items():
+            pairs = zip(self.levels, self.outcomes, strict=True)
+            num_whole = sum(one == level and got is Fetched.WHOLE for one, got in pairs)
+            yield level, num_whole, last_ms - first_ms
 
     def hangs(self, last_ms: float) -> bool:
         """Return whether a slice has been read since before last_ms."""

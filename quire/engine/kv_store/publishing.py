@@ -2,8 +2,8 @@
 
 They are saved to host memory as the scheduler computes them, and put into each level by a thread.
 Knows the map of places, digests and levels; not why a prompt is published. Always holds: a place is
-kept while a thread reads it; a prompt is published until all of it was put, or its request has
-ended and nothing more of it can come.
+kept while a thread reads it; a prompt is published until each of its blocks was put
+or refused, or its request has ended and nothing more of it can come.
 """
 
 from __future__ import annotations
@@ -69,12 +69,15 @@ class Publishing:
         """Blocks that are on their way to the store."""
         return len(self._putting)
 
-    def publish(self, request: Request, keys: Iterable[bytes]) -> None:
-        """Have blocks of a prompt put as they are computed, but for those known to be stored."""
+    def publish(self, request: Request, keys: Iterable[bytes]) -> bool:
+        """Have blocks of a prompt put as they are computed, but for those known to be stored.
+
+        Return whether anything of the request is published.
+        """
         keys = [key for key in keys if key not in self._stored and key not in self._putting]
-        if not keys or not self._can_put():
-            return
         published = self._published.get(request.request_id)
+        if not keys or not self._can_put():
+            return published is not None
         if published is None:
             published = _Published((), set())
             self._published[request.request_id] = published
@@ -89,6 +92,11 @@ class Publishing:
         for key in new:
             for place in self._tier.run((key,)):
                 self._landed(key, place)
+        return True
+
+    def has(self, request_id: str) -> bool:
+        """Return whether anything of a request is published."""
+        return request_id in self._published
 
     def forget_stored(self, keys: Iterable[bytes]) -> None:
         """Note that the store lacks blocks."""
@@ -127,9 +135,7 @@ class Publishing:
         for request_id, published in list(self._published.items()):
             if published.pending and published.has_ended and not self._hand_overs.num_to_save:
                 published.pending = {key for key in published.pending if self._tier.is_awaited(key)}
-            if not published.putting and (
-                not published.pending and (published.has_ended or self._is_whole(published))
-            ):
+            if not published.pending and not published.putting:
                 del self._published[request_id]
                 self._tier.want_no_more(published.keys)
                 if not published.has_ended:
@@ -139,10 +145,6 @@ class Publishing:
     def _can_put(self) -> bool:
         """Return whether blocks may go to a store, and are not stuck on their way there."""
         return self._threads.can_put() and 2 * len(self._putting) <= self._tier.num_blocks
-
-    def _is_whole(self, published: _Published) -> bool:
-        """Return whether all blocks of a prompt were put."""
-        return all(key in self._stored for key in published.keys)
 
     def _landed(self, key: bytes, place: int) -> None:
         """Put a block that is in host memory now, if a store lacks it."""

@@ -1,6 +1,6 @@
 """StoreClient: the shared KV store, as the engine's thread sees it.
 
-Notices what becomes of requests, hands ended jobs to the parts that began them (waiting.py,
+Follows the outputs of requests, hands ended jobs to the parts that began them (waiting.py,
 publishing.py, claims.py), and counts. Knows messages, the mover and these parts; no block. Always
 holds: all but the threads' calls is called in the engine's thread; whatever fails, missing blocks
 are computed.
@@ -17,7 +17,7 @@ from quire.base.report import Report
 from quire.cache.store_map import StoreMap
 from quire.engine.core import Inbox
 from quire.engine.kv_store.claims import Claims
-from quire.engine.kv_store.costs import FetchCosts, Terms
+from quire.engine.kv_store.costs import FetchCosts, StoreSettings
 from quire.engine.kv_store.disk_level import DiskLevel
 from quire.engine.kv_store.fetches import Fetches
 from quire.engine.kv_store.job_threads import JobThreads
@@ -52,7 +52,7 @@ class StoreClient:
         tier: StoreMap,
         shared: SharedLevel,
         disk: DiskLevel | None,
-        terms: Terms,
+        settings: StoreSettings,
         level_ms: Sequence[float],
         now_ms: Callable[[], float],
         report: Report,
@@ -62,7 +62,7 @@ class StoreClient:
         self._scheduler, self._mover = scheduler, mover
         self._shared, self._disk, self._now_ms = shared, disk, now_ms
         self.threads = JobThreads([] if disk is None else [disk], shared, now_ms, report)
-        self.costs = FetchCosts(terms, scheduler.speed, level_ms)
+        self.costs = FetchCosts(settings, scheduler.speed, level_ms)
         self.claims = Claims(shared, self.threads.lookers, now_ms)
         self.publishing = Publishing(
             hand_overs=hand_overs,
@@ -185,7 +185,7 @@ class StoreClient:
         )
 
     def close(self) -> None:
-        """End the threads: what is being put is finished, what is fetched is not."""
+        """End the threads: what is queued to be put is, for a second; what is fetched is not."""
         self.fetches.cancel_all()
         self.claims.close()
         if self.threads.close():  # else files are still in use

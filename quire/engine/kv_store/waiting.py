@@ -141,7 +141,7 @@ class WaitingRequests:
         keys = self._hand_overs.lacking(chain)
         first = len(chain.digests) - len(keys)
         # A preempted request knows more tokens; blocks of answers are in no store.
-        num_prompt = len(request.prompt_ids) // self._costs.terms.block_size
+        num_prompt = len(request.prompt_ids) // self._costs.settings.block_size
         keys = keys[: max(num_prompt - first, 0)]
         compute_ms = self._costs.compute_ms(first, first + len(keys))
         waiting = _Waiting(
@@ -155,8 +155,13 @@ class WaitingRequests:
             self._look_up(waiting)
         else:
             waiting.is_over = True
-            self._publishing.publish(request, keys)
+            self._publish(request, keys)
         return waiting
+
+    def _publish(self, request: Request, keys: tuple[bytes, ...]) -> None:
+        """Have blocks put; a claim ends where nothing of the request is: no engine waits for it."""
+        if not self._publishing.publish(request, keys):
+            self._claims.end(request.request_id)
 
     def _open(self, waiting: _Waiting) -> None:
         """Let a request begin."""
@@ -189,7 +194,8 @@ class WaitingRequests:
         self._publishing.forget_stored(lookup.keys[len(lookup.levels) :])
         waiting = self._waiting.get(lookup.request_id)
         if lookup.claimed is not None:
-            if waiting is None:
+            is_awaited = waiting is not None and waiting.lookup is lookup
+            if not is_awaited and not self._publishing.has(lookup.request_id):
                 self._claims.release(lookup.claimed, lookup.record)
             else:
                 self._claims.add(lookup.request_id, lookup.claimed, lookup.record)
@@ -223,7 +229,7 @@ class WaitingRequests:
         waiting.num_seen = len(waiting.levels)
         limit_ms = self._compute_ms(waiting, waiting.num_seen, waiting.awaited)
         if self._costs.is_forced:
-            limit_ms = self._costs.terms.timeout_ms
+            limit_ms = self._costs.settings.timeout_ms
         waiting.until_ms = self._now_ms() + limit_ms
 
     def _stop_waiting(self, waiting: _Waiting) -> None:
@@ -258,7 +264,7 @@ class WaitingRequests:
         num_stored = len(waiting.levels)
         self.counts["hits"] += num_stored
         self.counts["misses"] += len(waiting.keys) - num_stored
-        self._publishing.publish(waiting.request, waiting.keys[num_stored:])
+        self._publish(waiting.request, waiting.keys[num_stored:])
         levels = waiting.levels[waiting.num_asked :]
         if self._costs.fetch_pays(levels, self._compute_ms(waiting, waiting.num_asked, num_stored)):
             self._begin_fetch(waiting)
@@ -283,7 +289,7 @@ class WaitingRequests:
         move_ms = self._costs.move_ms(waiting.levels[max(first, 0) : waiting.num_asked])
         waiting.until_ms = waiting.since_ms + max(
             self._costs.limit_ms(self._rest_ms(waiting, waiting.num_left)),
-            min(2 * move_ms, self._costs.terms.timeout_ms),
+            min(2 * move_ms, self._costs.settings.timeout_ms),
         )
 
     def _rest_ms(self, waiting: _Waiting, num_left: int) -> float:
@@ -323,11 +329,9 @@ class WaitingRequests:
         """Enter what a job brought into the map, kept for the requests that wait for it."""
         users = [waiting for waiting in self._waiting.values() if job in waiting.jobs]
         self._fetches.end(job, [waiting.held for waiting in users])
-        took_ms = job.read_ms - job.began_ms
-        num_whole = job.outcomes.count(Fetched.WHOLE)
-        self.fetch_ms += took_ms
-        if num_whole:
-            self._costs.note_fetch(job.levels, num_whole, took_ms)
+        self.fetch_ms += job.read_ms - job.began_ms
+        for level, num_whole, took_ms in job.took():
+            self._costs.note_fetch(level, num_whole, took_ms)
         first = next(
             (at for at, one in enumerate(job.outcomes) if one in (Fetched.MISSING, Fetched.BAD)),
             None,
@@ -338,7 +342,7 @@ class WaitingRequests:
             for waiting in users:
                 if lacking[0] in waiting.keys:
                     at = waiting.keys.index(lacking[0])
-                    self._publishing.publish(waiting.request, waiting.keys[at:])
+                    self._publish(waiting.request, waiting.keys[at:])
         self.has_news = True
 
     # ---- time
@@ -346,7 +350,7 @@ class WaitingRequests:
     def look_at_limits(self) -> None:
         """Go on with requests of which a wait has ended; find calls that hang."""
         now_ms = self._now_ms()
-        last_ms = now_ms - self._costs.terms.timeout_ms
+        last_ms = now_ms - self._costs.settings.timeout_ms
         for lookup, hangs in self._lookups.items():
             if not hangs and lookup.began_ms < last_ms:
                 self._lookups[lookup] = True
@@ -367,7 +371,7 @@ class WaitingRequests:
         elif waiting.lookup is not None:
             if now_ms >= waiting.until_ms:
                 self.counts["slow"] += 1
-                self._publishing.publish(waiting.request, waiting.keys)
+                self._publish(waiting.request, waiting.keys)
                 self._open(waiting)
         elif not self._fetches.live(waiting.jobs):
             self._open(waiting)

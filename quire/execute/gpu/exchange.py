@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.comm.communicator import Communicator
+from quire.comm.communicator import Communicator, RowLink
 
 Bytes = NDArray[np.uint8]
 
@@ -56,16 +56,6 @@ class TensorLink(Protocol):
 
     def receive(self, rows: Tensor) -> None:
         """Fill rows [R, N] with what the other end sends."""
-
-
-class ByteLink(Protocol):
-    """What HostLink needs of a link of quire/comm: rows [R, bytes] of a step."""
-
-    def send_rows(self, rows: Bytes) -> None:
-        """Hand on rows."""
-
-    def receive_rows(self, rows: Bytes) -> None:
-        """Fill rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +105,9 @@ class HostExchange:
 
 
 class HostLink:
-    """A TensorLink over a link of quire/comm."""
+    """A TensorLink over a RowLink."""
 
-    def __init__(self, link: ByteLink) -> None:
+    def __init__(self, link: RowLink) -> None:
         self._link = link
 
     def send(self, rows: Tensor) -> None:
@@ -131,6 +121,14 @@ class HostLink:
             here = torch.empty(rows.shape, dtype=rows.dtype)
             self._link.receive_rows(_bytes_of(here).reshape(len(rows), -1))
             rows.copy_(here)
+
+
+def exchange_first(exchange: Exchange, device: torch.device) -> None:
+    """Let the library of an exchange take its own memory of a device, before the KV pool takes
+    the rest."""
+    own = torch.zeros(1, dtype=torch.int32, device=device)
+    exchange.all_gather(own, own.new_empty(exchange.degree))
+    exchange.broadcast(own)
 
 
 def _bytes_of(values: Tensor) -> Bytes:

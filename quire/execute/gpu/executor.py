@@ -32,7 +32,7 @@ from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.offload import LayerStream, parts_of
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan
 from quire.execute.gpu.ops import bind_plain, products_of
-from quire.execute.gpu.place import Call, GatherRoom, Place
+from quire.execute.gpu.place import Call, GatherBuffers, Place
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
@@ -119,7 +119,7 @@ class TorchExecutor:
             pool=self._pool.blocks,
             exact=exact,
             ends=launch.ends,
-            room=GatherRoom.of(program, limits, device),
+            room=GatherBuffers.of(program, limits, device),
         )
         bind_segment = self._binder(limits)
         self._calls: dict[str, list[Call]] = {

@@ -22,7 +22,7 @@ from quire.execute.gpu.load import IntWeight, Pack, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.offload import to_host
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan, OffloadSize
-from quire.execute.gpu.place import GatherRoom
+from quire.execute.gpu.place import GatherBuffers
 from quire.execute.gpu.step_buffers import StepBuffers
 from quire.execute.gpu.stream import stream_of
 from quire.execute.gpu.support import unsupported
@@ -79,7 +79,7 @@ class TorchExecutorClass:
             step_bytes=lay_out(program, limits).arena_bytes
             + rope_bytes(program)
             + StepBuffers.num_bytes(**step_sizes(program, limits))
-            + GatherRoom.num_bytes(program, limits)
+            + GatherBuffers.num_bytes(program, limits)
             + self._kernel_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )

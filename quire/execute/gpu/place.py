@@ -24,7 +24,7 @@ Call = Callable[[Counts], None]
 
 
 @dataclass(frozen=True, slots=True)
-class GatherRoom:
+class GatherBuffers:
     """Memory for one exchange, which all of a program use in turn: bytes of this rank's part, and
     of all ranks' parts."""
 
@@ -32,7 +32,7 @@ class GatherRoom:
     every: Tensor
 
     @classmethod
-    def of(cls, program: Program, limits: StepLimits, device: torch.device) -> GatherRoom:
+    def of(cls, program: Program, limits: StepLimits, device: torch.device) -> GatherBuffers:
         """Room for the largest exchange."""
         sizes = list(_sizes(program, limits))
         own = max((size for size, _ in sizes), default=0)
@@ -72,7 +72,7 @@ class Place:
     pool: Callable[[], CachePool]
     exact: bool
     ends: RankEnds
-    room: GatherRoom
+    room: GatherBuffers
 
     def of(self, view: View, counts: Counts) -> Tensor:
         """The view's rows of this step."""

@@ -23,14 +23,14 @@ Backend = Literal["nccl", "gloo"]
 
 
 class ProcessGroupExchange:
-    """An Exchange (see exchange.py). meeting_file: a path that no other group uses, its folder on
-    this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
+    """An Exchange (see exchange.py). rendezvous_file: a path that no other group uses, its folder
+    on this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
 
     def __init__(
         self,
         backend: Backend,
         *,
-        meeting_file: str,
+        rendezvous_file: str,
         rank: int,
         degree: int,
         timeout_s: float,
@@ -38,7 +38,7 @@ class ProcessGroupExchange:
         self.rank, self.degree = rank, degree
         # Gloo's calls are the host's, NCCL's are kernels.
         self.is_captured = backend == "nccl"
-        self._backend, self._file, self._timeout_s = backend, meeting_file, timeout_s
+        self._backend, self._file, self._timeout_s = backend, rendezvous_file, timeout_s
         self._group: dist.ProcessGroup | None = None
 
     def connect(self) -> None:
@@ -74,8 +74,9 @@ class ProcessGroupExchange:
 
     def abort(self) -> None:
         """Let calls that wait, here, end with an error. From any thread."""
-        if self._group is not None:
-            self._group.abort()
+        group = self._group  # which another thread may close meanwhile
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """See Exchange."""

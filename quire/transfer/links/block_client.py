@@ -85,8 +85,9 @@ class FetchJob:
     def cancel(self) -> None:
         """End the job; its thread writes nothing more."""
         self.is_cancelled = True
-        if self.channel is not None:
-            self.channel.stop()  # so that a thread that waits for bytes stops writing at once
+        channel = self.channel  # which its thread takes away when it ends
+        if channel is not None:
+            channel.stop()  # so that a thread that waits for bytes stops writing at once
         with self.lock:
             pass  # nothing is being written any more
 
@@ -191,6 +192,7 @@ class BlockClient:
         except (OSError, MessageError) as error:
             raise _Gave(Failure.CUT, str(error)) from error
         finally:
+            job.channel = None
             channel.close()
 
     def _connected(self, job: FetchJob) -> Channel:

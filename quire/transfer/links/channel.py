@@ -10,10 +10,12 @@ however slowly the other side sends.
 
 from __future__ import annotations
 
+import ipaddress
 import select
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,8 +23,9 @@ from contextlib import suppress
 from quire.transfer.links.messages import KINDS, AnyMessage, MessageError
 
 _HEAD = struct.Struct("<B3xI")
-# Bytes that the kernel may keep for one connection in each direction (it takes twice as many). More
-# would leave the processor's cache before they are read.
+# Bytes that the kernel may keep for a connection within the machine in each direction (it takes
+# twice as many): more would leave the processor's cache before they are read. Other connections
+# need what is under way at their distance, which the kernel finds itself.
 _KERNEL_BYTES = 1 << 18
 _BUFFER_BYTES = 1 << 14
 _TIME_LIMIT = struct.Struct("@ll")  # seconds and microseconds
@@ -42,12 +45,14 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, _KERNEL_BYTES)
+        if _is_here(connection):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, _KERNEL_BYTES)
         connection.settimeout(None)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._end = 0  # of what is in the buffer
         self._is_stopped = False
+        self._ending = threading.Lock()  # no descriptor that was closed, and is another's, is shut
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
 
     def secure(self, secured: Callable[[socket.socket], socket.socket]) -> None:
@@ -118,14 +123,15 @@ class Channel:
     def stop(self) -> None:
         """End both directions: a call in another thread ends, and so do all later ones."""
         self._is_stopped = True
-        with suppress(OSError):  # it is not connected any more
+        with self._ending, suppress(OSError):  # it is not connected any more
             # Below TLS: what another thread reads next is the end, and never what is not decrypted.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, which no other thread uses any more."""
         self.stop()
-        self._socket.close()
+        with self._ending:
+            self._socket.close()
 
     def _send_some(self, parts: list[memoryview]) -> int:
         """Return how many bytes of the parts were sent."""
@@ -169,3 +175,11 @@ class Channel:
         left_us = max(round(left_s * 1e6), 1)  # 0 would be no limit
         limit = _TIME_LIMIT.pack(*divmod(left_us, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _is_here(connection: socket.socket) -> bool:
+    """Return whether the other side is on this machine, as far as its address says."""
+    try:
+        return ipaddress.ip_address(connection.getpeername()[0]).is_loopback
+    except (OSError, ValueError):  # it is gone already, or has no such address
+        return False

@@ -21,7 +21,7 @@ from typing import ClassVar, Protocol, Self
 
 from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"QuireKVX"
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16

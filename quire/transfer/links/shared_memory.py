@@ -100,8 +100,8 @@ class MappedSegment:
         return self._bytes[PAGE + offset : PAGE + offset + num_bytes]
 
     def close(self) -> None:
-        """Let it be unmapped, with the last view."""
-        self._bytes = NO_BYTES
+        """Let it be unmapped, with the last view; further views are errors."""
+        self._bytes, self.num_bytes = NO_BYTES, 0
 
 
 class MappedSegments:
@@ -116,6 +116,7 @@ class MappedSegments:
         self._mapped: dict[Segment, MappedSegment] = {}
         self._readers: dict[Segment, int] = {}
         self._unread_s: dict[Segment, float] = {}  # since when those without a reader have none
+        self._is_closed = False
 
     def __len__(self) -> int:
         """How many segments are mapped."""
@@ -128,6 +129,8 @@ class MappedSegments:
     def open(self, segment: Segment) -> SegmentReader:
         """Return a reader. Raises OSError where the segment cannot be mapped."""
         with self._lock:
+            if self._is_closed:
+                raise OSError("no segment is mapped any more: the engine ends")
             if segment not in self._mapped:
                 self._mapped[segment] = MappedSegment(segment)
             self._readers[segment] = self._readers.get(segment, 0) + 1
@@ -135,12 +138,25 @@ class MappedSegments:
             return SegmentReader(self, segment, self._mapped[segment])
 
     def ended(self, segment: Segment) -> None:
-        """Note that a reader has ended."""
+        """Note that a reader has ended; unmap what is due, since all threads may have jobs."""
         with self._lock:
+            if segment not in self._readers:
+                return  # all were closed
             self._readers[segment] -= 1
             if not self._readers[segment]:
                 del self._readers[segment]
                 self._unread_s[segment] = self._now_s()
+        self.forget_unread()
+
+    def close(self) -> None:
+        """Unmap all, and map nothing any more; what a reader views is unmapped with its view."""
+        with self._lock:
+            self._is_closed = True
+            for mapped in self._mapped.values():
+                mapped.close()
+            self._mapped.clear()
+            self._readers.clear()
+            self._unread_s.clear()
 
     def forget_unread(self) -> float | None:
         """Unmap what has had no reader for KEEP_S, or was abandoned; return when to look again.
@@ -161,12 +177,17 @@ class SegmentReader:
     """A Reader (see ways.py) of one segment."""
 
     def __init__(self, segments: MappedSegments, segment: Segment, mapped: MappedSegment) -> None:
-        self._segments, self._segment, self._mapped = segments, segment, mapped
+        self._segments, self._segment = segments, segment
+        self._mapped: MappedSegment | None = mapped
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """See Reader."""
+        if self._mapped is None:
+            raise OSError("a reader of shared memory was closed")
         return self._mapped.view(offset, num_bytes)
 
     def close(self) -> None:
-        """See Reader."""
-        self._segments.ended(self._segment)
+        """See Reader; a second call does nothing."""
+        if self._mapped is not None:
+            self._mapped = None
+            self._segments.ended(self._segment)

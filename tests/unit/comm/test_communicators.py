@@ -119,6 +119,22 @@ def test_columns_of_many_rows_are_exchanged_in_parts(width: int, unit: int) -> N
     assert sum(received) == values.nbytes
 
 
+def test_a_failing_call_after_an_abort_does_not_keep_others_from_being_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, _ = _shared(2)
+    called = []
+
+    def fail() -> None:
+        raise RuntimeError("no group any more")
+
+    first.on_abort(fail)
+    first.on_abort(lambda: called.append(first.native.is_aborted))
+    first.abort()
+    assert called == [True]
+    assert "no group any more" in capsys.readouterr().err
+
+
 def test_a_rank_that_is_not_there_is_found_and_named() -> None:
     segment = create_segment(2, SMALL)
     try:

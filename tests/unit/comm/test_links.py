@@ -251,12 +251,13 @@ def test_links_that_do_not_fit_the_segment_are_refused() -> None:
 
 def test_rows_between_threads_are_copies_of_the_meant_size() -> None:
     link = InProcessLink(timeout_s=0.01)
-    rows = np.arange(8, dtype=np.uint8)
-    link.send(rows)
+    rows, got = np.arange(8, dtype=np.uint8).reshape(2, 4), np.empty((2, 4), np.uint8)
+    link.send_rows(rows)
     rows[:] = 0
-    assert link.receive(8).tolist() == list(range(8))
-    link.send(rows)
-    with pytest.raises(ValueError, match="8 bytes of rows have come; 4 are meant"):
-        link.receive(4)
+    link.receive_rows(got)
+    assert got.ravel().tolist() == list(range(8))
+    link.send_rows(rows)
+    with pytest.raises(ValueError, match=r"shape \(2, 4\) have come; \(1, 4\) are meant"):
+        link.receive_rows(got[:1])
     with pytest.raises(DeviceLost, match="sends nothing"):
-        link.receive(8)
+        link.receive_rows(got)

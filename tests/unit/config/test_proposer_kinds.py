@@ -38,7 +38,7 @@ def test_the_setting_and_flags_of_other_engines_name_them_all() -> None:
     assert get_args(setting.kind) == ("off", *PROPOSERS)
     help_text = setting.field.metadata["help"]
     for name, kind in PROPOSERS.items():
-        assert f"{name} {kind.does}" in help_text
+        assert f"{name}: {kind.proposes}" in help_text
         assert name in INSTEAD["--speculative-config"]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
-from quire.ranks import executor_class
+from quire.ranks import executor_class, main
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.start import RankStart, check_ready, read_start, ready_of, start_line
 from quire.weights.checkpoint import open_checkpoint
@@ -109,6 +112,46 @@ def test_ranks_end_with_an_executor_that_nothing_closes(folder: Path, program: P
     del executor
     gc.collect()
     assert process.popen.poll() is not None
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_rank_that_loses_its_device_says_so_unless_the_group_is_lost_already(
+    monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    def load(start: object, group: object) -> None:
+        raise DeviceLost("the card has fallen off the bus")
+
+    group = SimpleNamespace(native=SimpleNamespace(is_aborted=is_aborted))
+    given: dict[str, Any] = {
+        "group_of": lambda start, segment: group,
+        "load": load,
+        "start_logging": lambda *_: None,
+        "run_on": lambda cpus: None,
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(main, name, value)
+    there, answers = os.pipe()
+    start = SimpleNamespace(rank=1, cpus=(), log_level="info", log_form="text")
+    with pytest.raises(DeviceLost):
+        main._run(start, 0, answers)  # type: ignore[arg-type]
+    os.close(answers)
+    said = os.read(there, 4096)
+    os.close(there)
+    assert said == (b"" if is_aborted else b'{"failure": "the card has fallen off the bus"}\n')
+
+
+def test_the_files_of_ranks_go_when_the_others_have_ended_even_if_that_fails() -> None:
+    calls: list[str] = []
+
+    def end() -> None:
+        calls.append("end")
+        raise OSError("a process that is no more")
+
+    others: Any = SimpleNamespace(end=end)
+    kind: Any = SimpleNamespace(remove_files=lambda: calls.append("remove"))
+    with pytest.raises(OSError, match="no more"):
+        executor_class._end(others, kind)
+    assert calls == ["end", "remove"]
 
 
 def test_memory_is_that_of_all_ranks(program: Program) -> None:

@@ -314,6 +314,7 @@ def test_drawn_cases_reach_their_coverage() -> None:
         met["accepted"] += any(accepted for _, accepted in reports)
         met["rejected"] += any(accepted < drafted for drafted, accepted in reports)
     print({name: f"{count / cases:.0%}" for name, count in met.items()})
+    # 34 % measured: admission learns from preemptions, which makes the next ones rarer.
     assert met["preemption"] >= 0.3 * cases
     assert met["prefix"] >= 0.4 * cases
     assert met["chunk"] >= 0.7 * cases
@@ -323,19 +324,19 @@ def test_drawn_cases_reach_their_coverage() -> None:
     assert met["accepted"] >= 0.2 * cases
     assert met["rejected"] >= 0.2 * cases
     assert met["score"] >= 0.8 * cases
-    assert met["score_on"] >= 0.02 * cases  # rarer since admission learns from preemptions
+    assert met["score_on"] >= 0.02 * cases  # 6 % measured; the next test has more
 
 
 def test_prompt_scoring_continues_after_preemption_with_few_blocks() -> None:
     """Prompts that take several steps, and blocks for few of them: rare in the cases above."""
     cases, scored_on = 16, 0
-    short = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 4}
+    short = {"num_blocks": 7, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 4}
     for seed in range(cases):
         random = Random(seed)
         harness = run_case(random, replace(draw_setup(random), **short), 80)
         admissions = [one for plan in harness.plans for one in plan.admissions]
         scored_on += any(one.scores_from for one in admissions)
-    assert scored_on >= 0.1 * cases
+    assert scored_on >= 0.2 * cases
 
 
 @pytest.mark.parametrize(

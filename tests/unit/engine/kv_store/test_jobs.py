@@ -73,3 +73,33 @@ def test_a_slice_that_hangs_is_found_and_one_that_waits_for_a_thread_is_not() ->
     assert not job.end_slice(0, 4, 102.0)
     assert not job.hangs(1e9)
     assert job.end_slice(4, 6, 103.0)
+
+
+def test_each_level_is_timed_by_its_own_slices() -> None:
+    """A near level and a far one, which a job reads one after the other; one block is not there."""
+    job = FetchJob([bytes(16)] * 6, list(range(6)), [0, 0, 1, 1, 1, 1], began_ms=0.0)
+    room = np.zeros(1, np.uint8)
+
+    class Near:
+        def fetch(self, keys: Sequence[bytes], outs: Sequence[Any]) -> list[Fetched]:
+            return [Fetched.WHOLE] * len(keys)
+
+    class Far:
+        def fetch(self, keys: Sequence[bytes], outs: Sequence[Any]) -> list[Fetched]:
+            return [Fetched.WHOLE, Fetched.WHOLE, Fetched.WHOLE, Fetched.MISSING]
+
+    levels: Any = [Near(), Far()]
+    for (first, end), (began_ms, ended_ms) in zip(
+        job.slices(), [(10.0, 12.0), (12.0, 72.0)], strict=True
+    ):
+        job.read(first, end, levels, lambda place: room, began_ms)
+        job.end_slice(first, end, ended_ms)
+    assert [*job.took()] == [(0, 2, 2.0), (1, 3, 60.0)]
+
+
+def test_a_level_that_brings_nothing_is_not_timed() -> None:
+    job = FetchJob([bytes(16)] * 2, [0, 1], [0, 0], began_ms=0.0)
+    job.is_cancelled = True
+    job.read(0, 2, [], lambda place: np.zeros(1, np.uint8), 5.0)
+    assert job.end_slice(0, 2, 9.0)
+    assert not [*job.took()]

@@ -506,6 +506,43 @@ def test_a_full_store_is_counted_and_used_for_reading(
     assert other.stats.fetched_blocks_total == NUM_BLOCKS
 
 
+def test_nothing_that_a_full_store_refuses_stays_claimed(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("quire.engine.assembly.kv_store.DirectoryStore", FullStore)
+    one, other = nodes(), nodes()
+    one.submit(long_request("a"))
+    one.until(lambda: one.failures.get(StoreFailure.FULL, 0) == NUM_BLOCKS)
+    one.settle()
+    one.until(lambda: not list((tmp_path / "kv" / "claims").iterdir()))
+    assert one.stats.claims_total == 1
+    assert one.engine.core.stats().running == 1
+    assert other.answer(request_of("b"))
+    assert other.stats.waited_total == 0
+
+
+def test_a_prompt_that_cannot_be_put_now_is_not_claimed(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = nodes(), nodes()
+    monkeypatch.setattr(one.client.publishing, "_can_put", lambda: False)
+    one.submit(long_request("a"))
+    one.until(lambda: one.stats.claims_total == 1)
+    one.settle()
+    one.until(lambda: not list((tmp_path / "kv" / "claims").iterdir()))
+    assert not any(output.finish_reason for output in one.outputs.get("a", ()))
+    assert other.answer(request_of("b"))
+    assert other.stats.waited_total == 0
+
+
+def long_request(name: str) -> Request:
+    """Return a request that is still answered while another one begins and ends."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=200, seed=0).resolve()
+    ids = prompt()
+    total = len(ids) + 200
+    return replace(request_of(name, ids), sampling=sampling, max_total_tokens=total)
+
+
 def test_a_prefix_beyond_the_buffer_is_fetched_as_far_as_it_goes(
     nodes: Callable[..., Node],
 ) -> None:

@@ -343,10 +343,10 @@ def run_case(seed: int) -> set[str]:
             )
         elif kind < 25 and harness.requests:
             harness.abort(before or random.choice(sorted(harness.requests)))
-        elif kind < 28 and harness.plans:
+        elif kind < 31 and harness.plans:
             layers_row = len(harness.plans[-1].slots)
             harness.schedule(fail_rows=[layers_row, random.randrange(20)])
-        elif kind < 32 and harness.requests:
+        elif kind < 35 and harness.requests:
             name = random.choice(sorted(harness.requests))
             harness.scheduler.hold(name, is_held=random.random() < 0.5)
             harness.check()

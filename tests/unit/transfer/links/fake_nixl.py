@@ -7,6 +7,7 @@ memory can be read or written, and only of agents with metadata that was loaded.
 from __future__ import annotations
 
 import ctypes
+from itertools import count
 from typing import Any
 
 NIXL_READ = "read"
@@ -43,6 +44,7 @@ class nixlAgent:
         self.registered: list[tuple[int, int]] = []
         self.known: dict[str, nixlAgent] = {}
         self.requests: dict[int, list[Any]] = {}
+        self.numbers = count(1)  # of requests; one that was released is not given again
 
     def createBackend(self, backend: str, settings: dict[str, str]) -> int:
         if backend != "UCX":
@@ -81,7 +83,7 @@ class nixlAgent:
         other = self.known.get(name)
         if other is None or not (_covers(self, local) and _covers(other, remote)):
             raise nixlBackendError("NIXL_ERR_NOT_FOUND")
-        number = len(self.requests) + 1
+        number = next(self.numbers)
         self.requests[number] = [local, remote, self.num_pending]
         return number
 

@@ -112,3 +112,59 @@ def test_another_thread_ends_a_wait(ends: tuple[Channel, Channel]) -> None:
     assert failures == [LinkClosed]
     with pytest.raises(OSError, match=r"."):
         right.receive(Beat, within_s=GIVE_UP_S)
+
+
+def test_a_descriptor_that_was_closed_is_never_shut(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`stop` waits for a `close` under way: the descriptor may be another connection's next."""
+    left, _ = ends
+    order: list[str] = []
+    closing, goes_on = threading.Event(), threading.Event()
+    own = left._socket
+
+    class Watched:
+        def close(self) -> None:
+            closing.set()
+            goes_on.wait(GIVE_UP_S)
+            own.close()
+            order.append("closed")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(own, name)
+
+    left._socket = Watched()  # type: ignore[assignment]
+    monkeypatch.setattr(
+        socket.socket, "shutdown", lambda self, how: order.append("shut"), raising=True
+    )
+    closer = threading.Thread(target=left.close)
+    closer.start()
+    assert closing.wait(GIVE_UP_S)
+    stopper = threading.Thread(target=left.stop)
+    stopper.start()
+    stopper.join(0.05)
+    assert order == ["shut"]  # of close itself
+    goes_on.set()
+    closer.join()
+    stopper.join()
+    assert order == ["shut", "closed", "shut"]
+    left._socket = own
+
+
+@pytest.mark.parametrize(("host", "is_bounded"), [("127.0.0.1", True), ("192.0.2.7", False)])
+def test_only_connections_within_the_machine_have_small_buffers(
+    host: str, is_bounded: bool
+) -> None:
+    class Connected(socket.socket):
+        bounded = 0
+
+        def getpeername(self) -> tuple[str, int]:
+            return host, 1
+
+        def setsockopt(self, level: int, option: int, value: object) -> None:  # type: ignore[override]
+            self.bounded += option in (socket.SO_SNDBUF, socket.SO_RCVBUF)
+
+    connection = Connected(socket.AF_INET, socket.SOCK_STREAM)
+    channel = Channel(connection)
+    assert connection.bounded == 2 * is_bounded
+    channel.close()

@@ -14,6 +14,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.base.kv_transfer import Failure
 from quire.transfer.links import nixl
+from quire.transfer.links.block_client import FetchJob
 from quire.transfer.links.messages import Agent
 from quire.transfer.links.nixl import NixlAgent
 from tests.unit.transfer.links import fake_nixl
@@ -80,14 +81,24 @@ def test_several_transfers_read_at_once(pair: NixlPair) -> None:
     jobs = [pair.start() for _ in range(4)]
     pair.until(lambda: all(job.num_landed == 1 for job in jobs))
     pair.land(1, NUM_BLOCKS)
-    for _ in range(200):
-        pair.client.ended()
-        pair.woken.wait(0.01)
-        pair.woken.clear()
-        if all(job.num_landed == NUM_BLOCKS for job in jobs):
-            break
-    assert [job.failure for job in jobs] == [None] * 4
+    ended: list[FetchJob] = []
+
+    def have_ended() -> bool:
+        ended.extend(pair.client.ended())
+        return len(ended) == len(jobs)
+
+    pair.until(have_ended)
+    assert [(job.failure, job.num_landed) for job in jobs] == [(None, NUM_BLOCKS)] * 4
     assert np.array_equal(pair.got, pair.sent)
+
+
+def test_requests_of_the_fake_keep_their_numbers_when_others_end() -> None:
+    agent = fake_nixl.nixlAgent("numbers", fake_nixl.nixlAgentConfig())
+    nothing = fake_nixl.nixlXferDList("dram", [])
+    agent.known["numbers"] = agent
+    first, second = (agent.createXferReq("read", nothing, nothing, "numbers") for _ in range(2))
+    agent.releaseXferReq(first)
+    assert agent.createXferReq("read", nothing, nothing, "numbers") not in (first, second)
 
 
 def test_metadata_of_no_agent_ends_the_job(pair: NixlPair) -> None:

@@ -98,6 +98,37 @@ def test_a_mapping_is_kept_for_the_next_reader_and_not_for_long() -> None:
     assert segments.forget_unread() is None
 
 
+def test_a_reader_that_ends_unmaps_what_is_due_of_others() -> None:
+    now_s = [0.0]
+    segments = MappedSegments(lambda: now_s[0])
+    made = [OwnSegment(5_000), OwnSegment(5_000)]
+    first, second = (segments.open(own.message()) for own in made)
+    first.close()
+    now_s[0] = 2 * KEEP_S
+    second.close()  # no thread waits for a job, which would unmap the first
+    assert len(segments) == 1
+    for own in made:
+        own.close()
+
+
+def test_a_reader_closes_once_and_reads_nothing_after_that() -> None:
+    segments, own = MappedSegments(), OwnSegment(5_000)
+    first, second = segments.open(own.message()), segments.open(own.message())
+    for _ in range(2):
+        first.close()
+    assert len(second.view(0, 10)) == 10
+    with pytest.raises(OSError, match="closed"):
+        first.view(0, 10)
+    segments.close()
+    assert not len(segments)
+    with pytest.raises(OSError, match="beyond"):
+        second.view(0, 10)
+    second.close()
+    with pytest.raises(OSError, match="the engine ends"):
+        segments.open(own.message())
+    own.close()
+
+
 def test_mappings_without_a_reader_hold_no_descriptors() -> None:
     def num_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
