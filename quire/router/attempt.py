@@ -116,7 +116,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._exchange = exchange
             client.on_gone.add(exchange.fail)
             if self._cut_reason:
-                exchange.fail(ReplicaFault(self._cut_reason, is_suspect=True))
+                exchange.fail(self._cut_fault())
             if client.is_gone:
                 raise ClientGone("the client has closed its connection")
             try:
@@ -152,7 +152,11 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._exchange.close()
             self._exchange = None
 
+    def _cut_fault(self) -> ReplicaFault:
+        is_silence = self.replica.state == "stalled"
+        return ReplicaFault(self._cut_reason, is_suspect=True, is_silence=is_silence)
+
     def _cut(self, reason: str) -> None:
         self._cut_reason = reason
         if self._exchange is not None:
-            self._exchange.fail(ReplicaFault(reason, is_suspect=True))
+            self._exchange.fail(self._cut_fault())

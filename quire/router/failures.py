@@ -6,8 +6,9 @@ failed at one place no third one is tried, and tokens beyond that place clear th
 replica has passed it. A replica that is killed takes many requests along; for one of them that is
 weak evidence (Replica.is_shared), and such a request goes on at one of the two once that was
 checked again. So does a stream that has output, which its client cannot send again. Both end after
-four failures at one place; a request without output ends after two that are evidence. Refusals, and
-connections that were never made, do not count. Knows no HTTP.
+four failures at one place; a request without output ends after two that are evidence. Where a
+replica was given up for its silence, with many requests open, it may only have been slow: that
+counts half. Refusals, and connections that were never made, do not count. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Failures:
         self.at: set[Replica] = set()
         self._suspected: set[Replica] = set()
         self._num_blamed = 0
+        self._in_a_row = 0.0
         self._num_delivered = 0
         self._num_all = 0
 
@@ -44,12 +46,14 @@ class Failures:
             self.at.clear()
             self._suspected.clear()
             self._num_blamed = 0
+            self._in_a_row = 0.0
         self._num_delivered = num_delivered
         self.at.add(replica)
         if fault.is_suspect:
             self.reasons.append(f"{replica.name}: {fault}")
             self._suspected.add(replica)
             self._num_blamed += not fault.is_shared
+            self._in_a_row += 0.5 if fault.is_silence and fault.is_shared else 1.0
             self._num_all += 1
 
     @property
@@ -57,7 +61,7 @@ class Failures:
         """Whether the request is tried no more."""
         if not self._num_delivered and self._num_blamed >= MAX_BLAMED:
             return True
-        return len(self.reasons) >= MAX_IN_A_ROW or self._num_all >= MAX_OF_ALL
+        return self._in_a_row >= MAX_IN_A_ROW or self._num_all >= MAX_OF_ALL
 
     @property
     def are_at_two(self) -> bool:

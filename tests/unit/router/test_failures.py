@@ -32,6 +32,22 @@ def test_two_failures_without_output_are_final_and_refused_connections_do_not_co
     assert failures.summary.startswith("replicas failed with it 2 times")
 
 
+def test_silence_of_a_replica_with_many_requests_counts_half() -> None:
+    slow = ReplicaFault("no progress", is_suspect=True, is_silence=True)
+    alone = ReplicaFault("no progress", is_suspect=True, is_silence=True)
+    slow.is_shared = True
+    failures, (first, second) = Failures(), replicas(2)
+    for number in range(2 * MAX_IN_A_ROW):
+        assert not failures.are_final
+        failures.note((first, second)[number % 2], slow, 5)
+    assert failures.are_final
+    failures = Failures()
+    for number in range(MAX_IN_A_ROW):
+        assert not failures.are_final
+        failures.note((first, second)[number % 2], alone, 5)
+    assert failures.are_final
+
+
 def test_a_stream_without_progress_ends_after_four_failures_of_two_replicas() -> None:
     failures, (first, second, third) = Failures(), replicas(3)
     for number in range(MAX_IN_A_ROW):
