@@ -92,6 +92,12 @@ def case_for_ranks(number: int, num_models: int) -> Case:
     return replace(case, settings=without_refused(settings, "tensor_parallel_size"))
 
 
+def without_tier(case: Case) -> Case:
+    """Return a case without a tier: it holds whole blocks, which rank 0 has only of native ranks
+    that share its memory."""
+    return replace(case, settings=replace(case.settings, tier_blocks=0))
+
+
 def without_refused(settings: Settings, asked: RankSetting) -> Settings:
     """Return settings with a proposer that goes with such ranks."""
     refused = [name for name in PROPOSERS if refusal_beside(name, [asked])]
