@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.api.anthropic.models import AnthropicModelsRoutes
+from quire.api.anthropic.models import MAX_LISTED, NUM_LISTED, AnthropicModelsRoutes
+from quire.api.anthropic.paging import limit_of
 from quire.api.http.dialect import Headers
 from quire.api.openai.dialect import OpenAIDialect
 from quire.api.openai.models import ModelsRoutes
@@ -41,8 +42,10 @@ def model_routes(server_state: ServerState) -> list[Route]:
     openai, anthropic = ModelsRoutes(server_state), AnthropicModelsRoutes(server_state)
 
     async def listed(request: Request) -> Response:
-        routes = anthropic if _VERSION in request.headers else openai
-        return await routes.list(request)
+        if _VERSION in request.headers:
+            return await anthropic.list(request)
+        limit_of(request, num_listed=NUM_LISTED, max_listed=MAX_LISTED)  # of the one page
+        return await openai.list(request)
 
     async def one(request: Request) -> Response:
         routes = anthropic if _VERSION in request.headers else openai

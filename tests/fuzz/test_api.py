@@ -197,7 +197,8 @@ def test_enough_requests_were_answered(live: Live) -> None:
 def fewer(body: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the body with some of its optional fields, chosen by its content."""
     operation = next(op for name, op in OPERATIONS.items() if name.endswith(f" {path}"))
-    optional = [field for field in body if field not in operation.needed]
+    kept_always = operation.needed | {"input"}  # a response without a conversation needs it
+    optional = [field for field in body if field not in kept_always]
     salt = json.dumps(body, sort_keys=True)
 
     def place(field: str) -> str:
@@ -205,7 +206,7 @@ def fewer(body: dict[str, Any], path: str) -> dict[str, Any]:
 
     num_kept = int(place(""), 16) % (MAX_OPTIONAL + 1)
     kept = set(sorted(optional, key=place)[:num_kept])
-    return {field: body[field] for field in body if field in operation.needed or field in kept}
+    return {field: body[field] for field in body if field in kept_always or field in kept}
 
 
 def check_events(text: str, path: str, media: str) -> None:

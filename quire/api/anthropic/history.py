@@ -84,7 +84,7 @@ def check_cache_control(path: str, value: Any) -> None:
     if (
         not isinstance(value, dict)
         or value.get("type") != "ephemeral"
-        or (value.get("ttl") or "5m") not in _TTLS
+        or value.get("ttl") not in (None, *_TTLS)
         or value.keys() - {"type", "ttl"}
     ):
         raise InvalidParameter(

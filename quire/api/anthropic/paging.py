@@ -5,7 +5,6 @@ Knows nothing of what is listed. Always holds: other parameters are refused, exc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -41,11 +40,13 @@ def page_query(request: Request, *, num_listed: int, max_listed: int) -> PageQue
         raise InvalidParameter(
             "before_id and after_id are both given; give one of them", param="before_id"
         )
-    return PageQuery(limit=_limit(query, num_listed, max_listed), before=before, after=after)
+    limit = limit_of(request, num_listed=num_listed, max_listed=max_listed)
+    return PageQuery(limit=limit, before=before, after=after)
 
 
-def _limit(query: Mapping[str, str], num_listed: int, max_listed: int) -> int:
-    text = query.get("limit", str(num_listed))
+def limit_of(request: Request, *, num_listed: int, max_listed: int) -> int:
+    """Return how many entries a page has. Raises InvalidParameter."""
+    text = request.query_params.get("limit", str(num_listed))
     is_number = text.isascii() and text.isdigit() and len(text) <= len(str(max_listed))
     if not is_number or not 1 <= int(text) <= max_listed:
         raise InvalidParameter(

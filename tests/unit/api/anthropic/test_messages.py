@@ -491,6 +491,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a block without text": (blocks({"type": "text"}), "messages[0].content[0].text is missing"),
     "a key of a block": (blocks({"type": "text", "text": "a", "bold": 1}), '"bold"'),
+    "a ttl that is no text": (
+        {"cache_control": {"type": "ephemeral", "ttl": {}}},
+        "cache_control is",
+    ),
     "a cache_control of another type": (
         blocks({"type": "text", "text": "a", "cache_control": {"type": "forever"}}),
         "messages[0].content[0].cache_control is",

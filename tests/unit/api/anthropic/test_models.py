@@ -90,3 +90,8 @@ def test_the_key_is_read_from_either_header(name: str) -> None:
         refused = get(PATH, headers={**headers, name: f"{value}x"}, api_key=("k",))
         assert (refused.status, refused.json["error"]["code"]) == (401, "invalid_api_key")
     assert get(PATH, headers={}, api_key=("k",)).status == 401
+
+
+def test_a_limit_is_checked_in_openai_s_form_too() -> None:
+    assert get(f"{PATH}?limit=1001", headers={}).status == 400
+    assert get(f"{PATH}?limit=1", headers={}).status == 200
