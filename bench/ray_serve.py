@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import quire_state
-from bench.frontend.servers import REPOSITORY
+from bench.frontend.servers import REPOSITORY, cpu_s_of
 from quire.bench.machine import machine_card
 
 PROMPT = "Once upon a time"
@@ -91,15 +91,6 @@ def processes(sign: str) -> list[int]:
     return found
 
 
-def cpu_s(pid: int) -> float:
-    """Return the processor time of a process so far; 0 where it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def measured(args: argparse.Namespace, port: int) -> dict[str, Any]:
     """Return times of both ways, in pairs."""
     began_s = time.monotonic()
@@ -124,13 +115,13 @@ def measured(args: argparse.Namespace, port: int) -> dict[str, Any]:
     texts = set[str]()
     for pair in range(args.pairs):
         for name in list(ports)[:: 1 if pair % 2 else -1]:
-            before = {part: sum(map(cpu_s, pids)) for part, pids in between.items()}
+            before = {part: sum(map(cpu_s_of, pids)) for part, pids in between.items()}
             taken_ms, found = streams(ports[name], args.streams, args.tokens)
             ms[name].append(taken_ms)
             texts |= found
             if name == "serve":
                 for part, pids in between.items():
-                    cpu[part] += sum(map(cpu_s, pids)) - before[part]
+                    cpu[part] += sum(map(cpu_s_of, pids)) - before[part]
     if len(texts) != 1:
         raise SystemExit(f"{len(texts)} different texts for one request")
     total = args.pairs * args.streams * args.tokens

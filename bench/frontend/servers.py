@@ -118,12 +118,13 @@ def cpu_s(pid: int) -> dict[int, float]:
     while waiting:
         number = waiting.pop(0)
         with suppress(OSError):  # the process has ended
-            found[number] = _cpu_s(number)
+            found[number] = cpu_s_of(number)
             for task in Path(f"/proc/{number}/task").iterdir():
                 waiting += map(int, (task / "children").read_text().split())
     return found
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
+    """Return the processor time of one process so far. Raises OSError where it has ended."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICK_HZ

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from bench.compare import quire_state
-from bench.frontend.servers import REPOSITORY, Child
+from bench.frontend.servers import REPOSITORY, Child, cpu_s_of
 from bench.router.cascade import cascade
 from bench.router.clients import first_token_s
 from bench.router.decision import decision
@@ -48,12 +47,6 @@ async def load(port: int, *, streams: int, rounds: int, num_tokens: int) -> list
     return [
         one for times in await asyncio.gather(*(client() for _ in range(streams))) for one in times
     ]
-
-
-def cpu_s(pid: int) -> float:
-    """Return the processor time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Fleet:
@@ -89,9 +82,9 @@ def cost(rounds: int) -> dict[str, Any]:
         asyncio.run(load(port, streams=8, rounds=2, num_tokens=20))  # warm
         samples = []
         for num_tokens in (1, 257):
-            start_s = cpu_s(pid)
+            start_s = cpu_s_of(pid)
             asyncio.run(load(port, streams=8, rounds=rounds, num_tokens=num_tokens))
-            samples.append((cpu_s(pid) - start_s) / (8 * rounds) * 1e6)
+            samples.append((cpu_s_of(pid) - start_s) / (8 * rounds) * 1e6)
         return {
             "streams": 8 * rounds,
             "us_per_request": samples[0],

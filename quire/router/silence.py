@@ -26,7 +26,7 @@ class SilenceLimit:
         self.factor = 1.0
         self._log = log
         self._changed_s = 0.0
-        self._given_up_s: dict[Replica, float] = {}  # by replica
+        self._given_up_s: dict[Replica, float] = {}
 
     def given_up(self, replica: Replica, now_s: float) -> None:
         """Note that a replica counts as stopped."""
@@ -34,8 +34,9 @@ class SilenceLimit:
 
     def works(self, replica: Replica, now_s: float) -> None:
         """Note that a replica answers and computes."""
-        away_s = now_s - self._given_up_s.pop(replica, -BACK_WITHIN_S)
-        if away_s < BACK_WITHIN_S and self.factor < MAX_FACTOR:
+        given_up_s = self._given_up_s.pop(replica, None)
+        was_slow = given_up_s is not None and now_s - given_up_s < BACK_WITHIN_S
+        if was_slow and self.factor < MAX_FACTOR:
             self.factor *= 2.0
             self._changed_s = now_s
             self._log.warning(

@@ -77,3 +77,18 @@ def compare_with_one_process(
         for model in models:
             model.close()
     return lines, reached
+
+
+def any_differs(model: DividedModel, cases: Iterable[Case], **options: Any) -> bool:
+    """Return whether an answer differs in one of the cases, the first that shows it being the last
+    that is run; close the model. options: of run_case."""
+    alone = AloneRuns()
+    try:
+        for case in cases:
+            for request in case.requests:
+                alone.of(model.whole, request)
+            if differences(model.whole, run_case(model, case, alone=alone, **options), alone):
+                return True
+    finally:
+        model.close()
+    return False

@@ -31,7 +31,7 @@ from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.shared_pools import PoolShare
 from tests.conftest import SHOWN
-from tests.exact.divided_models import DividedModel, compare_with_one_process
+from tests.exact.divided_models import DividedModel, any_differs, compare_with_one_process
 from tests.exact.rig import AloneRuns, Model, differences, run_case
 from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
@@ -280,47 +280,19 @@ class OneShareForAll(RankedExecutorClass):
 
 
 def test_a_fault_in_the_blocks_of_a_tier_is_detected(wholes: list[Model]) -> None:
-    alone = AloneRuns()
-    model = DividedModel(wholes[0], OneShareForAll(degree=2, binds=False, shares_blocks=True))
-    try:
-        for number in range(0, 60 * len(wholes), len(wholes)):
-            case = case_for_ranks(number, len(wholes))
-            if not case.settings.tier_blocks:
-                continue
-            for request in case.requests:
-                alone.of(model.whole, request)
-            if differences(model.whole, run_case(model, case, alone=alone), alone):
-                return
-    finally:
-        model.close()
-    pytest.fail("no case showed the fault")
+    cases = (case_for_ranks(number * len(wholes), len(wholes)) for number in range(60))
+    with_tiers = (case for case in cases if case.settings.tier_blocks)
+    executor_class = OneShareForAll(degree=2, binds=False, shares_blocks=True)
+    assert any_differs(DividedModel(wholes[0], executor_class), with_tiers)
 
 
 def test_experts_of_other_weights_are_detected(mixtures: list[Model]) -> None:
-    alone = AloneRuns()
-    model = DividedModel(
-        mixtures[0], OtherExperts(degree=2, experts=ExpertPlan(), binds=False, shares_blocks=True)
-    )
-    try:
-        case = case_for_ranks(0, 1)
-        for request in case.requests:
-            alone.of(model.whole, request)
-        assert differences(model.whole, run_case(model, case, alone=alone), alone)
-    finally:
-        model.close()
+    executor_class = OtherExperts(degree=2, experts=ExpertPlan(), binds=False, shares_blocks=True)
+    assert any_differs(DividedModel(mixtures[0], executor_class), [case_for_ranks(0, 1)])
 
 
 @pytest.mark.parametrize("fault", [InAnotherOrder, Stale])
 def test_a_fault_in_an_exchange_is_detected(wholes: list[Model], fault: type[_Faulty]) -> None:
-    alone = AloneRuns()
-    model = DividedModel(wholes[0], fault(degree=2, binds=False, shares_blocks=True))
-    try:
-        for number in range(0, 6 * len(wholes), len(wholes)):
-            case = case_for_ranks(number, len(wholes))
-            for request in case.requests:
-                alone.of(model.whole, request)
-            if differences(model.whole, run_case(model, case, alone=alone), alone):
-                return
-    finally:
-        model.close()
-    pytest.fail("no case showed the fault")
+    cases = (case_for_ranks(number * len(wholes), len(wholes)) for number in range(6))
+    executor_class = fault(degree=2, binds=False, shares_blocks=True)
+    assert any_differs(DividedModel(wholes[0], executor_class), cases)

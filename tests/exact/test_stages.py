@@ -25,8 +25,8 @@ from quire.ranks.stage_executor import PipelineExecutor
 from quire.runner.handle import Handle
 from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
-from tests.exact.divided_models import DividedModel, compare_with_one_process
-from tests.exact.rig import AloneRuns, Model, differences, run_case
+from tests.exact.divided_models import DividedModel, any_differs, compare_with_one_process
+from tests.exact.rig import Model
 from tests.exact.test_ranks import drafted_cases, without_refused
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
@@ -171,18 +171,8 @@ class OutOfOrder(PipelinedRunner):
 
 @pytest.mark.parametrize("fault", ["sum", "copies"])
 def test_a_fault_is_detected(wholes: list[Model], fault: str) -> None:
-    alone = AloneRuns()
     made = WithoutTheSum if fault == "sum" else PipelineExecutorClass
     runner = PipelinedRunner if fault == "sum" else OutOfOrder
     model = DividedModel(wholes[0], made(stages=2, degree=1, binds=False, shares_blocks=True))
-    try:
-        for number in range(0, 40 * len(wholes), len(wholes)):
-            case = case_for_stages(number, len(wholes), 2)
-            for request in case.requests:
-                alone.of(model.whole, request)
-            outcome = run_case(model, case, alone=alone, runner_type=runner)
-            if differences(model.whole, outcome, alone):
-                return
-    finally:
-        model.close()
-    pytest.fail("no case showed the fault")
+    cases = (case_for_stages(number * len(wholes), len(wholes), 2) for number in range(40))
+    assert any_differs(model, cases, runner_type=runner)

@@ -101,10 +101,10 @@ def test_fields_without_effect_are_accepted(name: str, value: Any) -> None:
 def test_an_answer_repeats_the_labels_that_were_sent() -> None:
     chat: dict[str, Any] = {"messages": MESSAGES, "n": 2, "seed": 1}
     labels = {"metadata": {"a": "b"}, "service_tier": "auto"}
-    plain, told = (post("/v1/chat/completions", chat | more).json for more in ({}, labels))
+    plain, found = (post("/v1/chat/completions", chat | more).json for more in ({}, labels))
     assert "metadata" not in plain
     assert "service_tier" not in plain
-    assert (told["metadata"], told["service_tier"]) == ({"a": "b"}, "default")
+    assert (found["metadata"], found["service_tier"]) == ({"a": "b"}, "default")
     events = post("/v1/chat/completions", {**chat, **labels, "stream": True}).events[:-1]
     assert {event["service_tier"] for event in events} == {"default"}
     assert not [event for event in events if "metadata" in event]
@@ -156,11 +156,11 @@ def test_a_refusal_is_the_echo_of_a_last_message() -> None:
     assert reply.json["choices"][0]["message"]["content"] == "No.Hello"
     assert b"assistant:No.;" in bytes(engine.asked[0].prompt_ids)
     parts = [{"type": "refusal", "refusal": "No."}]
-    told = post(
+    found = post(
         "/v1/chat/completions",
         {"messages": [*MESSAGES, {"role": "assistant", "content": parts}], "echo": True},
     )
-    assert told.json["choices"][0]["message"]["content"] == "No.Hello"
+    assert found.json["choices"][0]["message"]["content"] == "No.Hello"
 
 
 def test_a_prompt_of_null_is_an_empty_one() -> None:
@@ -240,11 +240,11 @@ def test_timings_are_in_usage_on_request() -> None:
         ("/v1/chat/completions", {"messages": MESSAGES}),
     ):
         assert "timings" not in post(path, body).json["usage"]
-        told = post(path, {**body, "return_timings": True}).json["usage"]["timings"]
-        assert told == {"queue_ms": 1.0, "first_token_ms": 2.0, "total_ms": 10.0}
+        found = post(path, {**body, "return_timings": True}).json["usage"]["timings"]
+        assert found == {"queue_ms": 1.0, "first_token_ms": 2.0, "total_ms": 10.0}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         events = post(path, {**body, **stream, "return_timings": True}).events
-        assert events[-2]["usage"]["timings"] == told
+        assert events[-2]["usage"]["timings"] == found
         assert post(path, {**body, "return_timings": 1}).status == 400
 
 
@@ -284,9 +284,9 @@ def test_timings_in_llama_cpps_form_are_beside_usage(path: str, body: dict[str, 
 def test_a_rate_over_no_time_is_zero() -> None:
     engine = FakeEngine("a")
     reply = post("/v1/completions", {"prompt": "abc", "timings": True}, engine)
-    told = reply.json["timings"]
-    assert told["predicted_n"] == 1
-    assert all(isinstance(value, int | float) for value in told.values())
+    found = reply.json["timings"]
+    assert found["predicted_n"] == 1
+    assert all(isinstance(value, int | float) for value in found.values())
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -306,11 +306,11 @@ def test_continuous_usage_is_in_every_chunk(
         streamed = {**body, "seed": 1, "stream": True, "stream_options": options}
         return post(path, streamed, FakeEngine("a", "b", "c", "d")).events
 
-    told = events(continuous_usage_stats=True, include_usage=include_usage)
+    found = events(continuous_usage_stats=True, include_usage=include_usage)
     plain = events(include_usage=include_usage)
-    assert len(told) == len(plain)
-    counts = [event["usage"]["completion_tokens"] for event in told[:-1]]
+    assert len(found) == len(plain)
+    counts = [event["usage"]["completion_tokens"] for event in found[:-1]]
     assert counts == sorted(counts)
     assert len(set(counts)) > 3
     whole = post(path, {**body, "seed": 1}, FakeEngine("a", "b", "c", "d")).json["usage"]
-    assert told[-2]["usage"] == whole
+    assert found[-2]["usage"] == whole

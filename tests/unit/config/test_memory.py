@@ -82,18 +82,18 @@ def test_the_context_is_reduced_to_what_fits_with_a_notice() -> None:
 def test_a_requested_length_is_kept_or_rejected_with_numbers() -> None:
     with pytest.raises(
         CapacityError, match=r"--max-model-len 4096 tokens needs 256\.0 MiB"
-    ) as told:
+    ) as raised:
         plan_memory(replace(NEEDS, max_model_len=4096), _left_for_cache(100 * MIB))
-    assert "lower --max-model-len to 960" in str(told.value)
+    assert "lower --max-model-len to 960" in str(raised.value)
     plan = plan_memory(replace(NEEDS, max_model_len=960), _left_for_cache(100 * MIB))
     assert plan.max_model_len == 960
 
 
 def test_a_model_that_does_not_fit_is_rejected_with_required_and_available_memory() -> None:
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         plan_memory(NEEDS, _memory(300 * MIB))
     for part in ("367.0 MiB are needed", "100.0 MiB weights", "300.0 MiB are available", "lower"):
-        assert part in str(told.value)
+        assert part in str(raised.value)
 
 
 def test_what_a_proposer_takes_has_lines_by_its_name() -> None:
@@ -112,9 +112,9 @@ def test_what_a_proposer_takes_has_lines_by_its_name() -> None:
         plan_memory(asked, _memory(300 * MIB))
     on_device = replace(NEEDS, draft=draft.on_device())
     assert plan_memory(on_device, _left_for_cache(1000 * MIB)).lines == plain.lines
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         plan_memory(on_device, _memory(300 * MIB))
-    assert "lookup" not in str(told.value)
+    assert "lookup" not in str(raised.value)
 
 
 def test_requested_cache_memory_is_taken_or_rejected() -> None:

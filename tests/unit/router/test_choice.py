@@ -11,36 +11,11 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
-from quire.base.server_url import server_url
 from quire.router.breaker import CircuitBreaker, RetryBudget
 from quire.router.discovery import WatchedFile
 from quire.router.event_blocks import EventBlocks
-from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 from quire.router.settings import RouterSettings
-from quire.routing.policy import RouteKey
-from quire.routing.prefix_history import block_names
-
-
-def _replicas(count: int) -> list[Replica]:
-    return [Replica(server_url(f"http://127.0.0.1:{9000 + at}"), at) for at in range(count)]
-
-
-def _load(replica: Replica, tokens: int) -> Load:
-    load = Load(
-        tokens=tokens,
-        cut=lambda reason: None,
-        began_s=0.0,
-        last_s=lambda: 0.0,
-        is_paused=lambda: False,
-    )
-    replica.begin(load)
-    return load
-
-
-def _key(prompt: str, session: str = "") -> RouteKey:
-    return RouteKey(blocks=block_names("box", prompt.encode()), session=session, tokens=10)
-
 
 # ---- discovery
 

@@ -9,65 +9,44 @@ from random import Random
 import pytest
 
 from quire.base.errors import SettingError
-from quire.base.server_url import server_url
 from quire.router.policies import MAKERS, make_routing_policy
-from quire.router.replica import Load, Replica
 from quire.router.settings import ROUTING_POLICIES, RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey
 from quire.routing.power_of_two import PowerOfTwo
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
 from tests.repository.source_files import ROOT
-
-
-def _replicas(count: int) -> list[Replica]:
-    return [Replica(server_url(f"http://127.0.0.1:{9000 + at}"), at) for at in range(count)]
-
-
-def _load(replica: Replica, tokens: int) -> Load:
-    load = Load(
-        tokens=tokens,
-        cut=lambda reason: None,
-        began_s=0.0,
-        last_s=lambda: 0.0,
-        is_paused=lambda: False,
-    )
-    replica.begin(load)
-    return load
-
-
-def _key(prompt: str, session: str = "") -> RouteKey:
-    return RouteKey(blocks=block_names("box", prompt.encode()), session=session, tokens=10)
+from tests.unit.router.made_replicas import key_of, made_replicas, open_load
 
 
 @pytest.mark.parametrize("name", ROUTING_POLICIES)
-def test_each_policy_chooses_an_offered_replica_and_spreads_equal_load(name: str) -> None:
+def test_each_policy_chooses_an_offered_replica_and_spreads_equalopen_load(name: str) -> None:
     policy, replicas, drawn = (
         make_routing_policy(RouterSettings(policy=name)),
-        _replicas(5),
+        made_replicas(5),
         Random(3),
     )
     used: Counter[int] = Counter()
     for at in range(400):
         offered = drawn.sample(replicas, drawn.randint(1, 5))
-        key = _key(f"{at} " * 300, session=f"s{at}")
+        key = key_of(f"{at} " * 300, session=f"s{at}")
         chosen = policy.choose(offered, key)
         assert chosen in offered
         policy.sent(chosen, key)
-        _load(chosen, 10)
+        open_load(chosen, 10)
         used[chosen.number] += 1
     assert min(used.values()) > 40, used
 
 
 def test_round_robin_takes_turns() -> None:
-    policy, replicas = make_routing_policy(RouterSettings(policy="round-robin")), _replicas(3)
+    policy, replicas = make_routing_policy(RouterSettings(policy="round-robin")), made_replicas(3)
     chosen = [policy.choose(replicas, RouteKey()).number for _ in range(6)]
     assert chosen == [0, 1, 2, 0, 1, 2]
 
 
 def test_least_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
-    replicas = _replicas(3)
-    _load(replicas[0], 1000)
+    replicas = made_replicas(3)
+    open_load(replicas[0], 1000)
     policy = make_routing_policy(RouterSettings(policy="least-tokens"))
     assert {policy.choose(replicas, RouteKey()).number for _ in range(6)} == {1, 2}
     two = PowerOfTwo(seed=1)
@@ -75,7 +54,8 @@ def test_least_tokens_and_power_of_two_avoid_the_loaded_one() -> None:
 
 
 def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
-    policy, replicas = make_routing_policy(RouterSettings(policy="session-affinity")), _replicas(4)
+    policy = make_routing_policy(RouterSettings(policy="session-affinity"))
+    replicas = made_replicas(4)
     keys = [RouteKey(session=f"user {at}") for at in range(200)]
     before = [policy.choose(replicas, key).number for key in keys]
     assert before == [policy.choose(replicas, key).number for key in keys]
@@ -86,14 +66,14 @@ def test_a_session_stays_and_only_those_of_a_lost_replica_move() -> None:
 
 def test_a_warm_replica_is_kept_until_its_backlog_is_too_long() -> None:
     policy = make_routing_policy(RouterSettings(backlog_tokens=500))
-    replicas = _replicas(3)
-    key = _key("a long system prompt " * 100)
+    replicas = made_replicas(3)
+    key = key_of("a long system prompt " * 100)
     first = policy.choose(replicas, key)
     policy.sent(first, key)
-    longer = _key("a long system prompt " * 100 + "and a question " * 40)
-    load = _load(first, 500)
+    longer = key_of("a long system prompt " * 100 + "and a question " * 40)
+    load = open_load(first, 500)
     assert policy.choose(replicas, longer) is first
-    other = _load(first, 1)
+    other = open_load(first, 1)
     assert policy.choose(replicas, longer) is not first
     first.end(other)
     assert policy.choose(replicas, longer) is first

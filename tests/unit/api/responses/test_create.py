@@ -275,9 +275,9 @@ def test_a_response_repeats_what_was_sent() -> None:
     nothing = dict.fromkeys((*labels, "prompt_cache_options", "prompt", "moderation"))
     plain = ask(ASKED).json
     assert {name: plain[name] for name in nothing} == nothing
-    told = ask({**ASKED, **labels, "prompt_cache_options": {"mode": "explicit"}}).json
+    found = ask({**ASKED, **labels, "prompt_cache_options": {"mode": "explicit"}}).json
     options = {"mode": "explicit", "ttl": "30m"}
-    assert {name: told[name] for name in nothing} == {
+    assert {name: found[name] for name in nothing} == {
         **nothing,
         **labels,
         "prompt_cache_options": options,
