@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -151,14 +151,18 @@ def test_steps_are_captured_on_a_gpu_unless_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(executor_class, "TorchExecutor", lambda *_, **named: given.append(named))
     monkeypatch.setattr(executor_class, "load", lambda *_, **__: None)
     monkeypatch.setattr(executor_class, "capture_of", lambda device: f"graphs of {device}")
     folder = write_tiny_llama(tmp_path)
     spec = open_model(folder)
     program = build_program(spec, dtype=DType.F32, max_positions=64)
     card = torch.device("cuda", 0)
-    for made in (TorchExecutorClass(card), TorchExecutorClass(card, captures=False)):
+
+    def executor(*_: object, **named: object) -> None:
+        given.append(named)
+
+    for captures in (True, False):
+        made = replace(TorchExecutorClass(card, captures=captures), executor=cast("Any", executor))
         made(
             program,
             open_checkpoint(folder),
