@@ -60,6 +60,8 @@ def fleet_rows(result: dict[str, Any]) -> list[str]:
         f"| {result['num_wrong']}; {result['router']['resumed_streams']:,} | 0 |",
         f"| longest silence of a stream in that: p99, maximum | {silences['p99']:.1f} s, "
         f"{silences['max']:.1f} s | |",
+        "| refused with 503 before a token in that, and sent again by the client "
+        f"| {result['done']['refused']:,} | |",
     ]
     for name, other in result.get("beside", {}).items():
         if "broken" in other:
