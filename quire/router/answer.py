@@ -127,12 +127,13 @@ class Answer:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
         race = Race(hedger, self._request, first, self._request.body())
         try:
-            if await race.is_late():
+            if await race.is_late(delay_s):
                 spare = self._spare(hedger, first.replica)
                 if spare is not None:
                     return await self._hedge(race, spare)
             await race.first_alone()
         finally:
+        delay_s = hedger.delay_s(first.replica, self._request, self._fleet.equals(first.replica))
             await race.close()
         return await self._take(first)
 
