@@ -42,6 +42,10 @@ class RouterMetrics:
         self.longer = counter(
             "quire_router_longer_model", "Prompts sent to a model of longer context", "model"
         )
+        self.summaries = counter("quire_router_summaries", "Prompts to be summarized", "outcome")
+        self.summary_tokens = counter(
+            "quire_router_summary_tokens", "Tokens that summaries of prompts took", "kind"
+        )
         self.cascade = counter(
             "quire_router_cascade_decisions", "Decisions of cascades", "cascade", "decision"
         )
