@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from quire.router.fleet import Fleet
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 
 
 class RouterMetrics:
