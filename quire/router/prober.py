@@ -50,10 +50,12 @@ class _Models(msgspec.Struct):
 
 
 class Prober:
-    """Probes all replicas of a fleet until it is cancelled."""
+    """Probes all replicas of a fleet until it is cancelled. can_do_without: requests need none of
+    them, so a silent one is given up even where no other works."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, can_do_without: bool = False) -> None:
         self._fleet = fleet
+        self._can_do_without = can_do_without
         self._settings = fleet.settings
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
@@ -163,7 +165,7 @@ class Prober:
         """Return whether another replica, which can continue its streams, has made progress in the
         last half of its silence. One without requests does so with each probe."""
         lately_s = max(quiet_s / 2, 1.5 * self._settings.probe_s)
-        return any(
+        return self._can_do_without or any(
             one.breaker.allows(now_s) and now_s - one.progress_s < lately_s
             for one in self._fleet.equals(replica)
         )

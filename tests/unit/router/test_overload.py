@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.router.prober import Prober
 from tests.unit.router.virtual_fleet import (
     SteppedServer,
     VirtualFleet,
@@ -160,6 +161,29 @@ def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_
             await fleet.close()
 
     run_virtual(story())
+
+
+@pytest.mark.parametrize("can_do_without", [False, True])
+def test_the_only_replica_is_given_up_late_unless_it_is_not_needed(can_do_without: bool) -> None:
+    async def story() -> float:
+        [server] = servers = servers_of(calm)[:1]
+        fleet = VirtualFleet(servers, **SETTINGS)
+        fleet.router.prober = Prober(fleet.router.fleet, can_do_without=can_do_without)
+        await fleet.router.start()
+        loop, [stream] = asyncio.get_running_loop(), fleet.open_streams(1, 60)
+        try:
+            await asyncio.sleep(4.0)
+            server.is_stopped, began_s = True, loop.time()
+            while fleet.is_up(server):
+                await asyncio.sleep(0.01)
+            server.is_stopped, took_s = False, loop.time() - began_s
+            assert (await stream)[2] == whole_answer(60)
+            return took_s
+        finally:
+            await fleet.close()
+
+    found_s = run_virtual(story())
+    assert found_s < 1.5 if can_do_without else 3.5 < found_s < 5.5
 
 
 def test_where_all_are_stopped_their_streams_wait_for_the_first_that_is_back() -> None:
