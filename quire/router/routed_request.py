@@ -27,6 +27,7 @@ _PATH_CHARS = "/:@!$&'()*+,;=~-._"
 _USUAL_TOKENS = 256
 # Shorter waits are not taken from a request's times, so that its body is passed on as it is.
 _MIN_WAITED_MS = 10
+_MAX_MS = 1e12
 _MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
 _encode = msgspec.json.Encoder().encode
 
@@ -226,7 +227,7 @@ def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
 
 
 def _is_time(given: Any) -> bool:
-    return type(given) in (int, float) and given > 0
+    return type(given) in (int, float) and 0 < given < _MAX_MS
 
 
 def _num_answers(form: ApiForm, fields: Mapping[str, Any]) -> int:

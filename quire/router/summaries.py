@@ -152,10 +152,10 @@ class PromptSummary:
         kept = self._order.keep_turns
         parts = _parts(request.fields.get("messages"), kept)
         if not parts.earlier:
-            stay = "turn stays" if kept == 1 else f"{kept} turns stay"
+            turns = "turn" if kept == 1 else f"{kept} turns"
             raise _too_long(
                 f"{why}; and there is nothing to summarize: system messages and the newest "
-                f"{stay} as they are. Send fewer or shorter ones"
+                f"{turns} stay as they are. Send fewer or shorter ones"
             )
         text = "\n\n".join(map(_line, parts.earlier))
         tokens = len(text.encode("utf-8", "surrogatepass")) // _BYTES_PER_TOKEN

@@ -11,6 +11,7 @@ from quire.router.tiers import Tiers
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, WHOLE, stream
 
+GIVEN = [-1, 0, True, "soon", 10**400]
 TIMES = {"deadline_ms": 30_000, "ttft_slo_ms": 20_000.5}
 
 
@@ -87,8 +88,8 @@ def test_what_is_no_time_is_the_replicas_to_refuse() -> None:
     replica = FakeReplica()
 
     async def story(router: Router) -> None:
-        for given in (-1, 0, True, "soon"):
+        for given in GIVEN:
             assert (await stream(router, deadline_ms=given))[2] == ANSWER
 
     run([replica], story)
-    assert [one["deadline_ms"] for one in replica.requests] == [-1, 0, True, "soon"]
+    assert [one["deadline_ms"] for one in replica.requests] == GIVEN
