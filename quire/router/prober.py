@@ -163,11 +163,17 @@ class Prober:
 
     def _others_work(self, replica: Replica, quiet_s: float, now_s: float) -> bool:
         """Return whether another replica, which can continue its streams, has made progress in the
-        last half of its silence. One without requests does so with each probe."""
+        last half of its silence. One without requests does so with each probe; one that is started
+        on demand may take the place of the only one."""
         lately_s = max(quiet_s / 2, 1.5 * self._settings.probe_s)
-        return self._can_do_without or any(
-            one.breaker.allows(now_s) and now_s - one.progress_s < lately_s
-            for one in self._fleet.equals(replica)
+        is_replaced = self._settings.wait_s > 0 and len(self._fleet.replicas) == 1
+        return (
+            self._can_do_without
+            or is_replaced
+            or any(
+                one.breaker.allows(now_s) and now_s - one.progress_s < lately_s
+                for one in self._fleet.equals(replica)
+            )
         )
 
     def _others_gap_s(self, replica: Replica) -> float:

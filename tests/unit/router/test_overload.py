@@ -163,11 +163,13 @@ def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_
     run_virtual(story())
 
 
-@pytest.mark.parametrize("can_do_without", [False, True])
-def test_the_only_replica_is_given_up_late_unless_it_is_not_needed(can_do_without: bool) -> None:
+@pytest.mark.parametrize(("can_do_without", "wait_s"), [(False, 0.0), (True, 0.0), (False, 60.0)])
+def test_the_only_replica_is_given_up_late_unless_it_is_not_needed(
+    can_do_without: bool, wait_s: float
+) -> None:
     async def story() -> float:
         [server] = servers = servers_of(calm)[:1]
-        fleet = VirtualFleet(servers, **SETTINGS)
+        fleet = VirtualFleet(servers, **SETTINGS, wait_s=wait_s)
         fleet.router.prober = Prober(fleet.router.fleet, can_do_without=can_do_without)
         await fleet.router.start()
         loop, [stream] = asyncio.get_running_loop(), fleet.open_streams(1, 60)
@@ -183,7 +185,8 @@ def test_the_only_replica_is_given_up_late_unless_it_is_not_needed(can_do_withou
             await fleet.close()
 
     found_s = run_virtual(story())
-    assert found_s < 1.5 if can_do_without else 3.5 < found_s < 5.5
+    is_soon = can_do_without or wait_s > 0
+    assert found_s < 1.5 if is_soon else 3.5 < found_s < 5.5
 
 
 def test_where_all_are_stopped_their_streams_wait_for_the_first_that_is_back() -> None:
