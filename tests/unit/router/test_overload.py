@@ -198,7 +198,7 @@ def test_where_all_are_stopped_their_streams_wait_for_the_first_that_is_back() -
             await asyncio.sleep(1.0)
             for server in fleet.servers:
                 server.is_stopped = True
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(12.0)
             for server in fleet.servers:
                 server.is_stopped = False
 
