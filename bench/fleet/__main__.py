@@ -108,7 +108,7 @@ def run(
         if beside == "smg":
             schedule = (seed, pause_s, seconds, max_faults)
             try:
-                with Smg(replicas) as smg:
+                with Smg(replicas.all) as smg:
                     other = {beside: _beside(smg, replicas, cases, streams, limit_s, schedule)}
             except SystemExit as error:  # the router's own result counts without it
                 other = {beside: {"failed": str(error)}}

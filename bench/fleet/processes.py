@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -247,7 +248,7 @@ class Router:
 class Smg(_Closing):
     """SMG before the same replicas, from an environment of its own (bench/peers/setup smg)."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Sequence[Replica], *, policy: str = "round_robin") -> None:
         if not is_installed("smg"):
             raise SystemExit("smg is not installed; run bench/peers/setup smg")
         self._replicas = replicas
@@ -257,8 +258,8 @@ class Smg(_Closing):
         self._process = subprocess.Popen(
             [
                 *(str(command), "launch", "--host", "127.0.0.1", "--port", str(self.port)),
-                *("--worker-urls", *(one.url for one in replicas.all)),
-                *("--policy", "round_robin", *_SMG_FLAGS),
+                *("--worker-urls", *(one.url for one in replicas)),
+                *("--policy", policy, *_SMG_FLAGS),
             ],
             stdout=self._log,
             stderr=self._log,
@@ -268,8 +269,9 @@ class Smg(_Closing):
         end_s = time.monotonic() + _READY_S
         while not self._is_ready():
             if time.monotonic() > end_s or self._process.poll() is not None:
+                log = self.log()
                 self.close()
-                raise SystemExit(f"smg did not start: {self.log()}")
+                raise SystemExit(f"smg did not start: {log}")
             time.sleep(0.2)
         return self
 
@@ -277,10 +279,11 @@ class Smg(_Closing):
         """End it."""
         self._process.kill()
         self._process.wait()
+        self._log.close()
 
     def states(self) -> dict[str, dict[str, Any]]:
         """See Front: by the replicas themselves, since it does not report theirs."""
-        return {one.url: one.state(1.0) for one in self._replicas.all}
+        return {one.url: one.state(1.0) for one in self._replicas}
 
     def log(self) -> str:
         """Return the end of its log."""

@@ -27,8 +27,10 @@ def router_rows(result: dict[str, Any]) -> list[str]:
     if hedging := result.get("hedging"):
         off, on = hedging["off"], hedging["on"]
         rows += [
-            f"| first token with one slow replica of {hedging['replicas']}, p99 without and with "
-            f"hedging; extra prompts | {off['p99_ms']:.0f} ms, {on['p99_ms']:.0f} ms; "
+            f"| first token with one slow replica of {hedging['replicas']} "
+            f"({100 * hedging['slow_share']:.0f} % of its requests), p95 and p99 without hedging; "
+            f"with it; extra prompts | {off['p95_ms']:.0f} ms, {off['p99_ms']:.0f} ms; "
+            f"{on['p95_ms']:.0f} ms, {on['p99_ms']:.0f} ms; "
             f"{100 * on['extra_prompt_share']:.1f} % | 3 % |"
         ]
     if prefixes := result.get("prefixes"):

@@ -7,7 +7,9 @@
     python -m bench.router --part cascade    tokens saved at an equal score, with two real models
 
 Replicas are scripted processes that compute nothing, so that the router is what is measured.
-Streams are checked: a number of a wrong answer is not written. Dynamo's selection is compared where
+Streams are checked: a number of a wrong answer is not written. `cost` and `hedging` each begin no
+further stream after `--seconds`, so that they end on a slow machine too; the number of streams says
+how much was measured. Dynamo's selection is compared where
 `ai-dynamo-runtime` is installed. Writes bench/results/router.json, and keeps
 the parts there that it does not measure, if they are of the same machine.
 """
@@ -19,10 +21,11 @@ import asyncio
 import json
 import re
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from bench.compare import quire_state
@@ -36,13 +39,25 @@ from quire.bench.machine import machine_card
 
 PARTS = ("cost", "hedging", "decision", "prefixes", "cascade")
 REPLICA = "bench.router.scripted_replica"
+LONG_TOKENS = 256
+# Of the requests of the slow replica; 2.5 % of all.
+SLOW_SHARE = 0.1
 
 
-async def load(port: int, *, streams: int, rounds: int, num_tokens: int) -> list[float]:
-    """Return the times to the first token of `streams` clients with `rounds` requests each."""
+async def load(
+    port: int, *, streams: int, rounds: int, num_tokens: int, seconds: float
+) -> list[float]:
+    """Return the times to the first token of `streams` clients with `rounds` requests each.
+
+    After `seconds` none begins another one; each has at least one.
+    """
+    end_s = time.monotonic() + seconds
 
     async def client() -> list[float]:
-        return [await first_token_s(port, num_tokens) for _ in range(rounds)]
+        times = [await first_token_s(port, num_tokens)]
+        while len(times) < rounds and time.monotonic() < end_s:
+            times.append(await first_token_s(port, num_tokens))
+        return times
 
     return [
         one for times in await asyncio.gather(*(client() for _ in range(streams))) for one in times
@@ -74,46 +89,71 @@ class Fleet:
         return sum(map(float, found))
 
 
-def cost(rounds: int) -> dict[str, Any]:
+def cost(rounds: int, seconds: float) -> dict[str, Any]:
     """Return microseconds of processor time per token and per request."""
     with ExitStack() as stack:
         fleet = Fleet(stack, [("--first-ms", "0", "--token-ms", "1")] * 2, "")
         pid, port = fleet.router.pid, fleet.router.port
-        asyncio.run(load(port, streams=8, rounds=2, num_tokens=20))  # warm
-        samples = []
-        for num_tokens in (1, 257):
+        asyncio.run(load(port, streams=8, rounds=2, num_tokens=20, seconds=seconds))  # warm
+
+        def cpu_us(num_tokens: int, rounds: int) -> tuple[float, int]:
             start_s = cpu_s_of(pid)
-            asyncio.run(load(port, streams=8, rounds=rounds, num_tokens=num_tokens))
-            samples.append((cpu_s_of(pid) - start_s) / (8 * rounds) * 1e6)
+            times = asyncio.run(
+                load(port, streams=8, rounds=rounds, num_tokens=num_tokens, seconds=seconds / 2)
+            )
+            return (cpu_s_of(pid) - start_s) * 1e6 / len(times), len(times)
+
+        # Tokens come in their own time, so a long stream takes as long as many short ones.
+        request_us, num_requests = cpu_us(1, rounds)
+        stream_us, num_streams = cpu_us(1 + LONG_TOKENS, max(rounds // 10, 1))
         return {
-            "streams": 8 * rounds,
-            "us_per_request": samples[0],
-            "us_per_token": (samples[1] - samples[0]) / 256,
+            "requests": num_requests,
+            "streams": num_streams,
+            "tokens_of_a_stream": 1 + LONG_TOKENS,
+            "us_per_request": request_us,
+            "us_per_token": (stream_us - request_us) / LONG_TOKENS,
         }
 
 
-def hedging(rounds: int) -> dict[str, Any]:
-    """Return first tokens with and without hedging, and its extra work."""
+def hedging(rounds: int, seconds: float) -> dict[str, Any]:
+    """Return first tokens with and without hedging, what it saves, and its extra work."""
     usual = ("--first-ms", "20", "--token-ms", "1")
-    slow = (*usual, "--slow-ms", "400", "--slow-share", "0.04")
-    result: dict[str, Any] = {"replicas": 4, "slow_replicas": 1, "slow_share": 0.04}
+    slow = (*usual, "--slow-ms", "400", "--slow-share", str(SLOW_SHARE))
+    result: dict[str, Any] = {"replicas": 4, "slow_replicas": 1, "slow_share": SLOW_SHARE}
     for name, file in (("off", ""), ("on", "[hedging]\n")):
         with ExitStack() as stack:
             fleet = Fleet(stack, [usual, usual, usual, slow], f'policy = "round-robin"\n{file}')
             port = fleet.router.port
-            asyncio.run(load(port, streams=4, rounds=60, num_tokens=4))  # history
-            times = sorted(asyncio.run(load(port, streams=4, rounds=rounds, num_tokens=16)))
-            result[name] = {
-                "requests": len(times),
-                "p50_ms": median(times) * 1000,
-                "p99_ms": times[int(0.99 * (len(times) - 1))] * 1000,
-                "max_ms": times[-1] * 1000,
-            }
+            asyncio.run(load(port, streams=4, rounds=60, num_tokens=4, seconds=seconds))  # history
+            times = asyncio.run(
+                load(port, streams=4, rounds=rounds, num_tokens=16, seconds=seconds / 2)
+            )
+            result[name] = first_tokens(times)
             if file:
                 hedged = fleet.metric("quire_router_hedged_tokens_total")
                 base = fleet.metric("quire_router_hedge_base_tokens_total")
                 result[name] |= {"extra_prompt_share": hedged / base}
+    result["saved"] = {
+        at: result["off"][at] - result["on"][at] for at in ("p95_ms", "p99_ms", "mean_ms")
+    }
     return result
+
+
+def first_tokens(times_s: Sequence[float]) -> dict[str, Any]:
+    """Return percentiles of times in milliseconds."""
+    ordered = sorted(times_s)
+
+    def at_ms(share: float) -> float:
+        return ordered[int(share * (len(ordered) - 1))] * 1000
+
+    return {
+        "requests": len(ordered),
+        "mean_ms": fmean(ordered) * 1000,
+        "p50_ms": at_ms(0.5),
+        "p95_ms": at_ms(0.95),
+        "p99_ms": at_ms(0.99),
+        "max_ms": at_ms(1.0),
+    }
 
 
 def main() -> None:
@@ -126,6 +166,9 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=250, help="requests of each client; sessions; tasks"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="cost, hedging: begin no stream after so long"
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/router.json")
     arguments = parser.parse_args()
     machine = machine_card()
@@ -134,9 +177,10 @@ def main() -> None:
         known = {}  # parts of a file are of one machine
     result: dict[str, Any] = {"bench": "router", "machine": machine, "quire": quire_state()}
     result |= {part: known[part] for part in PARTS if part in known}
+    seconds = arguments.seconds
     measures = {
-        "cost": cost,
-        "hedging": hedging,
+        "cost": lambda rounds: cost(rounds, seconds),
+        "hedging": lambda rounds: hedging(rounds, seconds),
         "decision": decision,
         "prefixes": prefixes,
         "cascade": cascade,

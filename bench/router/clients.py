@@ -38,17 +38,18 @@ async def first_token_s(
         b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(raw), raw)
     )
-    first_s, answer = 0.0, b""
+    first_s, answer = 0.0, bytearray()
     while piece := await reader.read(65536):
         answer += piece
         if not first_s and b'"token":' in answer:
             first_s = time.monotonic() - start_s
             if on_first is not None:
                 await on_first()
-        if b"data: [DONE]" in answer:
+        if b"data: [DONE]" in answer[-len(piece) - 16 :]:
             break
     writer.close()
     found = [int(number) for number in re.findall(rb'"token":(\d+)', answer)]
     if found != list(range(num_tokens)) or b"[DONE]" not in answer:
-        raise SystemExit(f"a stream was wrong: {answer[:300]!r} ... {answer[-300:]!r}")
+        start, end = bytes(answer[:300]), bytes(answer[-300:])
+        raise SystemExit(f"a stream was wrong: {start!r} ... {end!r}")
     return first_s

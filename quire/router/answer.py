@@ -17,6 +17,7 @@ from quire.router.api_forms import ErrorBody, read_error
 from quire.router.attempt import Attempt
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse
+from quire.router.deadlines import before_deadline
 from quire.router.event_blocks import EventBlocks
 from quire.router.failures import Failures
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
@@ -98,8 +99,12 @@ class Answer:
 
     async def run(self) -> None:
         """Try replicas until one has answered."""
+        request = self._request
         while True:
-            replica = await self._replica()
+            if self._choice.needs_summary:
+                await self._summarize()
+            async with before_deadline(request):
+                replica = await self._replica()
             if replica is None:
                 await self._give_up()
                 return
@@ -107,7 +112,9 @@ class Answer:
             try:
                 sleepers = self._features.sleepers
                 if sleepers is not None and replica.state == ASLEEP:
-                    await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+                    async with before_deadline(request):
+                        await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+                request.waited(self._loop.time())
                 with self._attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, self._key)
                     if await self._try(attempt):
@@ -126,8 +133,9 @@ class Answer:
     async def _race(self, hedger: Hedger, first: Attempt) -> bool:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
         race = Race(hedger, self._request, first, self._request.body())
+        delay_s = hedger.delay_s(first.replica, self._request, self._fleet.equals(first.replica))
         try:
-            if await race.is_late():
+            if await race.is_late(delay_s):
                 spare = self._spare(hedger, first.replica)
                 if spare is not None:
                     return await self._hedge(race, spare)
@@ -233,8 +241,15 @@ class Answer:
         if status == 200 and request.route.generates:
             self._note_first_tokens(attempt)
         self._read_whole(attempt.replica, status, body)
-        await client.whole(status, exchange.headers, self._choice.shown(body))
+        await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True
+
+    async def _summarize(self) -> None:
+        """Have the earlier part of a prompt that does not fit summarized. Raises Refusal."""
+        request, lanes = self._request, self._features.lanes
+        self._client.added.append(await self._choice.summarize())
+        self._key = request.key()
+        self._is_long = lanes is not None and lanes.is_long(request.prompt_tokens)
 
     def _begin_anew(self) -> None:
         """Another model is asked: whatever replicas refused before, they were not asked this."""
@@ -272,13 +287,16 @@ class Answer:
                     self._count(attempt, len(delta.cursor.output_ids))
                 if not client.started:
                     await client.start(200, exchange.headers)
+                shown = delta.blocks
+                if self._choice.adds_event:
+                    shown = self._choice.shown_event(shown)
                 if delta.is_last:
-                    await client.finish(delta.blocks)
+                    await client.finish(shown)
                     return
                 # The journal first: a client that leaves in between needs no journal.
                 if delta.cursor is not None:
                     request.delivered(delta.cursor)
-                await client.write(delta.blocks)
+                await client.write(shown)
             received = await exchange.read()
         raise ReplicaFault(f"{replica.name} ended the stream early", is_suspect=True)
 
@@ -328,7 +346,7 @@ class Answer:
                 last.append(received)
                 num_events = received.count(b"\n\n") or received.count(b"\n")
                 request.used_output_tokens = max(request.used_output_tokens, 0) + num_events
-            await client.write(received)
+            await client.write(self._choice.shown_event(received))
         if not client.started:
             await client.start(200, exchange.headers)
         if (used := request.form.used_tokens(b"".join(last))) is not None:

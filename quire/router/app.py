@@ -26,6 +26,7 @@ from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 from quire.router.routes import LISTS, ROUTES, FoundRoute, find_route, reason_not_routed
+from quire.router.summaries import read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
@@ -131,8 +132,9 @@ class RouterApp:
                 method=scope["method"].encode(),
                 query=scope["query_string"],
             )
+            order = read_order(request, self._features.summaries)
             reservation = await self._reserve(sent, request)
-            answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key))
+            answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key, order))
             await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
                 raise Refusal(

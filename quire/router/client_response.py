@@ -29,13 +29,14 @@ HOP_BY_HOP = frozenset(
 
 
 class ClientResponse:
-    """form: of errors. started: whether status and headers were sent. on_gone: what is called once
-    the client has left."""
+    """form: of errors. started: whether status and headers were sent. added: headers beside the
+    replica's. on_gone: what is called once the client has left."""
 
     def __init__(self, receive: Receive, send: Send, form: ApiForm) -> None:
         self._form = form
         self.started = False
         self.status = 0
+        self.added: list[tuple[bytes, bytes]] = []
         self.on_gone: set[Callable[[Exception], None]] = set()
         self.is_gone = False
         self._receive = receive
@@ -61,6 +62,7 @@ class ClientResponse:
     async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
         """Send status and headers, those of a connection left out."""
         kept = [header for header in headers if header[0] not in HOP_BY_HOP]
+        kept += self.added
         if length is not None:
             kept.append((b"content-length", b"%d" % length))
         self.started, self.status = True, status
@@ -91,3 +93,36 @@ class ClientResponse:
             headers.append((b"retry-after", b"%d" % max(round(refusal.retry_after_s + 0.5), 1)))
         body = self._form.error_body(refusal)
         await self.whole(self._form.status_of(refusal), headers, body)
+
+
+class InnerResponse(ClientResponse):
+    """The response to a request of the router itself for a client. body: of it, once it is there.
+
+    Ends when the client leaves. A context: afterwards the client is no longer watched.
+    """
+
+    def __init__(self, client: ClientResponse, form: ApiForm) -> None:
+        super().__init__(_never, self._take, form)
+        self.body = b""
+        self._client = client
+        self.is_gone = client.is_gone
+
+    async def _take(self, message: Message) -> None:
+        self.body += message.get("body", b"")
+
+    def _left(self, error: Exception) -> None:
+        self.is_gone = True
+        for call in tuple(self.on_gone):
+            call(error)
+
+    def __enter__(self) -> InnerResponse:
+        self._client.on_gone.add(self._left)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.on_gone.discard(self._left)
+
+
+async def _never() -> Message:
+    """Return what a client sends after its request: nothing comes here."""
+    raise AssertionError("a request of the router itself is not watched")

@@ -7,13 +7,17 @@ are. Knows no HTTP. Always holds: a request that needs a stored response goes wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from quire.router.admission import Admission
 from quire.router.answer import Answer, AnswerParts
 from quire.router.breaker import RetryBudget
-from quire.router.client_response import ClientResponse
+from quire.router.client_response import ClientResponse, InnerResponse
+from quire.router.deadlines import before_deadline
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.model_choice import ModelChoice
@@ -23,6 +27,7 @@ from quire.router.stored_responses import (
     StoredResponses,
     needed_id,
 )
+from quire.router.summaries import CHAT_PATH, PromptSummary, SummaryOrder
 
 HandOver = Callable[[RoutedRequest, ClientResponse], Awaitable[dict[str, Any] | None]]
 LookUp = Callable[[RoutedRequest], Awaitable[None]]
@@ -52,9 +57,19 @@ class Dispatcher:
             responses=StoredResponses(fleet),
         )
 
-    async def answer(self, request: RoutedRequest, client: ClientResponse, key: bytes) -> None:
-        """Answer one request. key: of the client, b"" without one. Raises Refusal, ClientGone."""
+    async def answer(
+        self,
+        request: RoutedRequest,
+        client: ClientResponse,
+        key: bytes,
+        order: SummaryOrder | None = None,
+    ) -> None:
+        """Answer one request. Raises Refusal, ClientGone.
+
+        key: of the client, b"" without one. order: of a summary where the prompt does not fit.
+        """
         shared = self._shared
+        request.came_s = asyncio.get_running_loop().time()
         shared.budget.requested()
         if (hedger := shared.features.hedger) is not None:
             tokens = hedger.cost_tokens(request) if hedger.hedges(request) else 0
@@ -62,13 +77,14 @@ class Dispatcher:
             shared.metrics.hedgeable_tokens.inc(max(tokens, request.prompt_tokens))
         tiers = shared.features.tiers
         if tiers is None or not request.route.generates:
-            await self._answer(request, client, key)
+            await self._answer(request, client, key, order)
             return
         loop, tier = asyncio.get_running_loop(), tiers.read(request)
         came_s = loop.time()
-        await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
+        async with before_deadline(request):
+            await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
         try:
-            await self._answer(request, client, key)
+            await self._answer(request, client, key, order)
         finally:
             tiers.leave(tier, shared.fleet)
         if request.first_token_s:
@@ -76,9 +92,16 @@ class Dispatcher:
             tpot_s = others_s / max(request.num_delivered - 1, 1)
             tiers.ended(tier, request.first_token_s - came_s, tpot_s)
 
-    async def _answer(self, request: RoutedRequest, client: ClientResponse, key: bytes) -> None:
+    async def _answer(
+        self,
+        request: RoutedRequest,
+        client: ClientResponse,
+        key: bytes,
+        order: SummaryOrder | None,
+    ) -> None:
         shared = self._shared
-        choice = ModelChoice(shared.fleet, shared.features, shared.metrics, request)
+        summary = None if order is None else self._summary(request, client, key, order)
+        choice = ModelChoice(shared.fleet, shared.features, shared.metrics, request, summary)
         if self._look_up is not None:
             await self._look_up(request)
         if self._hand_over is not None:
@@ -88,3 +111,29 @@ class Dispatcher:
             home = await shared.responses.holder(key, id_, request)
         await Answer(shared, request, client, choice, key, home).run()
         choice.ended()
+
+    def _summary(
+        self, request: RoutedRequest, client: ClientResponse, key: bytes, order: SummaryOrder
+    ) -> PromptSummary:
+        table, names = self._shared.features.summaries, self._shared.features.names
+        assert table is not None, "without it an order is refused"
+        models = names.targets(order.model) if order.model in names.names else [order.model]
+        ask = partial(self._ask, request, client, key)
+        return PromptSummary(table, order, ask, self._shared.fleet.context_tokens(models))
+
+    async def _ask(
+        self, request: RoutedRequest, client: ClientResponse, key: bytes, fields: Mapping[str, Any]
+    ) -> tuple[int, bytes]:
+        """Return status and body of a chat that the router itself needs for a request of a client.
+
+        It is routed like one of that client's, with the client's key. Raises Refusal, ClientGone.
+        """
+        shared = self._shared
+        inner = RoutedRequest(CHAT_PATH, request.headers, msgspec.json.encode(fields))
+        inner.came_s = asyncio.get_running_loop().time()
+        choice = ModelChoice(shared.fleet, shared.features, shared.metrics, inner)
+        with InnerResponse(client, inner.form) as response:
+            await Answer(shared, inner, response, choice, key, None).run()
+            choice.ended()
+        request.replaced_tokens += inner.replaced_tokens
+        return response.status, response.body

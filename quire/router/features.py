@@ -18,7 +18,7 @@ from quire.router.hedging import Hedger
 from quire.router.lanes import Lanes
 from quire.router.model_names import ModelNames
 from quire.router.quotas import Quotas
-from quire.router.route_file import RouteFile
+from quire.router.route_file import RouteFile, SummariesTable
 from quire.router.routed_request import RoutedRequest
 from quire.router.settings import RouterSettings
 from quire.router.sleepers import Sleepers
@@ -44,13 +44,14 @@ class PrefixLookUp(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Features:
-    """hedger, lanes, tiers, sleepers, quotas: None where they are off. is_redis_down: None without
-    Redis. sets: of the KV blocks that replicas report; make_look_up: returns what follows the
-    replicas of a fleet; both None without KV events."""
+    """hedger, summaries, lanes, tiers, sleepers, quotas: None where they are off. is_redis_down:
+    None without Redis. sets: of the KV blocks that replicas report; make_look_up: returns what
+    follows the replicas of a fleet; both None without KV events."""
 
     names: ModelNames = field(default_factory=lambda: ModelNames({}))
     cascades: Mapping[str, Cascade] = field(default_factory=dict)
     hedger: Hedger | None = None
+    summaries: SummariesTable | None = None
     lanes: Lanes | None = None
     tiers: Tiers | None = None
     sleepers: Sleepers | None = None
@@ -96,6 +97,7 @@ def features_of(
         hedger=None
         if hedging is None
         else Hedger(hedging.share, hedging.percentile, whole_answers=hedging.whole_answers),
+        summaries=file.summaries,
         lanes=None if file.lanes is None else Lanes(file.lanes),
         tiers=None if file.tiers is None else Tiers(file.tiers),
         sleepers=None if file.sleep is None else Sleepers(file.sleep),

@@ -115,9 +115,28 @@ class Fleet:
         awake = [one for one in able if one.state != ASLEEP]
         return self.policy.choose(awake or able, key) if able else None
 
+    def equals(self, replica: Replica) -> list[Replica]:
+        """Return the others that take requests and give the same answers."""
+        models = replica.models.items()
+        return [
+            one
+            for one in self.replicas.values()
+            if one is not replica and one.is_up and (not models or one.models.items() & models)
+        ]
+
     def has_fingerprint(self, model: str, fingerprint: str) -> bool:
         """Return whether a replica of this fingerprint is known, available or not."""
         return any(one.fingerprint(model) == fingerprint for one in self.replicas.values())
+
+    def context_tokens(self, models: Collection[str]) -> int:
+        """Return the shortest context of these models; 0 where it is not known."""
+        found = [
+            entry.get("max_model_len")
+            for one in self.replicas.values()
+            for entry in one.model_entries
+            if entry.get("id") in models
+        ]
+        return min((length for length in found if type(length) is int), default=0)
 
     def knows(self, model: str) -> bool:
         """Return whether any replica serves `model`, or what replicas serve is not known yet."""

@@ -25,10 +25,10 @@ class Race:
         self._body = body
         self._opening = {first: asyncio.ensure_future(first.open(body))}
 
-    async def is_late(self) -> bool:
-        """Wait for the first attempt as long as is usual; return whether it needs longer."""
+    async def is_late(self, delay_s: float | None) -> bool:
+        """Wait for the first attempt as long as is usual; return whether it needs longer. delay_s:
+        None where it is not known."""
         opening = self._opening[self.first]
-        delay_s = self._hedger.delay_s(self.first.replica, self._request)
         if delay_s is None:
             return False
         usual = asyncio.ensure_future(self._hedger.wait(delay_s))

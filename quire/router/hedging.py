@@ -1,21 +1,25 @@
 """Hedger: when a request without a first token is sent to a second replica as well.
 
-That is when the first token is later than nearly all of the same replica for such prompts. Both
-replicas give the same bytes, so the one that begins first is passed on and the other is cancelled.
-Knows no request. Always holds: the prompt tokens that hedges compute again are at most the given
-share of the tokens of all requests so far: those of prompts, and of whole answers.
+That is when the first token is later than nearly all for such prompts: of the same replica, or of
+the median of some others where that is less. Both replicas give the same bytes, so the one that
+begins first is passed on and the other is cancelled. Knows no request. Always holds: the prompt
+tokens that hedges compute again are at most the given share of the tokens of all requests so far:
+those of prompts, and of whole answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 
 from quire.router.replica import Replica
 from quire.router.routed_request import RoutedRequest
 
 # Unused work adds up to this, so that a burst of hedges cannot double the load.
 _MAX_SAVED_TOKENS = 262_144
+# So many others are compared with: enough for a median, in little time.
+_MAX_OTHERS = 5
 
 
 class HedgeBudget:
@@ -63,8 +67,22 @@ class Hedger:
         """Return what a hedge computes again before it is decided, at most."""
         return request.prompt_tokens + request.whole_tokens
 
-    def delay_s(self, replica: Replica, request: RoutedRequest) -> float | None:
-        """Return after how long a request is hedged; None: never."""
+    def delay_s(
+        self, replica: Replica, request: RoutedRequest, others: Iterable[Replica] = ()
+    ) -> float | None:
+        """Return after how long a request is hedged; None: never.
+
+        others: that may answer it as well. A replica that is always slow is late where the median
+        of these would be.
+        """
+        own_s = self._predicted_s(replica, request)
+        if own_s is None:
+            return None
+        predicted = (self._predicted_s(one, request) for one in islice(others, _MAX_OTHERS))
+        known = sorted(one for one in predicted if one is not None)
+        return min(own_s, known[(len(known) - 1) // 2]) if known else own_s
+
+    def _predicted_s(self, replica: Replica, request: RoutedRequest) -> float | None:
         return replica.first_token_times.predicted_s(
             request.prompt_tokens, self._percentile, request.whole_tokens
         )

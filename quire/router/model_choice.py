@@ -2,7 +2,8 @@
 
 An alias or a cascade names the first model. A prompt that does not fit its context goes to the
 longer model, where one is configured: the replica's own refusal says so, since the router has no
-tokenizer. An answer of a cascade's small model that is not good enough goes to the large one.
+tokenizer. Where no model holds it, its earlier part is summarized if the request asks for that. An
+answer of a cascade's small model that is not good enough goes to the large one.
 Always holds: the model changes only while the client has no byte of an answer.
 """
 
@@ -16,22 +17,38 @@ from quire.router.cascade import Cascade, Judge
 from quire.router.faults import Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.model_names import ChosenModel
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
+from quire.router.summaries import PromptSummary
 
 _MAX_NAMED = 20
 
 
 class ModelChoice:
-    """Sets the model of the request; raises Refusal where none is named and several are served."""
+    """Sets the model of the request; raises Refusal where none is named and several are served.
+
+    summary: of the prompt where it does not fit; None where the request asks for none.
+    needs_summary: it is wanted next. adds_event: its report belongs in the next event of a stream.
+    """
 
     def __init__(
-        self, fleet: Fleet, features: Features, metrics: RouterMetrics, request: RoutedRequest
+        self,
+        fleet: Fleet,
+        features: Features,
+        metrics: RouterMetrics,
+        request: RoutedRequest,
+        summary: PromptSummary | None = None,
     ) -> None:
         self._fleet = fleet
         self._features = features
         self._metrics = metrics
         self._request = request
+        self._summary = summary
+        self._is_summarized = False
+        self._too_long = ""
+        self.needs_summary = self.adds_event = False
+        self._target = ChosenModel("")
         self._longer = ""
         self._cascade: Cascade | None = None
         self._judge: Judge | None = None
@@ -54,11 +71,8 @@ class ModelChoice:
     def is_changed_by(self, status: int, error: ErrorBody, body: bytes) -> bool:
         """Return whether this response is replaced: another model is asked then."""
         request = self._request
-        if status == 400 and self._longer and request.form.is_too_long(error):
-            self._metrics.longer.labels(request.model).inc()
-            request.use_model(self._longer)
-            self._longer = ""
-            return True
+        if status == 400 and request.form.is_too_long(error):
+            return self._is_shortened(error)
         judge, self._judge = self._judge, None
         if judge is None or self._cascade is None or status != 200:
             return False
@@ -66,6 +80,57 @@ class ModelChoice:
         used = request.form.used_tokens(body)
         spent = sum(max(one, 0) for one in used) if used is not None else request.prompt_tokens
         return self._is_escalated(self._cascade, judge, reason, spent)
+
+    def _is_shortened(self, error: ErrorBody) -> bool:
+        """Return whether a prompt that does not fit is sent to the longer model, or summarized."""
+        request = self._request
+        if self._longer:
+            self._metrics.longer.labels(request.model).inc()
+            request.use_model(self._longer)
+            self._longer = ""
+            return True
+        if self._summary is None:
+            return False
+        if self._is_summarized:
+            raise Refusal(
+                400,
+                "context_length_exceeded",
+                f"{error.message}; although its earlier part is summarized already. Send shorter "
+                "messages, or set summarize_prompt.keep_turns or max_tokens lower",
+                param="messages",
+            )
+        self._too_long = error.message
+        self.needs_summary = True
+        return True
+
+    async def summarize(self) -> tuple[bytes, bytes]:
+        """Replace the earlier part of the prompt by a summary; return the header that says so.
+
+        The model that the client has named is asked again. Raises Refusal.
+        """
+        summary, metrics, outcome = self._summary, self._metrics, "failed"
+        assert summary is not None, "needs_summary is set only with one"
+        self.needs_summary = False
+        self._is_summarized = True
+        try:
+            await summary.shorten(self._request, self._too_long)
+            outcome = "done"
+        finally:
+            metrics.summaries.labels(outcome).inc()
+            metrics.summary_tokens.labels("prompt").inc(summary.prompt_tokens)
+            metrics.summary_tokens.labels("output").inc(summary.output_tokens)
+        self._request.use_model(self._target.model)
+        self._longer = self._target.longer
+        self.adds_event = True
+        return summary.header
+
+    def shown_event(self, events: bytes) -> bytes:
+        """Return events of a stream for the client: with the report of a summary, once."""
+        if not self.adds_event or self._summary is None:
+            return events
+        shown = self._summary.shown_event(events)
+        self.adds_event = shown is None
+        return events if shown is None else shown
 
     @property
     def judges_stream(self) -> bool:
@@ -84,7 +149,7 @@ class ModelChoice:
 
     def shown_events(self, events: bytes) -> bytes:
         """Return events of a judged stream for the client."""
-        return events if self._events_of is None else self._events_of(events)
+        return self.shown_event(events if self._events_of is None else self._events_of(events))
 
     def _is_escalated(self, cascade: Cascade, judge: Judge, reason: str, spent: int) -> bool:
         """Count a verdict; ask the large model where there is a reason. spent: its tokens."""
@@ -99,9 +164,13 @@ class ModelChoice:
         self._use(cascade.large)
         return True
 
-    def shown(self, body: bytes) -> bytes:
-        """Return the body for the client: without what only the router has asked for."""
-        return body if self._shown is None else self._shown
+    def shown(self, status: int, body: bytes) -> bytes:
+        """Return the body for the client: without what only the router has asked for, and with the
+        report of a summary."""
+        shown = body if self._shown is None else self._shown
+        if self._summary is not None and self._is_summarized and status == 200:
+            return self._summary.shown(shown)
+        return shown
 
     def ended(self) -> None:
         """Count what a cascade's answer took."""
@@ -147,8 +216,9 @@ class ModelChoice:
     def _use(self, name: str) -> None:
         """Ask for the model of a name, which may be an alias."""
         chosen = self._features.names.choose(name, self._request.session, self._fleet.is_served)
-        self._longer = "" if chosen is None else chosen.longer
-        self._request.use_model(name if chosen is None else chosen.model)
+        self._target = ChosenModel(name) if chosen is None else chosen
+        self._longer = self._target.longer
+        self._request.use_model(self._target.model)
 
     def _check_unambiguous(self) -> None:
         served = [set(one.models) for one in self._fleet.replicas.values() if one.models]

@@ -1,16 +1,18 @@
 """Prober: active health of the replicas, by progress.
 
 GET /health of a replica is 200 only while it makes progress. A replica that neither answers nor
-streams is fenced after 2 s, one that answers while its steps do not advance and its streams are
-silent after its stall time: what is open there ends, and goes on elsewhere. Both take longer while
-replicas that were given up are back at once (silence.py), and a prober that was late itself judges
-no silence. A fenced replica is used again after its health and its fingerprints
-(GET /v1/models) were read. Reads nothing else of a replica.
+streams is fenced after 1 to 2 s, one that answers while its steps do not advance and its streams
+are silent after its stall time: what is open there ends, and goes on elsewhere. Both take longer
+while all replicas seem to be slow (silence.py), and a prober that was late itself judges no
+silence. A silent replica is looked at when its time is over, and not only with the next probe. A
+fenced replica is used again after its health and its fingerprints (GET /v1/models) were read. Reads
+nothing else of a replica.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from typing import Any
 
 import msgspec
@@ -24,8 +26,15 @@ from quire.router.silence import SilenceLimit
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
 _MODELS_EVERY_S = 30.0
-# A server answers probes beside its engine, so it need not be waited for as long as for a step.
-ANSWER_S = 2.0
+# A server answers probes beside its engine, so it need not be waited for as long as for a step: a
+# multiple of its longest answer lately, within these bounds; and longer than that answer at least.
+MIN_ANSWER_S, ANSWER_S = 1.0, 2.0
+_ANSWER_MULTIPLE = 8.0
+_LONGEST_MULTIPLE = 1.5
+_NUM_ANSWERS, _MIN_ANSWERS = 24, 8
+# A probe waits for longer than a replica may be silent: one that is only slow answers it at last.
+PROBE_S = 5.0
+_SOON_S = 0.005
 
 
 class _Health(msgspec.Struct):
@@ -41,16 +50,21 @@ class _Models(msgspec.Struct):
 
 
 class Prober:
-    """Probes all replicas of a fleet until it is cancelled."""
+    """Probes all replicas of a fleet until it is cancelled. can_do_without: requests need none of
+    them, so a silent one is given up even where no other works."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, *, can_do_without: bool = False) -> None:
         self._fleet = fleet
+        self._can_do_without = can_do_without
         self._settings = fleet.settings
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
         self._silence = SilenceLimit(fleet.log)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
-        self._answered_s: dict[Replica, float] = {}
+        self._answer_times: dict[Replica, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_NUM_ANSWERS)
+        )
+        self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
         self._probing: dict[Replica, asyncio.Task[None]] = {}
         headers = key_headers(self._settings.replica_key)
@@ -65,6 +79,7 @@ class Prober:
                 fleet.follow()
                 self._silence.tick(self._loop.time())
                 self._silence.keep(fleet.replicas.values())
+                self._look_s = self._loop.time() + self._settings.probe_s
                 for replica in list(fleet.replicas.values()):
                     if not is_late:
                         self._check_stall(replica)
@@ -75,9 +90,7 @@ class Prober:
                         task.add_done_callback(lambda _, one=replica: self._probing.pop(one, None))  # type: ignore[misc]
                 for replica in () if is_late else fleet.leaving():
                     self._check_stall(replica)
-                for known in (self._answered_s, self._asked_s, self._read_models_s):
-                    for replica in [one for one in known if one.state == "removed"]:
-                        del known[replica]
+                self._forget_removed()
                 is_late = await self._pause()
                 await asyncio.sleep(0.02)  # failures of one replica come together
         finally:
@@ -86,14 +99,23 @@ class Prober:
                 task.cancel()
             await asyncio.gather(*probing, return_exceptions=True)
 
+    def _forget_removed(self) -> None:
+        of_replicas: tuple[dict[Replica, Any], ...]
+        of_replicas = (self._answer_times, self._asked_s, self._read_models_s)
+        for known in of_replicas:
+            for replica in [one for one in known if one.state == "removed"]:
+                del known[replica]
+
     async def _pause(self) -> bool:
         """Wait until the next round; return whether it begins so late that what replicas have sent
         meanwhile may not have been read yet."""
         waiting = asyncio.ensure_future(self._fleet.probe_now.wait())
-        until_s = self._loop.time() + self._settings.probe_s
-        await asyncio.wait({waiting}, timeout=self._settings.probe_s)
-        waiting.cancel()
-        return self._loop.time() - until_s > self._answer_s / 2
+        until_s = self._look_s
+        try:
+            await asyncio.wait({waiting}, timeout=max(until_s - self._loop.time(), 0.0))
+        finally:
+            waiting.cancel()
+        return self._loop.time() - until_s > min(self._answer_s, MIN_ANSWER_S) / 2
 
     async def first_round(self) -> None:
         """Wait until each replica was probed once."""
@@ -110,9 +132,9 @@ class Prober:
                 load.cut(f"no byte came for {self._settings.silence_s:g} s")
         if replica.is_fenced or replica.state in _LEAVING or not reading:
             return
-        stall_s = replica.stall_s(self._settings.stall_s) * self._silence.factor
+        stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
-        if quiet_s > stall_s:
+        if self._is_over(replica, quiet_s, stall_s, now_s):
             replica.stalled_steps = replica.steps_total
             self._silence.given_up(replica, now_s)
             replica.breaker.stalled(now_s)
@@ -126,24 +148,66 @@ class Prober:
             return
         now_s = self._loop.time()
         quiet_s = now_s - max(asked_s, replica.progress_s)
-        if quiet_s > self._answer_s * self._silence.factor:
+        if self._is_over(replica, quiet_s, self._answer_limit_s(replica), now_s):
             self._silence.given_up(replica, now_s)
             self._fence(replica, "stalled", f"no answer to /health for {quiet_s:.1f} s")
 
+    def _is_over(self, replica: Replica, quiet_s: float, usual_s: float, now_s: float) -> bool:
+        """Return whether a replica was silent for too long; else look at it when it may be."""
+        others_work = quiet_s <= usual_s or self._others_work(replica, quiet_s, now_s)
+        limit_s = usual_s * self._silence.factor_of(replica, now_s, others_work=others_work)
+        if quiet_s > limit_s:
+            return True
+        self._look_s = min(self._look_s, now_s + limit_s - quiet_s + _SOON_S)
+        return False
+
+    def _others_work(self, replica: Replica, quiet_s: float, now_s: float) -> bool:
+        """Return whether another replica, which can continue its streams, has made progress in the
+        last half of its silence. One without requests does so with each probe; one that is started
+        on demand may take the place of the only one."""
+        lately_s = max(quiet_s / 2, 1.5 * self._settings.probe_s)
+        is_replaced = self._settings.wait_s > 0 and len(self._fleet.replicas) == 1
+        return (
+            self._can_do_without
+            or is_replaced
+            or any(
+                one.breaker.allows(now_s) and now_s - one.progress_s < lately_s
+                for one in self._fleet.equals(replica)
+            )
+        )
+
+    def _others_gap_s(self, replica: Replica) -> float:
+        """Return the longest of the usual gaps of the other replicas, while that is needed."""
+        if replica.has_history:
+            return 0.0
+        others = [one for one in self._fleet.replicas.values() if one is not replica]
+        return max((one.usual_gap_s for one in others), default=0.0)
+
+    def _answer_limit_s(self, replica: Replica) -> float:
+        """Return how long a probe may be without an answer."""
+        times = self._answer_times[replica]
+        if len(times) < _MIN_ANSWERS:
+            return self._answer_s
+        longest_s = max(times)
+        usual_s = min(max(_ANSWER_MULTIPLE * longest_s, MIN_ANSWER_S), self._answer_s)
+        return max(usual_s, _LONGEST_MULTIPLE * longest_s)
+
     @property
     def _probe_limit_s(self) -> float:
-        return max(self._settings.stall_s / 2, 0.2) * self._silence.factor
+        return max(self._settings.stall_s / 2, PROBE_S) * self._silence.factor
 
     async def _probe(self, replica: Replica) -> None:
-        self._asked_s.setdefault(replica, self._loop.time())
+        asked_s = self._loop.time()
+        self._asked_s.setdefault(replica, asked_s)
         try:
             try:
                 async with asyncio.timeout(self._probe_limit_s):
                     status, health = await self._get(replica, b"/health", _Health)
             except TimeoutError:
-                self._unanswered(replica)
+                if replica.is_fenced:  # another is for _check_answers
+                    self._fence(replica, "stalled", "it does not answer /health")
                 return
-            self._answered_s[replica] = self._loop.time()
+            self._answer_times[replica].append(self._loop.time() - asked_s)
             self._asked_s.pop(replica, None)
             if replica.state != "removed":  # it may be by now
                 await self._judge(replica, status, health)
@@ -153,16 +217,6 @@ class Prober:
                 self._fence(replica, "unreachable", str(fault))
         except (msgspec.MsgspecError, TimeoutError) as error:
             self._fence(replica, "invalid", _why_invalid(replica, error))
-
-    def _unanswered(self, replica: Replica) -> None:
-        """No answer in time: fence it if nothing else shows that it lives."""
-        now_s = self._loop.time()
-        alive_s = max(self._answered_s.get(replica, 0.0), replica.progress_s)
-        limit_s = self._settings.stall_s * 0.9 * self._silence.factor
-        if not replica.is_fenced and now_s - alive_s > limit_s:
-            self._silence.given_up(replica, now_s)
-        if replica.is_fenced or now_s - alive_s > limit_s:
-            self._fence(replica, "stalled", "it does not answer /health")
 
     async def _judge(self, replica: Replica, status: int, health: _Health) -> None:
         now_s = self._loop.time()

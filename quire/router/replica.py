@@ -19,11 +19,15 @@ from quire.router.first_token_times import FirstTokenTimes
 # Gaps in progress that are remembered, and the multiple of the 99th percentile that is a stall.
 _NUM_GAPS = 512
 _SHORTEST_GAP_S = 0.01
-_STALL_MULTIPLE = 8.0
+_STALL_MULTIPLE = 4.0
 _MAX_STALL_FACTOR = 6.0
+# The longest gap counts for some time by itself: where an overload has just begun, few are long.
+_LONGEST_MULTIPLE, _LONGEST_COUNTS_S = 1.5, 10.0
 # Without prompts to compute no step is much longer than the usual ones, once these are known: then
 # so long without progress is enough.
 STEADY_STALL_S = 2.0
+# With many prompts to compute, such as those of a replica that has failed.
+CROWDED_STALL_S = 4.0
 _MIN_GAPS = 20
 # When more requests than this were at their beginning, one failure is weak evidence against each.
 MAX_BEGINNING = 8
@@ -75,6 +79,7 @@ class Replica:
         self.num_beginning = 0  # when it failed last
         self._answered_began_s = 0.0  # when the newest request with output was sent
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
+        self._longest_gap_s = self._longest_at_s = 0.0
         self.on_fenced: Callable[[Replica], None] | None = None
 
     def is_available(self, now_s: float) -> bool:
@@ -149,25 +154,45 @@ class Replica:
         gap_s = now_s - self.progress_s
         if self.progress_s and gap_s > _SHORTEST_GAP_S and self.loads:
             self._gaps.append(gap_s)
+            if gap_s >= self._longest_gap_s or now_s - self._longest_at_s > _LONGEST_COUNTS_S:
+                self._longest_gap_s, self._longest_at_s = gap_s, now_s
         self.progress_s = now_s
 
-    def stall_s(self, min_s: float) -> float:
-        """Return how long it may make no progress: a multiple of the usual, at least `min_s`, or
-        less where no prompt is to be computed."""
-        if not self._gaps:
-            return min_s
+    @property
+    def has_history(self) -> bool:
+        """Whether enough of its gaps are known."""
+        return len(self._gaps) >= _MIN_GAPS
+
+    @property
+    def usual_gap_s(self) -> float:
+        """The 99th percentile of its gaps; 0 where none is known."""
         ordered = sorted(self._gaps)
-        usual_s = ordered[int(0.99 * (len(ordered) - 1))]
-        is_steady = len(ordered) >= _MIN_GAPS and not any(map(self.is_beginning, self.loads))
-        at_least_s = min(min_s, STEADY_STALL_S) if is_steady else min_s
-        return min(max(_STALL_MULTIPLE * usual_s, at_least_s), _MAX_STALL_FACTOR * min_s)
+        return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
+
+    def stall_s(self, min_s: float, others_gap_s: float = 0.0) -> float:
+        """Return how long it may make no progress: a multiple of the usual, at least `min_s`, or
+        less where no prompt is to be computed. others_gap_s: usual for the other replicas, which
+        counts while its own history is short."""
+        usual_s = self.usual_gap_s if self.has_history else max(self.usual_gap_s, others_gap_s)
+        num_beginning = sum(map(self.is_beginning, self.loads))
+        at_least_s = min_s
+        if num_beginning > MAX_BEGINNING:
+            at_least_s = max(min_s, min(2 * min_s, CROWDED_STALL_S))
+        elif self.has_history and not num_beginning:
+            at_least_s = min(min_s, STEADY_STALL_S)
+        waits_s = max(
+            _STALL_MULTIPLE * usual_s, _LONGEST_MULTIPLE * self._longest_gap_s, at_least_s
+        )
+        return min(waits_s, _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
         """Send nothing until it was checked again; end what is open there."""
         self.failed()
         self.state, self.reason = state, reason
         self.steps_total = -1
-        self._gaps.clear()
+        if state != "stalled":  # one that was only slow is as slow as before
+            self._gaps.clear()
+            self._longest_gap_s = 0.0
         self.first_token_times = FirstTokenTimes()  # of the process that was
         for load in list(self.loads):
             load.cut(reason)

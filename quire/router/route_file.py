@@ -82,6 +82,19 @@ class HedgingTable(Table, frozen=True):
     whole_answers: bool = False
 
 
+class SummariesTable(Table, frozen=True):
+    """Bounds of summaries of prompts that do not fit, which requests ask for.
+
+    model: what summarizes; a request may name another. max_tokens: of a summary. max_prompt_tokens:
+    of what is summarized, estimated. max_requests: that one prompt may take.
+    """
+
+    model: Name
+    max_tokens: Annotated[int, Meta(ge=16, le=2**20)] = 512
+    max_prompt_tokens: Count = 131_072
+    max_requests: Annotated[int, Meta(ge=1, le=1000)] = 16
+
+
 class LanesTable(Table, frozen=True):
     """Bounds of long prompts. ttft_ms: the target for the first tokens of short prompts, to which
     the limit of long ones is adapted; 0: the limit is fixed."""
@@ -202,6 +215,7 @@ class RouteFile(Table, frozen=True):
     models: dict[Name, str | ModelTable] = {}
     cascades: dict[Name, CascadeTable] = {}
     hedging: HedgingTable | None = None
+    summaries: SummariesTable | None = None
     lanes: LanesTable | None = None
     tiers: TiersTable | None = None
     sleep: SleepTable | None = None

@@ -25,6 +25,9 @@ _BYTES_PER_TOKEN = 4
 # Of a path, beside letters and digits; all others are encoded.
 _PATH_CHARS = "/:@!$&'()*+,;=~-._"
 _USUAL_TOKENS = 256
+# Shorter waits are not taken from a request's times, so that its body is passed on as it is.
+_MIN_WAITED_MS = 10
+_MAX_MS = 1e12
 _MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
 _encode = msgspec.json.Encoder().encode
 
@@ -39,8 +42,9 @@ class RoutedRequest:
     whole_tokens: that a whole answer may have; 0 for a stream. reserved_tokens: as many as it may
     use.
     used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
-    an answer that a cascade has replaced. block_hashes: of the prompt's KV blocks of block_size
-    tokens, where they are known. first_token_s: when a stream had its first tokens; 0 before.
+    an answer that a cascade has replaced, and of summaries of the prompt. block_hashes: of the
+    prompt's KV blocks of block_size tokens, where they are known. first_token_s: when a stream had
+    its first tokens; 0 before. came_s: when it came, from which its deadline counts.
     """
 
     def __init__(
@@ -89,6 +93,11 @@ class RoutedRequest:
         if not self.route.is_free:
             output = asked * num_answers if self.route.generates else 0
             self.reserved_tokens = self.prompt_tokens + output
+        times = {name: self.fields.get(name) for name in ("deadline_ms", "ttft_slo_ms")}
+        self._times_ms: dict[str, float] = {
+            name: one for name, one in times.items() if one is not None and _is_time(one)
+        }
+        self.came_s = 0.0
         self.used_prompt_tokens = self.used_output_tokens = -1
         self.replaced_tokens = 0
         self.block_hashes: Sequence[int] = ()
@@ -120,6 +129,26 @@ class RoutedRequest:
             self.fields[name] = value
         if self.why_not:
             self.raw = _encode(self.fields)
+
+    def use_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Ask replicas with other messages than those of the client."""
+        self.change("messages", messages)
+        self.block_hashes = ()
+        self.transfer = None
+        self.prompt_tokens = len(_encode(self.fields)) // _BYTES_PER_TOKEN
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When its whole answer is wanted; None for no time."""
+        wanted_ms = self._times_ms.get("deadline_ms")
+        return None if wanted_ms is None else self.came_s + wanted_ms / 1000
+
+    def waited(self, now_s: float) -> None:
+        """Take what has passed since it came from the times that replicas are given."""
+        waited_ms = int((now_s - self.came_s) * 1000)
+        if waited_ms >= _MIN_WAITED_MS:
+            for name, wanted_ms in self._times_ms.items():
+                self.change(name, max(wanted_ms - waited_ms, 1))
 
     def used_tokens(self) -> int:
         """Return the tokens that the answer took, estimated where they are not known."""
@@ -158,6 +187,7 @@ class RoutedRequest:
             fields["output_ids"] = self.output_ids.tolist()
             fields["output_cursor"] = self.cursor
             fields.pop("kv_transfer_params", None)  # another replica continues without them
+            fields.pop("ttft_slo_ms", None)  # its first token is delivered
         return _encode(fields)
 
     def delivered(self, cursor: CursorComment) -> None:
@@ -194,6 +224,10 @@ def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
         if isinstance(given, list) and given and type(given[0]) is int:
             return len(given)
     return len(raw) // _BYTES_PER_TOKEN
+
+
+def _is_time(given: Any) -> bool:
+    return type(given) in (int, float) and 0 < given < _MAX_MS
 
 
 def _num_answers(form: ApiForm, fields: Mapping[str, Any]) -> int:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from quire.router.fleet import Fleet
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
 
 
 class RouterMetrics:
@@ -41,6 +41,10 @@ class RouterMetrics:
         )
         self.longer = counter(
             "quire_router_longer_model", "Prompts sent to a model of longer context", "model"
+        )
+        self.summaries = counter("quire_router_summaries", "Prompts to be summarized", "outcome")
+        self.summary_tokens = counter(
+            "quire_router_summary_tokens", "Tokens that summaries of prompts took", "kind"
         )
         self.cascade = counter(
             "quire_router_cascade_decisions", "Decisions of cascades", "cascade", "decision"

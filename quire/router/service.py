@@ -89,7 +89,8 @@ class RouterService:
         return service
 
     async def _begin_probing(self) -> None:
-        probers = [Prober(one) for one in self._fleets]
+        # A prompt that no prefill replica computes is computed by the replica that answers.
+        probers = [Prober(one, can_do_without=one is not self.fleet) for one in self._fleets]
         await asyncio.gather(*(prober.first_round() for prober in probers))
         running = [prober.run() for prober in probers]
         if self._balance is not None:

@@ -1,9 +1,11 @@
 """SilenceLimit: how many times the usual a replica may be silent before it counts as stopped.
 
 Where replicas are overloaded, silence means little: a replica that is given up hands its requests
-to the others, which are silent next. So each replica that was given up and is back at once doubles
-the limits of all, and a minute without such a false alarm halves them (as retransmission timers
-back off). Reads no clock. Always holds: between 1 and MAX_FACTOR.
+to the others, which are silent next. So three signs of an overload lengthen the limits. A replica
+that was given up and is back at once doubles those of all, and a minute without such a false alarm
+halves them (as retransmission timers back off). Each other replica that was given up just before
+makes them four times as long. So does every moment in which no other replica works that could take
+over. Reads no clock. Always holds: a factor is between 1 and MAX_FACTOR.
 """
 
 from __future__ import annotations
@@ -17,20 +19,32 @@ MAX_FACTOR = 8.0
 # A replica that answers again after less than this was slow; a stopped one stays away longer.
 BACK_WITHIN_S = 2.0
 CALM_S = 60.0
+# So long after one replica the silence of another may have the same cause.
+TOGETHER_S, TOGETHER_FACTOR = 5.0, 4.0
+ALONE_FACTOR = 4.0
 
 
 class SilenceLimit:
-    """factor: of the limits now."""
+    """factor: of the limits of all replicas now."""
 
     def __init__(self, log: Log) -> None:
         self.factor = 1.0
         self._log = log
         self._changed_s = 0.0
         self._given_up_s: dict[Replica, float] = {}
+        self._lately_s: dict[Replica, float] = {}  # as long as it counts for the others
+
+    def factor_of(self, replica: Replica, now_s: float, *, others_work: bool) -> float:
+        """Return the factor of one replica's limits. others_work: another one could take over."""
+        num_others = sum(
+            now_s - at_s < TOGETHER_S for one, at_s in self._lately_s.items() if one is not replica
+        )
+        factor = self.factor * TOGETHER_FACTOR**num_others
+        return min(factor if others_work else ALONE_FACTOR * factor, MAX_FACTOR)
 
     def given_up(self, replica: Replica, now_s: float) -> None:
         """Note that a replica counts as stopped."""
-        self._given_up_s[replica] = now_s
+        self._given_up_s[replica] = self._lately_s[replica] = now_s
 
     def works(self, replica: Replica, now_s: float) -> None:
         """Note that a replica answers and computes."""
@@ -53,5 +67,6 @@ class SilenceLimit:
 
     def keep(self, replicas: Collection[Replica]) -> None:
         """Forget replicas that are not among these."""
-        for replica in self._given_up_s.keys() - set(replicas):
-            del self._given_up_s[replica]
+        for known in (self._given_up_s, self._lately_s):
+            for replica in known.keys() - set(replicas):
+                del known[replica]

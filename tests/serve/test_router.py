@@ -310,6 +310,37 @@ def test_cascades_before_a_real_server(servers: list[RunningServer], tmp_path: P
             assert f"quire_router_cascade_decisions_total{{{labels}}} 2.0" in text
 
 
+def test_a_conversation_beyond_the_context_is_summarized_on_request(
+    servers: list[RunningServer], tmp_path: Path
+) -> None:
+    """The built-in model has a context of 512 tokens, and summarizes as badly as it can."""
+    file, path = tmp_path / "route.toml", "/v1/chat/completions"
+    file.write_text('[summaries]\nmodel = "story"\nmax-tokens = 32\n[models]\nstory = "box"\n')
+    turns = [
+        {"role": role, "content": f"The {role} said that dog number {at} ran to the big tree."}
+        for at in range(20)
+        for role in ("user", "assistant")
+    ]
+    body = {"messages": [*turns, *CHAT["messages"]], "max_tokens": 12, "seed": 5}
+    with RunningRouter("--config", str(file), servers[0].url) as router:
+        status, raw = router.request("POST", path, body)
+        assert (status, json.loads(raw)["error"]["code"]) == (400, "context_length_exceeded")
+        asked = {**body, "summarize_prompt": True}
+        status, raw = router.request("POST", path, asked)
+        assert status == 200, raw
+        whole = json.loads(raw)
+        summary = whole["prompt_summary"]
+        assert summary["messages"] == len(turns)
+        assert summary["requests"] > 1
+        assert summary["usage"]["prompt_tokens"] > 512 > whole["usage"]["prompt_tokens"]
+        status, raw = router.request("POST", path, {**asked, "stream": True})
+        assert json.loads(re.findall(rb"data: (\{.*)", raw)[0])["prompt_summary"] == summary
+        text = "".join(json.loads(f'"{one.decode()}"') for one in _texts(raw))
+        assert text == whole["choices"][0]["message"]["content"], "the same, streamed"
+        status, raw = _alone(servers[0], "POST", path, asked)
+        assert (status, b"quire route" in raw) == (400, True), "a server names the router"
+
+
 def test_texts_go_where_their_prompt_is_cached(tmp_path: Path) -> None:
     """Each server computed its prompt before the router came, so only its events say so."""
     texts = [f"{animal} went home. " * 30 for animal in ("A dog", "A cat")]

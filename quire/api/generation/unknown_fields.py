@@ -55,6 +55,10 @@ _MESSAGES = '"messages": [{"role": "user", "content": "..."}]'
 # Where a field may belong, the most usual route first.
 _ROUTES = (("POST /v1/chat/completions", CHAT), ("POST /v1/completions", COMPLETIONS))
 _MIN_SIMILARITY = 0.75
+_SUMMARIES = (
+    ", but of a router (quire route) with [summaries] in its file; leave it out, or send the "
+    "request to such a router"
+)
 
 
 def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) -> InvalidParameter:
@@ -71,6 +75,8 @@ def unknown_field(name: str, honoured: frozenset[str], body: Mapping[str, Any]) 
         also = "leave it out, or " if own in body else ""
         taken = f", which takes {own}" if own else ""
         return _error(name, f" of this request{taken}; {also}{where}")
+    if name == "summarize_prompt":
+        return _error(name, f" of a server{_SUMMARIES}")
     if (advice := _advice(name, honoured)) is not None:
         return _error(name, f" of this request; {advice}")
     near = _near(name, honoured)

@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from quire.base.server_url import server_url
 from quire.router.failures import MAX_IN_A_ROW, MAX_OF_ALL, PROGRESS_TOKENS, Failures
 from quire.router.faults import ReplicaFault
-from quire.router.replica import MAX_BEGINNING, STEADY_STALL_S, Load, Replica
+from quire.router.replica import CROWDED_STALL_S, MAX_BEGINNING, STEADY_STALL_S, Load, Replica
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 SUSPECT = ReplicaFault("it crashed", is_suspect=True)
@@ -131,6 +133,31 @@ def test_a_replica_with_steady_steps_is_stalled_sooner() -> None:
     replica.begin(prompt)
     assert replica.stall_s(10.0) == 10.0
     assert replica.stall_s(1.0) == 1.0
+
+
+def test_many_prompts_long_gaps_and_an_unknown_past_are_waited_for_longer() -> None:
+    (replica,) = replicas(1)
+    for at in range(MAX_BEGINNING + 1):
+        replica.begin(load(1.0 + at))
+    assert replica.stall_s(2.0) == CROWDED_STALL_S
+    assert replica.stall_s(10.0) == 10.0
+    assert replica.stall_s(2.0, others_gap_s=1.5) == 6.0, "four times what is usual elsewhere"
+    for one in list(replica.loads):
+        replica.gave_output(one)
+    for step in range(40):
+        replica.progressed(20.0 + 0.1 * step)
+    assert replica.stall_s(2.0, others_gap_s=1.5) == STEADY_STALL_S, "its own gaps are known"
+    replica.progressed(30.0)
+    assert replica.stall_s(2.0) == pytest.approx(1.5 * 6.1), "the longest one is among them"
+    for step in range(1, 400):
+        replica.progressed(30.0 + 0.1 * step)
+    assert replica.stall_s(2.0) == STEADY_STALL_S, "it was long ago"
+    replica.progressed(170.0)
+    assert replica.stall_s(2.0) == 12.0, "six times the shortest at most"
+    replica.fence("stalled", "silent")
+    assert replica.stall_s(2.0) == 12.0, "it is as slow as before"
+    replica.fence("restarted", "another process")
+    assert replica.stall_s(2.0) == 2.0
 
 
 def test_a_long_stream_outlives_failures_of_all_replicas() -> None:

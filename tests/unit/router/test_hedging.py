@@ -15,7 +15,10 @@ import pytest
 from quire.router.features import Features
 from quire.router.first_token_times import MIN_SAMPLES, FirstTokenTimes
 from quire.router.hedging import HedgeBudget, Hedger
+from quire.router.replica import Replica
+from quire.router.routed_request import RoutedRequest
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+from tests.unit.router.made_replicas import made_replicas
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
 ANSWER = (
@@ -303,6 +306,24 @@ def test_the_prediction_is_a_percentile_of_prompts_of_such_a_length() -> None:
     for _ in range(300):
         times.note(600, 7.0)
     assert times.predicted_s(600, 50.0) == 7.0, "old times are forgotten"
+
+
+def test_a_replica_that_is_always_slow_is_late_by_the_median_of_others() -> None:
+    slow, *others = made_replicas(5)
+    request = RoutedRequest("/generate", [], json.dumps(STREAM).encode())
+    hedger = Hedger(0.5, 95.0)
+    assert hedger.delay_s(slow, request, others) is None, "nothing is known of it"
+
+    def learn(replica: Replica, seconds: float) -> None:
+        for _ in range(MIN_SAMPLES):
+            replica.first_token_times.note(2, seconds)
+
+    learn(slow, 4.0)
+    assert hedger.delay_s(slow, request, others) == 4.0, "nor of the others"
+    for replica, seconds in zip(others, (9.0, 0.2, 0.1, 0.3), strict=True):
+        learn(replica, seconds)
+    assert hedger.delay_s(slow, request, others) == 0.2
+    assert hedger.delay_s(others[2], request, [slow, *others[:2], others[3]]) == 0.1
 
 
 def test_the_budget_never_exceeds_its_share() -> None:

@@ -32,6 +32,10 @@ min-mean-logprob = -0.5
 
 [hedging]
 
+[summaries]
+model = "fast"
+max-requests = 4
+
 [quotas]
 tokens-per-minute = 1000
 
@@ -58,6 +62,8 @@ def test_a_whole_file_is_read() -> None:
     assert file.hedging is not None
     assert (file.hedging.share, file.hedging.percentile) == (0.03, 95.0)
     assert file.tenants["acme"].burst_tokens == 9000
+    assert file.summaries is not None
+    assert (file.summaries.max_requests, file.summaries.max_tokens) == (4, 512)
     assert file.redis is not None
     assert parse_route_file("").quotas is None
 

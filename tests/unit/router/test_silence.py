@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from quire.base.log import Log
-from quire.router.silence import BACK_WITHIN_S, CALM_S, MAX_FACTOR, SilenceLimit
+from quire.router.silence import (
+    ALONE_FACTOR,
+    BACK_WITHIN_S,
+    CALM_S,
+    MAX_FACTOR,
+    TOGETHER_FACTOR,
+    TOGETHER_S,
+    SilenceLimit,
+)
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
 
@@ -39,6 +47,19 @@ def test_one_that_was_stopped_for_longer_or_never_given_up_does_not() -> None:
     silence.works(TWO, 1.1)
     silence.works(ONE, 1.0 + BACK_WITHIN_S)
     assert silence.factor == 1.0
+
+
+def test_silence_of_several_and_of_all_is_waited_for_longer() -> None:
+    silence = limit()
+    assert silence.factor_of(ONE, 0.0, others_work=True) == 1.0
+    assert silence.factor_of(ONE, 0.0, others_work=False) == ALONE_FACTOR
+    silence.given_up(ONE, 10.0)
+    assert silence.factor_of(ONE, 11.0, others_work=True) == 1.0, "only others count"
+    assert silence.factor_of(TWO, 11.0, others_work=True) == TOGETHER_FACTOR
+    assert silence.factor_of(TWO, 11.0, others_work=False) == MAX_FACTOR
+    assert silence.factor_of(TWO, 10.0 + TOGETHER_S, others_work=True) == 1.0
+    silence.keep([TWO])
+    assert silence.factor_of(TWO, 11.0, others_work=True) == 1.0, "it is gone"
 
 
 def test_calm_minutes_halve_it_and_replicas_that_are_gone_are_forgotten() -> None:

@@ -1,0 +1,32 @@
+"""Deadlines: a request waits in the router no longer than until its answer is wanted.
+
+The time that passes here is taken from what replicas are given (RoutedRequest.waited); a replica
+refuses a request that it would answer too late, and ends one that runs past its time. Knows no
+replica. Always holds: a request without deadline_ms is not affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from quire.router.faults import Refusal
+from quire.router.routed_request import RoutedRequest
+
+
+@asynccontextmanager
+async def before_deadline(request: RoutedRequest) -> AsyncIterator[None]:
+    """Run a block that waits; raise Refusal once the deadline of the request has passed."""
+    try:
+        async with asyncio.timeout_at(request.deadline_s) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Refusal(
+            503,
+            "deadline_missed",
+            "no replica could take the request before its deadline_ms had passed; send it again "
+            "with a longer one, or later",
+        ) from None
