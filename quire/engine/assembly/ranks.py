@@ -7,6 +7,8 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from quire.base.errors import SettingError
@@ -19,6 +21,7 @@ from quire.engine.process.messages import ToEngine
 from quire.execute.executor import Executor
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
+from quire.ranks.draft_share import DraftLayers
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.launched import launched_site
@@ -41,11 +44,17 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
 
         kind = torch_ranks(config)
+    drafts = None
+    if config.speculation.proposer == "self":
+        from quire.engine.assembly.self_draft import draft_layers
+
+        drafts = draft_layers(config, kind)
     return ranked_class(
         config.executor,
         config.cache.block_size,
         shares_blocks=config.transfer.is_on or config.kv_store.is_on or config.cache.has_tier,
         kind=kind,
+        drafts=drafts,
     )
 
 
@@ -55,6 +64,7 @@ def ranked_class(
     *,
     shares_blocks: bool = False,
     kind: RankKind = NATIVE,
+    drafts: DraftLayers | None = None,
 ) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores."""
     site = rank_site(settings)
@@ -66,7 +76,8 @@ def ranked_class(
             f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
             "at most one rank per core is allowed, since ranks wait for each other"
         )
-    return class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
+    made = class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
+    return replace(made, drafts=drafts)
 
 
 def class_of(
@@ -116,6 +127,11 @@ def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
 def stage_runner() -> type[ModelRunner]:
     """Return the runner of an executor of several stages."""
     return PipelinedRunner
+
+
+def settle(runner: ModelRunner) -> Callable[[], None]:
+    """Return what lets stages finish the steps that they have begun."""
+    return cast(PipelinedRunner, runner).finish_begun  # made by stage_runner or heads.runner_class
 
 
 def watched(executor: Executor, inbox: Inbox) -> Inbox:
