@@ -37,6 +37,8 @@ Bools = NDArray[np.bool_]
 Cost = Callable[[], "PredictedCost"]
 # How long a draft model may catch up with prompts in a step, in times of the step.
 CATCH_UP_SHARE = 0.5
+# Steps that must be earned before a model that was given up drafts again: it first computes texts.
+RETRY_STEPS = 4.0
 # Over so many drafts the cost of catching up with a request is spread when the control decides.
 DRAFTS_PER_CATCH_UP = 64.0
 
@@ -88,8 +90,11 @@ class Drafter:
         self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
         self._balance = control.balance
+        if self._balance is not None and self._costly is not None:
+            self._balance.retry_steps = RETRY_STEPS
         self._request_ids = [""] * num_slots
         self._rests = DraftRests()
+        self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_predicting = 0  # requests that bring a prediction
         # Which slots had their last drafts from a prediction; None before one was asked.
@@ -147,13 +152,22 @@ class Drafter:
         balance = self._balance
         if balance is None:
             return
-        if computed_ms > 0.0:
-            balance.computed(computed_ms)
+        caught_up_ms = computed_ms
+        if computed_ms > 0.0:  # all of it, where nothing was drafted
+            known_ms = self._caught_up_ms()
+            caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
+            balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms)
         else:
-            balance.drafted(gained_ms, step_ms)
+            balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled
+
+    def _caught_up_ms(self) -> float:
+        """Return how long known tokens were computed since this was asked last."""
+        assert self._costly is not None, "drafts are computed"
+        before, self._catching_up_ms = self._catching_up_ms, self._costly.catching_up_ms
+        return self._catching_up_ms - before
 
     @property
     def rests(self) -> bool:
@@ -279,12 +293,13 @@ class Drafter:
         of_some = None
         if cost is not None:
             passes, predicted = None, cost()
-            draft_ms = predicted.draft_ms[some]
+            draft_ms, once_ms = predicted.draft_ms[some], predicted.once_ms
             if self._costly is not None:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
                 draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
+                once_ms += self._costly.call_ms()
             self._step_ms = predicted.step_ms
             of_some = StepCost(
                 predicted.step_ms,
@@ -292,7 +307,7 @@ class Drafter:
                 draft_ms,
                 passes,
                 1 + self._rests.last,
-                predicted.once_ms,
+                once_ms,
                 predicted.row_ms,
             )
         counts = np.zeros(len(index), np.int32)

@@ -55,9 +55,10 @@ class Repeats(LookupProposer):
 
 
 class Case:
-    """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts."""
+    """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts.
+    counts: whether calls are counted."""
 
-    step_ms, drafts_ms = 1.0, 0.0
+    step_ms, drafts_ms, counts = 1.0, 0.0, True
 
     def __init__(
         self, running: int, proposer: Repeats | None, control: Control | None = None
@@ -80,6 +81,8 @@ class Case:
             draft_source=source,
         )
         self.now_ms, self.calls, self.num_rows, self.num_drafts = 0.0, 0, 0, 0
+        self.num_tokens = 0
+        self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         for number in range(running):
             self.scheduler.add(
                 Request(
@@ -100,8 +103,11 @@ class Case:
             self.turn()
 
     def turn(self) -> None:
+        before_ms = 0.0 if self._costly is None else self._costly.drafting_ms
         plan = self._counted(lambda: self.scheduler.schedule(self.now_ms))
         assert isinstance(plan, StepPlan)
+        if self._costly is not None:
+            self.now_ms += self._costly.drafting_ms - before_ms
         self.now_ms += self.step_ms + (plan.draft_ids.size > 0) * self.drafts_ms
         counts = plan.sample_counts
         result = StepResult(
@@ -110,6 +116,7 @@ class Case:
         self._counted(lambda: self.scheduler.update(plan, result, self.now_ms))
         self.num_rows += len(plan.slots)
         self.num_drafts += plan.draft_ids.size
+        self.num_tokens += int(counts.sum())
 
     def calls_per_turn(self, num_turns: int = NUM_TURNS) -> float:
         self.calls = self.num_drafts = self.num_rows = 0
@@ -121,6 +128,8 @@ class Case:
         def tracer(frame: FrameType, event: str, argument: Any) -> None:
             self.calls += event in ("call", "c_call")
 
+        if not self.counts:
+            return call()
         before = sys.getprofile()
         sys.setprofile(tracer)
         try:
@@ -199,3 +208,45 @@ def test_a_draft_model_that_does_not_pay_costs_next_to_nothing(running: int) -> 
     assert case.calls_per_turn() <= plain + 14
     assert not model.asked
     assert not case.num_drafts
+
+
+class LateModel(Model):
+    """A model whose passes take `true_ms` each and are priced with a tenth of that. After a rest
+    it first needs `num_behind` calls to know the texts, which take as long."""
+
+    def __init__(self, *, true_ms: float, num_behind: int) -> None:
+        super().__init__(pass_ms=true_ms / 10.0)
+        self._true_ms, self._num_behind = true_ms, num_behind
+        self._behind, self._length = num_behind, 0
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
+    ) -> None:
+        before, self._length = self._length, int(tokens.lengths[slots[0]])
+        if self._length - before > 4 * MAX_DRAFTS:
+            self._behind = self._num_behind
+        if self._behind:
+            self._behind -= 1
+            self.drafting_ms += self._true_ms
+            self.catching_up_ms += self._true_ms
+            return
+        super().propose(tokens, slots, limits, drafts)
+        self.drafting_ms += self._true_ms * int(limits.max())
+
+
+@pytest.mark.parametrize("num_behind", [0, 8])
+@pytest.mark.parametrize("times", [1.2, 2.0])
+def test_a_model_that_costs_more_than_its_price_loses_little(times: float, num_behind: int) -> None:
+    """All drafts are accepted; a pass takes so many times what its token saves."""
+    model = LateModel(true_ms=times * Case.step_ms, num_behind=num_behind)
+    case = Case(16, model)
+    case.counts = False
+    for _ in range(200):  # in which it is tried for the first time
+        case.turn()
+    began_ms, num_tokens, asked = case.now_ms, case.num_tokens, model.drafting_ms
+    for _ in range(3000):
+        case.turn()
+    plain_ms = (case.num_tokens - num_tokens) / 16 * Case.step_ms
+    lost_ms = case.now_ms - began_ms - plain_ms
+    assert lost_ms <= 0.02 * plain_ms
+    assert model.drafting_ms > asked  # it is tried again

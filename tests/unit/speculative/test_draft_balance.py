@@ -54,11 +54,11 @@ def test_drafts_that_gain_go_on_and_one_bad_step_ends_nothing() -> None:
 def test_a_long_prompt_is_paid_over_the_steps_that_follow() -> None:
     balance = DraftBalance()
     balance.drafted(0.0, STEP_MS)
-    balance.computed(100 * STEP_MS)
+    balance.caught_up(100 * STEP_MS)
     for _ in range(200):  # each gains more than its part of that
         balance.drafted(1.7 * STEP_MS, STEP_MS)
         assert balance.allows_drafts
-    balance.computed(100 * STEP_MS)
+    balance.caught_up(100 * STEP_MS)
     num = 0
     while balance.allows_drafts:  # nothing more is gained
         balance.plain(STEP_MS)

@@ -290,15 +290,17 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
     assert case.propose(0) == [[7]]
     case.drafter.skips_step(case.tokens)  # a plain step
     assert not case.drafter.skips_step(case.tokens)
-    for _ in range(40):
-        case.drafter.note_step(10.0, -8.0, 0.0)
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
-    assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
-    num_plain = 0
-    while case.drafter.skips_step(case.tokens):
-        case.drafter.note_step(10.0, None, 0.0)
-        num_plain += 1
-    assert 200 <= num_plain <= 400  # tried again seldom
+    rests = []
+    for _ in range(2):
+        while not case.drafter.rests:
+            case.drafter.note_step(10.0, -8.0, 0.0)
+        assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
+        num_plain = 0
+        while case.drafter.skips_step(case.tokens):
+            case.drafter.note_step(10.0, None, 0.0)
+            num_plain += 1
+        rests.append(num_plain)
+    assert 70 <= rests[1] <= 100  # tried again seldom
 
 
 def test_which_drafts_come_from_predictions_is_known_by_slot() -> None:
