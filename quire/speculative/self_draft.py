@@ -28,7 +28,7 @@ class SelfProposer(ModelProposer, CacheProposer):
     """A CacheProposer over `model`, which computes with the target's cache.
 
     limits: num_blocks is not used. settle: called before each call's passes; stages of a pipeline
-    finish what they have begun, whose time is no part of drafting.
+    finish what they have begun. The time of it is no part of drafting.
     """
 
     name = "self"

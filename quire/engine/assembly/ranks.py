@@ -16,9 +16,10 @@ from quire.config.executor_config import ExecutorConfig
 from quire.config.groups import EngineConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly.expert_loads import read_expert_loads
+from quire.engine.assembly.sizing import pass_limits
 from quire.engine.core import Inbox
 from quire.engine.process.messages import ToEngine
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, ExecutorSizing
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
 from quire.ranks.draft_share import DraftLayers
@@ -44,11 +45,7 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
 
         kind = torch_ranks(config)
-    drafts = None
-    if config.speculation.proposer == "self":
-        from quire.engine.assembly.self_draft import draft_layers
-
-        drafts = draft_layers(config, kind)
+    drafts = draft_layers(config, kind) if config.speculation.proposer == "self" else None
     return ranked_class(
         config.executor,
         config.cache.block_size,
@@ -56,6 +53,12 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         kind=kind,
         drafts=drafts,
     )
+
+
+def draft_layers(config: EngineConfig, sizing: ExecutorSizing) -> DraftLayers:
+    """Return the first layers that draft over the ranks of an engine."""
+    given = config.speculation.self_draft_layers
+    return DraftLayers(num=given, limits=pass_limits(config, sizing))
 
 
 def ranked_class(

@@ -21,10 +21,10 @@ from quire.base.token_table import TokenTable
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds
 from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
+from quire.engine.assembly.sizing import pass_limits
 from quire.execute.executor import Executor, ExecutorSizing, PipelinedExecutor, StepLimits
 from quire.program.first_layers import first_layers, num_draft_layers, num_layers
 from quire.program.program import Program
-from quire.ranks.draft_share import DraftLayers
 from quire.runner.draft_runner import DraftRunner
 from quire.speculative.proposer import no_drafts
 from quire.speculative.self_draft import SelfProposer
@@ -104,22 +104,6 @@ def sized_self_draft(
     )
 
 
-def pass_limits(config: EngineConfig, sizing: ExecutorSizing) -> StepLimits:
-    """Return the largest pass: a token of each request."""
-    max_num_seqs = config.scheduler.max_num_seqs
-    return StepLimits(
-        max_tokens=max_num_seqs,
-        max_samples=sizing.head_rows(max_num_seqs),
-        max_sequences=max_num_seqs,
-    )
-
-
-def draft_layers(config: EngineConfig, sizing: ExecutorSizing) -> DraftLayers:
-    """Return the first layers that draft over the ranks of an engine."""
-    given = config.speculation.self_draft_layers
-    return DraftLayers(num=given, limits=pass_limits(config, sizing))
-
-
 def _pass_bytes(
     config: EngineConfig, program: Program, short: Program, sizing: ExecutorSizing
 ) -> int:
@@ -127,7 +111,7 @@ def _pass_bytes(
     limits = pass_limits(config, sizing)
     if config.executor.num_ranks == 1:
         return sizing.memory_for(short, limits).step_bytes
-    from quire.engine.assembly.ranks import class_of  # only where there are ranks
+    from quire.engine.assembly.ranks import class_of, draft_layers  # only where there are ranks
 
     ranks = class_of(config.executor, config.cache.block_size)
     shares = replace(ranks, drafts=draft_layers(config, sizing)).draft_shares(program)

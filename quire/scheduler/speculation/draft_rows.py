@@ -263,18 +263,18 @@ class DraftRows(StepExtension):
         tokens take without drafts, less what the step took longer."""
         self._timed = None
         plain_ms, added_ms = predicted.plain_ms, self._prices.added_ms(predicted)
-        decodes = plan.counts - plan.draft_counts == 1
-        num_decodes = int(np.count_nonzero(decodes))
-        if num_decodes < len(plan.slots):  # the predicted time of a prompt is a rough guess
-            plain_ms, measured_ms = self._decode_ms(plan.starts[decodes]), added_ms
+        single = plan.counts - plan.draft_counts == 1
+        num_single = int(np.count_nonzero(single))
+        if num_single < len(plan.slots):  # the predicted time of a prompt is a rough guess
+            plain_ms, measured_ms = self._one_each_ms(plan.starts[single]), added_ms
         else:
             measured_ms = ms - plain_ms
-        saved_ms = num_accepted * plain_ms / num_decodes
+        saved_ms = num_accepted * plain_ms / num_single
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - measured_ms, computed_ms)
 
-    def _decode_ms(self, starts: Int32s) -> float:
+    def _one_each_ms(self, starts: Int32s) -> float:
         """Return what a step of rows with one token each is predicted to take."""
         price = self._speed.latest
         rows_ms = price.rows_ms(starts, np.ones_like(starts))

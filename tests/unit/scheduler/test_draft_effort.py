@@ -211,8 +211,8 @@ def test_a_draft_model_that_does_not_pay_costs_next_to_nothing(running: int) -> 
 
 
 class LateModel(Model):
-    """A model whose passes take `true_ms` each and are priced with a tenth of that. After a rest
-    it first needs `num_behind` calls to know the texts, which take as long."""
+    """Passes of this model take `true_ms` each and are priced with a tenth of that. After a rest it
+    first needs `num_behind` calls to know the texts, which take as long."""
 
     def __init__(self, *, true_ms: float, num_behind: int) -> None:
         super().__init__(pass_ms=true_ms / 10.0)
