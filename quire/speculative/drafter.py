@@ -4,7 +4,7 @@ The scheduler's DraftSource. A request's predicted text is asked first, then the
 Proposers that only look up tokens are asked before the control chooses among what they found; one
 that computes a model (CostlyProposer) is asked afterwards, for what the control chose. Always
 holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
-nothing else.
+nothing else, unless the device of the model is lost.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import DeviceLost
 from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
@@ -336,6 +337,8 @@ class Drafter:
         """Ask for all `slots` at once; one by one if that raises, so that one failure is one's."""
         try:
             proposer.propose(tokens, slots, limits, found)
+        except DeviceLost:  # nor can any step be computed
+            raise
         except Exception as error:  # noqa: BLE001  see above
             found.counts[:] = 0
             if len(slots) == 1:

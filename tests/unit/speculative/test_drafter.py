@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quire.base.errors import DeviceLost
 from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
@@ -122,6 +123,21 @@ def test_a_proposer_that_raises_costs_only_its_request_the_drafts() -> None:
     case.drafter.end(1)
     case.begin(1, [4], 1)  # another request in the slot
     assert case.propose(0) == [[7, 8, 9]]
+
+
+def test_the_loss_of_the_device_is_no_failure_of_a_proposer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(ScriptedProposer())
+    case.begin(0, [1, 2, 3], 3)
+
+    def lost(*_: object) -> None:
+        raise DeviceLost("a rank has ended")
+
+    monkeypatch.setattr(ScriptedProposer, "propose", lost)
+    with pytest.raises(DeviceLost):
+        case.propose(0)
+    assert not case.reports
 
 
 @pytest.mark.parametrize(
