@@ -13,9 +13,9 @@ from __future__ import annotations
 
 # Of the time of steps without drafts, what may be lost by trying drafts again.
 LOSS_SHARE = 0.01
-# Gains and losses are remembered up to the time of so many steps, and a step counts as a loss of so
-# many at most: it may have been held up by something else.
-MAX_STEPS, MAX_LOST_STEPS = 16.0, 2.0
+# Gains and losses are remembered up to the time of so many steps. A step counts as a loss of so
+# many at most, and so do the passes for its drafts: something else may have held them up.
+MAX_STEPS, MAX_LOST_STEPS, MAX_COMPUTED_STEPS = 16.0, 2.0, 8.0
 # Of the time that known tokens took, a step counts so much of what is not counted yet. Steps
 # without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
@@ -42,7 +42,8 @@ class DraftBalance:
 
         computed_ms: what computing the drafts took, which is no part of gained_ms.
         """
-        self._add(max(gained_ms, -MAX_LOST_STEPS * step_ms) - computed_ms, step_ms)
+        gained_ms = max(gained_ms, -MAX_LOST_STEPS * step_ms)
+        self._add(gained_ms - min(computed_ms, MAX_COMPUTED_STEPS * step_ms), step_ms)
 
     def plain(self, step_ms: float) -> None:
         """Note a step without drafts."""
