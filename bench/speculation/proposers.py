@@ -97,17 +97,17 @@ class FixedAcceptance(CountedNgrams):
 class SwitchBalance(DraftBalance):
     """A balance of the adaptive side only; fixed ones are always allowed."""
 
-    def drafted(self, gained_ms: float, step_ms: float) -> None:
+    def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
         if SwitchControl.fixed is None:
-            super().drafted(gained_ms, step_ms)
+            super().drafted(gained_ms, step_ms, computed_ms)
 
     def plain(self, step_ms: float) -> None:
         if SwitchControl.fixed is None:
             super().plain(step_ms)
 
-    def computed(self, ms: float) -> None:
+    def caught_up(self, ms: float) -> None:
         if SwitchControl.fixed is None:
-            super().computed(ms)
+            super().caught_up(ms)
 
     @property
     def allows_drafts(self) -> bool:  # type: ignore[override]

@@ -73,6 +73,9 @@ class EngineStats:
     row_errors_total: int = 0
     proposer: str = ""  # of the engine, once it had drafts: the name of its kind
     drafting_ms_total: float = 0.0  # computing drafts, beside the steps
+    # Decode steps that accepted drafts saved, and what steps took longer for drafts.
+    draft_saved_ms_total: float = 0.0
+    draft_added_ms_total: float = 0.0
     draft_rows_total: int = 0  # rows with draft tokens that were verified
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()

@@ -23,7 +23,7 @@ from quire.program.kv_cache import KV_CACHE_DTYPES, with_kv_cache_dtype
 from quire.program.quantize import AUTO
 from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
-from quire.program.split import split
+from quire.program.split import check_stages, split, split_first_layers
 from quire.program.table import format_program
 from quire.program.taps import with_taps
 from quire.program.tensors import DType
@@ -159,9 +159,16 @@ def run(args: argparse.Namespace) -> int:
     )
     kv_cache_dtype = DTYPE_NAMES.get(args.kv_cache_dtype, args.kv_cache_dtype)
     program = with_kv_cache_dtype(program, kv_cache_dtype)
-    if args.self_draft_layers is not None:
-        _check("self-draft-layers", args.self_draft_layers, 1, num_layers(program))
-        program = first_layers(program, args.self_draft_layers)
+    whole, drafting = program, args.self_draft_layers
+    if drafting is not None:
+        _check("self-draft-layers", drafting, 1, num_layers(program))
+        if args.taps:
+            raise InvalidParameter(
+                "--taps and --self-draft-layers are given, and no head reads hidden states of a "
+                "pass of the first layers; leave one of them out",
+                param="taps",
+            )
+        program = first_layers(program, drafting)
     if args.taps:
         try:
             program = with_taps(program, args.taps)
@@ -184,7 +191,11 @@ def run(args: argparse.Namespace) -> int:
                 param="enable-expert-parallel",
             )
         placement = even_placement(program, degree)
-    stages = split(program, args.pipeline_parallel_size)
+    check_stages(whole, args.pipeline_parallel_size)
+    if drafting is None:
+        stages = split(program, args.pipeline_parallel_size)
+    else:
+        stages = split_first_layers(whole, drafting, args.pipeline_parallel_size)
     if args.stage is not None:
         _check("stage", args.stage, 0, len(stages) - 1)
         stages = stages[args.stage : args.stage + 1]

@@ -7,7 +7,6 @@ on the model or the machine is checked where those are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
@@ -15,14 +14,7 @@ from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
 from quire.config.kv_events import read_kv_events
 from quire.config.kv_store import KVStoreConfig
-from quire.config.proposer_kinds import (
-    LOOKUPS,
-    PROPOSERS,
-    RANK_SETTINGS,
-    ProposerName,
-    any_of,
-    refusal_beside,
-)
+from quire.config.proposer_kinds import LOOKUPS, any_of
 from quire.config.settings import at_least, at_most, check_dimensions, one_of, setting
 from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import TransferConfig
@@ -486,7 +478,6 @@ class EngineConfig:
             self._check_tier_of_ranks(given)
         if self.executor.executor == "torch":
             self._check_drafts(f"{given} and executor is torch", "which its ranks do not have yet")
-        self.check_drafts_of_ranks(self.speculation.candidates, self.speculation.asked)
         if self.executor.context_parallel_size > 1 and PIECE_TOKENS % self.cache.block_size:
             raise SettingError(
                 f"{given} and block_size is {self.cache.block_size}; ranks have whole pieces of "
@@ -514,20 +505,6 @@ class EngineConfig:
                 f"{given} with distributed_executor_backend {backend}: rank 0 keeps the tier, and "
                 "has the blocks of ranks that it has started itself; take mp, or leave the tier out"
             )
-
-    def check_drafts_of_ranks(self, names: Sequence[ProposerName], asked: str) -> None:
-        """Raise SettingError where the ranks exclude all of these proposers. asked: the setting
-        that asks for one of them, in words."""
-        used = [name for name in RANK_SETTINGS if getattr(self.executor, name) > 1]
-        reasons = [refusal_beside(name, used) for name in names]
-        if not all(reasons):
-            return
-        others = [name for name in PROPOSERS if not refusal_beside(name, used)]
-        allowed = [name for name in RANK_SETTINGS if not refusal_beside(names[0], [name])]
-        raise SettingError(
-            f"{self.executor.ranks_text} and {asked}, but {reasons[0]}: take --speculate "
-            f"{any_of((*others, 'off'))}; {names[0]} goes with {any_of((*allowed, 'one rank'))}"
-        )
 
     def _check_drafts(self, given: str, reason: str) -> None:
         """Raise SettingError for drafts that are computed. given: what they do not go with."""

@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal
 
 HeadName = Literal["medusa", "eagle"]
 ProposerName = Literal["ngram", "draft", "self", HeadName]
-RankSetting = Literal["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
-RANK_SETTINGS: tuple[RankSetting, ...] = get_args(RankSetting)
 
 
 class DraftWeights(Enum):
@@ -30,18 +28,16 @@ class DraftWeights(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerKind:
     """proposes: what, in the help of --speculate. reads_hidden_states: of the model, so that
-    its program is tapped and its runner keeps rows of them. refused_with: the settings of ranks
-    that it does not go with, each with the reason; with others rank 0 computes it, undivided."""
+    its program is tapped and its runner keeps rows of them."""
 
     proposes: str
     weights: DraftWeights
-    refused_with: Mapping[RankSetting, str]
     reads_hidden_states: bool = False
 
     @property
     def computes(self) -> bool:
-        """Whether drafts are computed: their passes are timed and priced, and one process computes
-        them, so that offloaded weights exclude them."""
+        """Whether drafts are computed: their passes are timed and priced, and read weights in an
+        order of their own, so that offloaded weights exclude them."""
         return self.weights is not DraftWeights.NONE
 
     @property
@@ -50,41 +46,29 @@ class ProposerKind:
         return self.weights is DraftWeights.FILES
 
 
-_POSITIONS = "what drafts has no KV blocks of so many positions"
-_HEADS_REFUSED: Mapping[RankSetting, str] = {
-    "pipeline_parallel_size": "the hidden states that it reads are in several stages",
-    "context_parallel_size": _POSITIONS,
-}
 PROPOSERS: Mapping[ProposerName, ProposerKind] = MappingProxyType(
     {
         "ngram": ProposerKind(
             proposes="tokens that followed the last ones earlier in the request",
             weights=DraftWeights.NONE,
-            refused_with={},
         ),
         "draft": ProposerKind(
             proposes="tokens of --draft-model",
             weights=DraftWeights.FILES,
-            refused_with={"context_parallel_size": _POSITIONS},
         ),
         "self": ProposerKind(
             proposes="tokens of the model's first layers",
             weights=DraftWeights.MODEL,
-            refused_with=dict.fromkeys(
-                RANK_SETTINGS, "the model's first layers do not draft over several ranks yet"
-            ),
         ),
         "medusa": ProposerKind(
             proposes="tokens of Medusa heads trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
-            refused_with=_HEADS_REFUSED,
         ),
         "eagle": ProposerKind(
             proposes="tokens of an EAGLE-3 head trained for the model (--draft-model)",
             weights=DraftWeights.FILES,
             reads_hidden_states=True,
-            refused_with=_HEADS_REFUSED,
         ),
     }
 )
@@ -92,12 +76,6 @@ LOOKUPS = tuple(name for name, kind in PROPOSERS.items() if not kind.computes)
 COMPUTED = tuple(name for name, kind in PROPOSERS.items() if kind.computes)
 HEADS = tuple(name for name, kind in PROPOSERS.items() if kind.reads_hidden_states)
 WITH_FILES = tuple(name for name, kind in PROPOSERS.items() if kind.needs_files)
-
-
-def refusal_beside(name: ProposerName, settings: Iterable[RankSetting]) -> str:
-    """Return why a proposer does not go with these settings of ranks; "" where it does."""
-    refused = PROPOSERS[name].refused_with
-    return next((refused[setting] for setting in settings if setting in refused), "")
 
 
 def any_of(names: Iterable[str]) -> str:

@@ -113,20 +113,6 @@ class SpeculationConfig:
         return "ngram" if self.draft_model is None else None
 
     @property
-    def candidates(self) -> tuple[ProposerName, ...]:
-        """Return the proposers of which one is the engine's, before files are read."""
-        return WITH_FILES if self.proposer is None else (self.proposer,)
-
-    @property
-    def asked(self) -> str:
-        """The setting that asks for a proposer, in words."""
-        if self.speculate == "off" and self.self_draft_layers is not None:
-            return f"self_draft_layers is {self.self_draft_layers}"
-        if self.speculate == "off" and self.draft_model is not None:
-            return f"draft_model is {self.draft_model}"
-        return f"speculate is {self.speculate}"
-
-    @property
     def computes(self) -> bool:
         """Whether drafts are computed, by whatever computes them."""
         return self.proposer is None or PROPOSERS[self.proposer].computes

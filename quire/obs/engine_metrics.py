@@ -226,6 +226,17 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
         "model's first layers; by proposer",
         labels=("proposer",),
     )
+    saved = CounterMetricFamily(
+        "quire_draft_saved_seconds",
+        "Time that accepted drafts saved: that of as many tokens without drafts; by proposer",
+        labels=("proposer",),
+    )
+    added = CounterMetricFamily(
+        "quire_draft_added_seconds",
+        "Time by which steps were longer for planning and verifying drafts, as their cost is "
+        "learned; by proposer",
+        labels=("proposer",),
+    )
     rows = CounterMetricFamily(
         "quire_draft_rows",
         "Rows with draft tokens that were verified, each of which yields one token more than it "
@@ -247,6 +258,8 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
     rows.add_metric((PREDICTION,), predicted)
     if stats.proposer:
         seconds.add_metric((stats.proposer,), stats.drafting_ms_total / 1000.0)
+        saved.add_metric((stats.proposer,), stats.draft_saved_ms_total / 1000.0)
+        added.add_metric((stats.proposer,), stats.draft_added_ms_total / 1000.0)
         rows.add_metric((stats.proposer,), stats.draft_rows_total - predicted)
     for family, of_all, of_predictions in (
         (drafted, stats.draft_tokens_total, stats.prediction_tokens_total),
@@ -256,7 +269,7 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
         for position, (num, num_predicted) in enumerate(pairs, start=1):
             family.add_metric((str(position), stats.proposer), num - num_predicted)
             family.add_metric((str(position), PREDICTION), num_predicted)
-    return seconds, rows, drafted, accepted
+    return seconds, saved, added, rows, drafted, accepted
 
 
 def _expert_tokens(stats: EngineStats) -> Metric:

@@ -17,6 +17,8 @@ from quire.program.ops import Attention, Op, StoreKV
 from quire.program.program import Program
 from quire.program.tensors import Buffer, View
 
+# By default one in so many layers drafts (docs/speculation.md has the reason).
+LAYERS_PER_DRAFT_LAYER = 5
 # Weights of layers are named so in every family.
 _OF_LAYER = re.compile(r"^(?:layers|h)\.(\d+)\.")
 
@@ -32,6 +34,11 @@ class LayerSpan:
 def num_layers(program: Program) -> int:
     """Return the layers of the trunk."""
     return len(program.layer_starts)
+
+
+def num_draft_layers(program: Program, given: int | None) -> int:
+    """Return how many first layers draft: `given`, or the default share, at least one."""
+    return max(num_layers(program) // LAYERS_PER_DRAFT_LAYER, 1) if given is None else given
 
 
 def first_layers(program: Program, num: int) -> Program:

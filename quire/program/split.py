@@ -6,8 +6,9 @@ nothing.
 The embedding is in the first stage; the last norm, the head and all other segments are in the last.
 A stage ends with a Send for each view that later stages read, and the next one begins with the Recv
 of it: the residual stream, after a pending sum has been added to it. A head that is also the
-embedding is a weight of both stages. Stages are balanced by the bytes of weights that a step reads:
-tables that are only gathered from do not count.
+embedding is a weight of both stages. Hidden states that are outputs (taps.py) are sent on to the
+last stage. Stages are balanced by the bytes of weights that a step reads: tables that are only
+gathered from do not count.
 
 Always holds: the operations of all stages, in order, are those of the whole program but for a sum
 that is added before it is sent instead of after, which rounds alike; so all bits are those of one
@@ -23,10 +24,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from quire.base.errors import SettingError
-from quire.program.first_layers import layer_spans, num_layers, pruned
+from quire.program.first_layers import first_layers, layer_spans, num_layers, pruned
 from quire.program.ops import Add, Attention, Embed, Norm, Op, StoreKV
 from quire.program.program import Program
 from quire.program.stage_ops import Recv, Send
+from quire.program.taps import TAPS
 from quire.program.tensors import View
 
 MAX_STAGES = 64
@@ -40,10 +42,26 @@ def split(program: Program, stages: int) -> tuple[Program, ...]:
     check_stages(program, stages)
     if stages == 1:
         return (program,)
-    spans = layer_spans(program)
-    counts = layers_of_stages(program, stages)
+    return _divided(program, layers_of_stages(program, stages))
+
+
+def split_first_layers(program: Program, num: int, stages: int) -> tuple[Program, ...]:
+    """Return the programs of stages for the first `num` layers of a program (first_layers.py).
+
+    Each layer is in the stage that has it of the whole program, so that it has the same weights and
+    the same cache there. A stage after the last of them hands the stream on; the last has the head.
+    """
+    short = first_layers(program, num)
+    return (short,) if stages == 1 else _divided(short, layers_of_stages(program, stages))
+
+
+def _divided(program: Program, counts: Sequence[int]) -> tuple[Program, ...]:
+    """Return the programs of stages with so many layers each, as far as the program has layers."""
+    spans, stages = layer_spans(program), len(counts)
     firsts = [sum(counts[:stage]) for stage in range(stages)]
-    cuts = [0, *(spans[first].begin for first in firsts[1:]), len(program.segments["trunk"])]
+    begins = [*(span.begin for span in spans), spans[-1].end]
+    of_stages = [begins[min(first, len(spans))] for first in firsts[1:]]
+    cuts = [0, *of_stages, len(program.segments["trunk"])]
     trunks = [list(program.segments["trunk"][a:b]) for a, b in pairwise(cuts)]
     for before, after in pairwise(trunks):
         _add_before(before, after)
@@ -67,12 +85,6 @@ def check_stages(program: Program, stages: int) -> None:
         )
     if stages == 1:
         return
-    if further := set(program.outputs) - {"hidden", "logits", "pooled"}:
-        raise SettingError(
-            f"pipeline_parallel_size is {stages}, and hidden states are asked for "
-            f"({', '.join(sorted(further))}), which only one process hands out; leave one of them "
-            "out"
-        )
     try:
         layer_spans(program)
     except ValueError as error:
@@ -131,7 +143,7 @@ def _balanced(loads: tuple[int, ...], stages: int) -> tuple[int, ...]:
 def _add_before(before: list[Op], after: list[Op]) -> None:
     """Where a stage begins with a norm that first adds what the layer before has left, add that at
     the end of the stage before, so that the stream alone is sent."""
-    first = after[0]
+    first = after[0] if after else None
     if not isinstance(first, Norm) or first.delta is None:
         return
     delta = first.delta.buffer.index
@@ -142,13 +154,16 @@ def _add_before(before: list[Op], after: list[Op]) -> None:
 
 
 def _sent(program: Program, trunks: list[list[Op]]) -> list[list[View]]:
-    """Return the views that each stage receives: written before it, and read in it or later."""
+    """Return the views that each stage receives: written before it, and read in it or later. Taps
+    of layers are outputs of the last stage."""
     rest = [op for name, ops in program.segments.items() if name != "trunk" for op in ops]
+    taps = program.outputs.get(TAPS)
     sent: list[list[View]] = [[]]
     for stage in range(1, len(trunks)):
-        written = {v.buffer.index for trunk in trunks[:stage] for op in trunk for v in op.outputs}
+        before = [view for trunk in trunks[:stage] for op in trunk for view in op.outputs]
         later = [op for trunk in trunks[stage:] for op in trunk]
-        sent.append(_live(later + rest, written))
+        tapped = [view for view in before if taps is not None and view.buffer == taps.buffer]
+        sent.append(_live(later + rest, {view.buffer.index for view in before}) + tapped)
     return [*sent, []]
 
 

@@ -45,23 +45,25 @@ class CopyBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Run a segment on a batch, and `then` another; -1 for none. step: its number, where ranks are
-    stages; else 0."""
+    stages; else 0. drafts: of the first layers that draft (first_layers.py)."""
 
     step: int
     segment: int
     then: int
     batch: ForwardBatch
     sample_rows: Int32s
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAgain:
     """Run a segment on other sample rows of the last Run's batch. first: where they begin in that
-    batch's own; -1 where they are others."""
+    batch's own; -1 where they are others. drafts: see Run."""
 
     segment: int
     first: int
     sample_rows: Int32s
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

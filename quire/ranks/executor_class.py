@@ -33,6 +33,7 @@ from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
 from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan
+from quire.program.first_layers import first_layers, num_draft_layers
 from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
@@ -40,6 +41,7 @@ from quire.program.serialize import to_plain
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
+from quire.ranks.draft_share import DraftLayers, DraftShare
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.other_ranks import OtherRanks, RankSite
@@ -48,7 +50,7 @@ from quire.ranks.processes import RankProcesses
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import PoolShare, create_file
-from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
+from quire.ranks.start import RankReady, RankStart, check_ready, ready_of, with_drafts
 from quire.weights.checkpoint import Checkpoint
 
 # Rows of a step that are exchanged at once: more than this are exchanged in parts.
@@ -66,7 +68,7 @@ class RankedExecutorClass:
     fill buffers with NaN before each run, for tests. timeout_s: the longest wait for a rank that
     responds. shares_blocks: whether blocks leave and enter the pool, whole, as of one process.
     site: where the ranks run; None: in processes of this machine that rank 0 starts. kind: what
-    they compute with.
+    they compute with. drafts: the first layers that draft for the model; None: they do not.
     """
 
     degree: int
@@ -80,6 +82,7 @@ class RankedExecutorClass:
     shares_blocks: bool = False
     site: RankSite | None = None
     kind: RankKind = NATIVE
+    drafts: DraftLayers | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -118,6 +121,21 @@ class RankedExecutorClass:
         placement = self.placement(program)
         return [self._share(program, rank, placement) for rank in range(self.degree)]
 
+    def draft_shares(self, program: Program) -> list[DraftShare]:
+        """Return each rank's share of the first layers that draft for a program."""
+        assert self.drafts is not None, "they draft"
+        num, placement = num_draft_layers(program, self.drafts.num), self.placement(program)
+        return [
+            DraftShare(
+                program=self._share(own, rank % self.degree, placement), limits=self.drafts.limits
+            )
+            for rank, own in enumerate(self._first_layers(program, num))
+        ]
+
+    def _first_layers(self, program: Program, num: int) -> list[Program]:
+        """Return the first layers of the program that each rank has a share of."""
+        return [first_layers(program, num)] * self.degree
+
     def _share(self, program: Program, rank: int, placement: ExpertPlacement) -> Program:
         return shard(
             program,
@@ -154,6 +172,7 @@ class RankedExecutorClass:
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> LeadingExecutor:
         parts = self.programs(program)
+        shares = [] if self.drafts is None else self.draft_shares(program)
         sizes = self._sizes(parts, options.limits)
         site = self.site or RankSite(launch=RankProcesses, here=self.num_ranks)
         cpus = cpus_of_ranks(site.here) if self.binds else [()] * site.here
@@ -176,13 +195,16 @@ class RankedExecutorClass:
                 for rank, part in enumerate(parts[1:], start=1):
                     own_cpus = () if self.site is not None else cpus[rank]
                     start = self._start(rank, part, checkpoint, options, sizes, own_cpus)
-                    others.start(replace(start, pool_file=pool_file), segment)
+                    start = replace(start, pool_file=pool_file)
+                    others.start(with_drafts(start, shares[rank]) if shares else start, segment)
                 run_on(cpus[site.local])
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes)
                 if isinstance(executor, MirroredExecutor):
                     executor.own_block_size = self.block_size
                     if self.shares_blocks:
                         executor.share_blocks(pool_file, self.pool_shares(program))
+                    if shares:
+                        executor.draft_by(shares[0])
                 self._compare(executor, others.ready())
                 undo.pop_all()
         finally:
@@ -218,10 +240,11 @@ class RankedExecutorClass:
         return self.kind.leading(programs[0], checkpoint, own, group, poison=self.poison)
 
     def _sizes(self, programs: Sequence[Program], limits: StepLimits) -> SegmentSizes:
+        drafted = 0 if self.drafts is None else self.drafts.limits.max_tokens
         return SegmentSizes(
             slot_bytes=max(map(_slot_bytes, programs)),
             message_bytes=command_bytes(
-                tokens=max(limits.max_tokens, PART_TOKENS),
+                tokens=max(limits.max_tokens, PART_TOKENS, drafted),
                 samples=limits.max_samples,
                 sequences=limits.max_sequences,
                 positions=programs[0].max_positions,

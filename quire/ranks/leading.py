@@ -1,11 +1,12 @@
 """Lead: what rank 0 sends the ranks of its group, and how it ends a group that has lost a rank.
 
 Knows commands and the group; no executor and no process. Always holds: a command is sent before
-rank 0 does the same; after a loss nothing is sent any more.
+rank 0 does the same, with no other between them; after a loss nothing is sent any more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -31,13 +32,15 @@ class Lead:
     """The commands of rank 0 to its group.
 
     reason: says why the group is lost, where a process is known to have ended. end: called once at
-    the end.
+    the end. turn: held from sending a command until rank 0 has done the same: steps and drafts may
+    be computed in two threads.
     """
 
     def __init__(self, group: SharedMemoryRank) -> None:
         self.group, self.wire = group, command_wire()
         self.reason: Callable[[str], str] = str
         self.end: Callable[[], None] = _nothing
+        self.turn = threading.RLock()
 
     def send(self, command: Command) -> None:
         """Send a command to the other ranks of the group. Raises DeviceLost."""

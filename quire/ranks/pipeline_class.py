@@ -19,7 +19,7 @@ from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
 from quire.program.expert_parallel import mixtures
 from quire.program.program import Program
-from quire.program.split import check_stages, layers_of_stages, split
+from quire.program.split import check_stages, layers_of_stages, split, split_first_layers
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.shared_pools import PoolShare
@@ -67,6 +67,10 @@ class PipelineExecutorClass(RankedExecutorClass):
             self._share(stages[layout.stage_of(rank)], rank % self.degree, placement)
             for rank in range(self.num_ranks)
         ]
+
+    def _first_layers(self, program: Program, num: int) -> list[Program]:
+        stages = split_first_layers(program, num, self.stages)
+        return [stages[self.layout.stage_of(rank)] for rank in range(self.num_ranks)]
 
     def pool_shares(self, program: Program) -> list[PoolShare]:
         """See RankedExecutorClass; of the layers of each rank's stage."""

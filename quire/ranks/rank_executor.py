@@ -2,7 +2,8 @@
 
 A rank runs its share of the program; the exchanges are operations inside it, done by the compiled
 module. Rank 0 sends each call that touches memory to the others before it makes the call itself.
-Knows no process. Always holds: all ranks make the same calls in the same order; a group that has
+Where the first layers of the model draft for it, each rank has an executor of these besides. Knows
+no process. Always holds: all ranks make the same calls in the same order; a group that has
 lost a rank never computes again (DeviceLost).
 """
 
@@ -15,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from quire import _native
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
@@ -31,6 +33,8 @@ from quire.ranks.commands import (
     Stop,
     Touch,
 )
+from quire.ranks.draft_share import DraftShare
+from quire.ranks.first_layers import LeadingFirstLayers, RankEnds, RankFirstLayers
 from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
@@ -60,10 +64,27 @@ class RankExecutor(NativeExecutor):
         pool_file: int = NO_FILE,
     ) -> None:
         super().__init__(program, checkpoint, options, isa=isa, poison=poison)
-        self.group, self._pool_file = group, pool_file
-        self._native.set_group(group.native)
+        self.group, self._pool_file, self._poison = group, pool_file, poison
+        self.connect(self._native)
         self._last: ForwardBatch | None = None  # of the last Run
         self.pieces: OwnPieces | None = None  # under context parallelism, once there is a cache
+        self._drafts: RankFirstLayers | None = None
+
+    def connect(self, native: _native.Program) -> None:
+        """Set what the exchanges of a program of this rank go through."""
+        native.set_group(self.group.native)
+
+    def draft_by(self, share: DraftShare) -> None:
+        """Have the first layers too, before the cache is allocated."""
+        ends = RankEnds(connect=self.connect, own=self._own)
+        self._drafts = RankFirstLayers(self, share, ends, poison=self._poison)
+
+    def close(self) -> None:
+        """Free threads and memory."""
+        if self._drafts is not None:
+            self._drafts.close()
+            self._drafts = None
+        super().close()
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor. Under context parallelism a rank has its pieces of each block."""
@@ -114,10 +135,15 @@ class RankExecutor(NativeExecutor):
                 self.own_block_size = command.own_block_size
                 RankExecutor.allocate_cache(self, command.num_blocks, command.block_size)
                 self._place_pool(command.span)
+                if self._drafts is not None:
+                    self._drafts.share_cache()
             case Touch():
                 RankExecutor.touch_blocks(self, command.layer, command.first, command.last)
             case CopyBlocks():
                 RankExecutor.copy_blocks(self, command.copy_from, command.copy_to)
+            case Run() | RunAgain() if command.drafts:
+                assert self._drafts is not None, "rank 0 has the first layers too"
+                self._drafts.do(command)
             case Run():
                 self._last = command.batch
                 self._reserve_angles(command.batch)
@@ -162,6 +188,29 @@ class MirroredExecutor(RankExecutor):
         self._pools: SharedPools | None = None
         self.lead = Lead(group)
         self.step = 0  # the number of the next Run
+        self._draft_share: DraftShare | None = None
+
+    def draft_by(self, share: DraftShare) -> None:
+        """See RankExecutor; `first_layers` makes the executor."""
+        self._draft_share = share
+
+    def first_layers(self, num_threads: int = 0) -> LeadingFirstLayers:
+        """Return an executor of the first layers, which the caller closes. num_threads: see
+        NativeFirstLayers."""
+        assert self._draft_share is not None, "ranks are started with their first layers"
+        return LeadingFirstLayers(
+            self,
+            self._draft_share,
+            RankEnds(connect=self.connect, own=self._own),
+            lead=self.lead,
+            begin=self._begin_drafts,
+            num_threads=num_threads,
+            poison=self._poison,
+        )
+
+    def _begin_drafts(self, run: Run) -> int:
+        """Do what comes before a pass of the first layers; return its number."""
+        return 0
 
     def share_blocks(self, pool_file: int, shares: Sequence[PoolShare]) -> None:
         """Keep the pools of all ranks in a file, so that blocks are whole here.
@@ -216,8 +265,9 @@ class MirroredExecutor(RankExecutor):
         ):  # here: another rank may be late, and the block imported by then
             self._pools.touch(layer, first, last)
             return
-        self.lead.send(Touch(layer=layer, first=first, last=last))
-        super().touch_blocks(layer, first, last)
+        with self.lead.turn:
+            self.lead.send(Touch(layer=layer, first=first, last=last))
+            super().touch_blocks(layer, first, last)
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -246,14 +296,16 @@ class MirroredExecutor(RankExecutor):
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """See Executor."""
         if len(copy_from):
-            self.lead.send(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
-            super().copy_blocks(copy_from, copy_to)
+            with self.lead.turn:
+                self.lead.send(CopyBlocks(copy_from=copy_from, copy_to=copy_to))
+                super().copy_blocks(copy_from, copy_to)
 
     def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
         """See LayeredExecutor."""
-        self.lead.send(RunLayers(batch=batch, first=first, end=end))
-        with self.lead.in_step():
-            super().run_layers(batch, first, end)
+        with self.lead.turn:
+            self.lead.send(RunLayers(batch=batch, first=first, end=end))
+            with self.lead.in_step():
+                super().run_layers(batch, first, end)
 
     def close(self) -> None:
         """Let the other ranks stop; free threads and memory."""
@@ -266,16 +318,16 @@ class MirroredExecutor(RankExecutor):
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
-        if segment != TRUNK:
-            self.lead.send(RunAgain(segment=segment, first=0, sample_rows=sample_rows))
-        else:
+        command: Run | RunAgain = RunAgain(segment=segment, first=0, sample_rows=sample_rows)
+        if segment == TRUNK:
             plain = replace(batch, sample_rows=sample_rows, late_slots=NO_SLOTS)
             command = Run(
                 step=self.step, segment=TRUNK, then=then, batch=plain, sample_rows=sample_rows
             )
+        with self.lead.turn:
             self.lead.send(command)
-        with self.lead.in_step():
-            super()._run(segment, batch, sample_rows, then)
+            with self.lead.in_step():
+                super()._run(segment, batch, sample_rows, then)
 
     def lost(self, found: str) -> DeviceLost:
         """End the group; return the error that says why."""

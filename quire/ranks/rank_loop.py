@@ -19,7 +19,7 @@ from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.rank_executor import RankExecutor
 from quire.ranks.stage_executor import StageExecutor
-from quire.ranks.start import RankStart, links_of, program_of, sizes_of
+from quire.ranks.start import RankStart, drafts_of, links_of, program_of, sizes_of
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -80,7 +80,7 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
             poison=start.poison,
             pool_file=start.pool_file,
         )
-        return executor, next_command
+        return _with_drafts(executor, start), next_command
     stage = StageExecutor(
         program,
         checkpoint,
@@ -91,7 +91,14 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         poison=start.poison,
         pool_file=start.pool_file,
     )
-    return stage, next_command
+    return _with_drafts(stage, start), next_command
+
+
+def _with_drafts(executor: RankExecutor, start: RankStart) -> RankExecutor:
+    """Let an executor have the first layers too, where these draft."""
+    if (share := drafts_of(start)) is not None:
+        executor.draft_by(share)
+    return executor
 
 
 def do_commands(executor: Rank, next_command: NextCommand) -> None:

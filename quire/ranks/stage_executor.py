@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire import _native
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
 from quire.execute.native import Int32s
@@ -35,9 +36,13 @@ class StageExecutor(RankExecutor):
         links: StageLinks,
         **more: Any,
     ) -> None:
-        super().__init__(program, checkpoint, options, group, **more)
         self.links = links
-        self._native.set_links(*links.ends)
+        super().__init__(program, checkpoint, options, group, **more)
+
+    def connect(self, native: _native.Program) -> None:
+        """See RankExecutor; and what rows go through."""
+        super().connect(native)
+        native.set_links(*self.links.ends)
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does, or will do."""
@@ -70,12 +75,16 @@ class PipelineExecutor(MirroredExecutor):
         *,
         poison: bool = False,
     ) -> None:
-        super().__init__(program, checkpoint, options, group, poison=poison)
         self.links = links
+        super().__init__(program, checkpoint, options, group, poison=poison)
         self.lead: StageLead = StageLead(group, links, layers)
         self.num_layers = 0  # none are computed by themselves: see LayeredExecutor
         self.early_experts: tuple[int, ...] = ()
-        self._native.set_links(*links.ends)
+
+    def connect(self, native: _native.Program) -> None:
+        """See RankExecutor; and what rows go through."""
+        super().connect(native)
+        native.set_links(*self.links.ends)
 
     @property
     def num_stages(self) -> int:
@@ -95,6 +104,9 @@ class PipelineExecutor(MirroredExecutor):
         """Run the layers of this stage, and what was to be done before."""
         self.step = self.lead.catch_up(batch, super().copy_blocks)
         super().run_trunk(batch, head_rows=head_rows)
+
+    def _begin_drafts(self, run: Run) -> int:
+        return self.lead.begin_drafts(run, super().copy_blocks)
 
     def run_layers(self, batch: ForwardBatch, first: int, end: int) -> None:
         """Raise: layers are not computed by themselves."""

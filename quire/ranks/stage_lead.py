@@ -66,6 +66,19 @@ class StageLead(Lead):
                 self.links.begin(due.number)
                 return due.number
 
+    def begin_drafts(self, run: Run, copy: Callable[[Int32s, Int32s], None]) -> int:
+        """Let the stages before begin a pass of the first layers, and do what comes before it here;
+        return its number. No step that was begun is still to be run."""
+        self._num_begun += 1
+        batch = replace(run.batch, sample_rows=NO_SLOTS)
+        ahead = replace(run, step=self._num_begun, then=NONE, batch=batch, sample_rows=NO_SLOTS)
+        self._send_ahead(ahead)
+        while self._due:
+            if isinstance(due := self._due.popleft(), CopyBlocks):
+                copy(due.copy_from, due.copy_to)
+        self.links.begin(self._num_begun)
+        return self._num_begun
+
     def copy(self, command: CopyBlocks) -> None:
         """Copy blocks in all stages, here when its turn has come."""
         self._send_ahead(command)

@@ -7,7 +7,7 @@ have loaded other weights or compute with other instructions are refused too.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from quire.base.errors import ModelError, QuireError, WorkerError
 from quire.base.version import installed_version
 from quire.comm.links import LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
+from quire.execute.executor import StepLimits
 from quire.program.program import NUMERICS_VERSION, Program
-from quire.program.serialize import from_plain
+from quire.program.serialize import from_plain, to_plain
+from quire.ranks.draft_share import DraftShare
 from quire.ranks.stages import StageLayout, StageLinks
 
 _MAX_FAILURE = 4000  # characters
@@ -28,7 +30,8 @@ class RankStart:
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
-    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py)."""
+    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py).
+    draft_program, draft_limits: of the first layers that draft; None: they do not."""
 
     rank: int
     degree: int
@@ -51,6 +54,8 @@ class RankStart:
     row_slots: int = 0
     pool_file: int = -1
     torch: dict[str, Any] | None = None
+    draft_program: dict[str, Any] | None = None
+    draft_limits: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,20 @@ def read_start(line: bytes) -> RankStart:
 def program_of(start: RankStart) -> Program:
     """Return the rank's program."""
     return from_plain(start.program)
+
+
+def with_drafts(start: RankStart, share: DraftShare) -> RankStart:
+    """Return a start with a share of the first layers that draft."""
+    return replace(start, draft_program=to_plain(share.program), draft_limits=asdict(share.limits))
+
+
+def drafts_of(start: RankStart) -> DraftShare | None:
+    """Return the rank's share of the first layers that draft; None where they do not."""
+    if start.draft_program is None or start.draft_limits is None:
+        return None
+    return DraftShare(
+        program=from_plain(start.draft_program), limits=StepLimits(**start.draft_limits)
+    )
 
 
 def sizes_of(start: RankStart) -> SegmentSizes:

@@ -44,7 +44,7 @@ class PipelinedRunner(ModelRunner):
         try:
             self._apply(plan)
             if len(plan.slots):
-                run = StepRun(plan, self._resources)
+                run = self.run_of(plan)
                 self._check_known(plan)
                 self._stages.begin_trunk(run.batch)
                 step.run = run
@@ -64,6 +64,15 @@ class PipelinedRunner(ModelRunner):
             self._out.popleft().end()
         super().end_thread()
 
+    def finish_begun(self) -> None:
+        """Finish the steps in flight."""
+        if self._out:
+            self.finish(self._out[-1])
+
+    def run_of(self, plan: StepPlan) -> StepRun:
+        """Return the run of a plan that was applied."""
+        return StepRun(plan, self._resources)
+
     def result_of(self, plan: StepPlan, run: StepRun) -> StepResult:
         """Compute the rest of a step that was begun."""
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
@@ -72,7 +81,7 @@ class PipelinedRunner(ModelRunner):
         """Finish the steps in flight before a plan that changes slots which their rows have, or
         copies the tokens of slots."""
         if self._out and must_follow(plan, (step.plan for step in self._out)):
-            self.finish(self._out[-1])
+            self.finish_begun()
 
     def _check_known(self, plan: StepPlan) -> None:
         unknown = plan.starts + plan.counts > self.tables.tokens.lengths[plan.slots]

@@ -1,4 +1,5 @@
-"""TappedRunner: a ModelRunner that keeps hidden states of what it computes, for draft heads.
+"""TappedRunner: a ModelRunner that keeps hidden states of what it computes, for draft heads; and
+TappedPipelinedRunner, the same on several stages.
 
 After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
 the head read, by slot and position (HiddenStateRing). Knows no proposer. Always holds: rows are
@@ -20,6 +21,7 @@ from quire.program.taps import HEAD_INPUT, TAPS
 from quire.runner.batch_builder import Index, Int32s
 from quire.runner.grammar_rows import Masks
 from quire.runner.model_runner import ModelRunner
+from quire.runner.pipelined_runner import PipelinedRunner
 from quire.runner.step_result import no_rows, step_result
 from quire.runner.step_run import RunnerResources, StepRun
 from quire.speculative.hidden_states import HiddenStateRing
@@ -39,11 +41,7 @@ class TappedRunner(ModelRunner):
     """See ModelRunner for `settings`. Raises ModelError for an executor without outputs."""
 
     def __init__(self, executor: Executor, *, taps: Taps, **settings: Any) -> None:
-        if not isinstance(executor, TappedExecutor):
-            raise ModelError(
-                f"the {executor.name} executor hands out no hidden states, which draft heads need; "
-                "take --executor native, or another value of --speculate"
-            )
+        _check(executor)
         super().__init__(executor, **settings)
         self._taps = taps
 
@@ -52,6 +50,28 @@ class TappedRunner(ModelRunner):
             return no_rows(plan)
         run = _TappedRun(plan, self._resources, self._taps)
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
+
+
+class TappedPipelinedRunner(PipelinedRunner):
+    """See PipelinedRunner for `settings`. The last stage has the hidden states of all. Raises
+    ModelError for an executor without outputs."""
+
+    def __init__(self, executor: Executor, *, taps: Taps, **settings: Any) -> None:
+        _check(executor)
+        super().__init__(executor, **settings)
+        self._taps = taps
+
+    def run_of(self, plan: StepPlan) -> StepRun:
+        """See PipelinedRunner."""
+        return _TappedRun(plan, self._resources, self._taps)
+
+
+def _check(executor: Executor) -> None:
+    if not isinstance(executor, TappedExecutor):
+        raise ModelError(
+            f"the {executor.name} executor hands out no hidden states, which draft heads need; "
+            "take --executor native, or another value of --speculate"
+        )
 
 
 class _TappedRun(StepRun):

@@ -2,20 +2,21 @@
 
 Probabilities and prices can be wrong, and drafts that are tried to learn them cost time. So what
 drafts gained and lost is added up, and where the sum is not positive, none are made for a while: a
-small share of the time without drafts is what may be lost by trying. The first passes of a draft
-model over a prompt are an investment: their time is counted over the steps that follow. Knows no
-clock: times are arguments. Always holds: drafts lose little more than LOSS_SHARE of the time in the
-long run, and for each time that they stop paying, what they gained last.
+small share of the time without drafts is what may be lost by trying. What a draft model computes to
+know a text is an investment: its time is counted over the steps that follow, and what is left of it
+when drafts end is earned by the steps without. Knows no clock: times are arguments. Always holds:
+drafts lose little more than LOSS_SHARE of the time in the long run, and for each time that they
+stop paying, what they gained last.
 """
 
 from __future__ import annotations
 
 # Of the time of steps without drafts, what may be lost by trying drafts again.
 LOSS_SHARE = 0.01
-# Gains and losses are remembered up to the time of so many steps, and a step counts as a loss of so
-# many at most: it may have been held up by something else.
-MAX_GAIN_STEPS, MAX_LOSS_STEPS, MAX_LOST_STEPS = 16.0, 3.0, 2.0
-# Of the time that computing drafts took, a step counts so much of what is not counted yet. Steps
+# Gains and losses are remembered up to the time of so many steps. A step counts as a loss of so
+# many at most, and so do the passes for its drafts: something else may have held them up.
+MAX_STEPS, MAX_LOST_STEPS, MAX_COMPUTED_STEPS = 16.0, 2.0, 8.0
+# Of the time that known tokens took, a step counts so much of what is not counted yet. Steps
 # without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
 PLAIN_STEPS = 8
@@ -25,18 +26,24 @@ class DraftBalance:
     """Begins as if some steps had been gained, so that several are tried.
 
     allows_drafts: whether they gained more than they lost. is_settled: no step without drafts
-    changes anything.
+    changes anything. retry_steps: so many steps must be earned before drafts are tried again; more
+    where a first draft takes some steps to prepare.
     """
 
     def __init__(self) -> None:
         self.allows_drafts = self.is_settled = True
+        self.retry_steps = 0.0
         self._ms = self._unpaid_ms = 0.0
         self._is_new = True
         self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
-    def drafted(self, gained_ms: float, step_ms: float) -> None:
-        """Note a step with drafts, which would have taken `step_ms` without. A loss is negative."""
-        self._add(max(gained_ms, -MAX_LOST_STEPS * step_ms), step_ms)
+    def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
+        """Note a step with drafts, which would have taken `step_ms` without. A loss is negative.
+
+        computed_ms: what computing the drafts took, which is no part of gained_ms.
+        """
+        gained_ms = max(gained_ms, -MAX_LOST_STEPS * step_ms)
+        self._add(gained_ms - min(computed_ms, MAX_COMPUTED_STEPS * step_ms), step_ms)
 
     def plain(self, step_ms: float) -> None:
         """Note a step without drafts."""
@@ -48,17 +55,17 @@ class DraftBalance:
             plain_ms, self._plain_ms, self._num_plain = self._plain_ms, 0.0, 0
             self._add(LOSS_SHARE * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
 
-    def computed(self, ms: float) -> None:
-        """Note that computing drafts took so long."""
+    def caught_up(self, ms: float) -> None:
+        """Note that known tokens were computed for so long, which drafts of later steps need."""
         self._unpaid_ms += ms
         self.is_settled = False
 
     def _add(self, gained_ms: float, step_ms: float, num_steps: int = 1) -> None:
         if self._is_new:
-            self._is_new, self._ms = False, MAX_GAIN_STEPS * step_ms
+            self._is_new, self._ms = False, MAX_STEPS * step_ms
         due_ms = num_steps * PAID_PER_STEP * self._unpaid_ms
         self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * num_steps * step_ms else 0.0
         ms = self._ms + gained_ms - due_ms
-        self._ms = min(max(ms, -MAX_LOSS_STEPS * step_ms), MAX_GAIN_STEPS * step_ms)
-        self.allows_drafts = self._ms > 0.0
+        self._ms = min(max(ms, -MAX_STEPS * step_ms), MAX_STEPS * step_ms)
+        self.allows_drafts = self._ms > step_ms * self.retry_steps * (not self.allows_drafts)
         self.is_settled = self.allows_drafts and not self._unpaid_ms

@@ -71,5 +71,6 @@ class HeadProposer(ComputingProposer):
         began_ms = self._now_ms()
         sampled, hidden = self._model.compute(head, rows)
         ms = self._now_ms() - began_ms
-        self.pass_times.note_pass(len(rows.slots), len(rows.token_ids), ms)
+        num_needed = int(np.add.reduce(np.minimum(rows.counts, 2)))
+        self._note_pass(len(rows.slots), len(rows.token_ids), num_needed, ms)
         return sampled, hidden

@@ -110,7 +110,8 @@ class ModelProposer(ComputingProposer):
         began_ms = self._now_ms()
         sampled = self._model.compute(slots, starts, counts, samples)
         ms = self._now_ms() - began_ms
-        self.pass_times.note_pass(len(slots), int(np.add.reduce(counts)), ms)
+        needed = np.where(samples, np.minimum(counts, 2), np.int32(0))
+        self._note_pass(len(slots), int(np.add.reduce(counts)), int(np.add.reduce(needed)), ms)
         return sampled
 
     def _follow(self, tokens: TokenTable, slots: Index) -> None:

@@ -4,7 +4,7 @@ The scheduler's DraftSource. A request's predicted text is asked first, then the
 Proposers that only look up tokens are asked before the control chooses among what they found; one
 that computes a model (CostlyProposer) is asked afterwards, for what the control chose. Always
 holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
-nothing else.
+nothing else, unless the device of the model is lost.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.errors import DeviceLost
 from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
@@ -37,6 +38,8 @@ Bools = NDArray[np.bool_]
 Cost = Callable[[], "PredictedCost"]
 # How long a draft model may catch up with prompts in a step, in times of the step.
 CATCH_UP_SHARE = 0.5
+# Steps that must be earned before a model that was given up drafts again: it first computes texts.
+RETRY_STEPS = 4.0
 # Over so many drafts the cost of catching up with a request is spread when the control decides.
 DRAFTS_PER_CATCH_UP = 64.0
 
@@ -88,8 +91,11 @@ class Drafter:
         self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
         self._balance = control.balance
+        if self._balance is not None and self._costly is not None:
+            self._balance.retry_steps = RETRY_STEPS
         self._request_ids = [""] * num_slots
         self._rests = DraftRests()
+        self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_predicting = 0  # requests that bring a prediction
         # Which slots had their last drafts from a prediction; None before one was asked.
@@ -147,13 +153,22 @@ class Drafter:
         balance = self._balance
         if balance is None:
             return
-        if computed_ms > 0.0:
-            balance.computed(computed_ms)
+        caught_up_ms = computed_ms
+        if computed_ms > 0.0:  # all of it, where nothing was drafted
+            known_ms = self._caught_up_ms()
+            caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
+            balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms)
         else:
-            balance.drafted(gained_ms, step_ms)
+            balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled
+
+    def _caught_up_ms(self) -> float:
+        """Return how long known tokens were computed since this was asked last."""
+        assert self._costly is not None, "drafts are computed"
+        before, self._catching_up_ms = self._catching_up_ms, self._costly.catching_up_ms
+        return self._catching_up_ms - before
 
     @property
     def rests(self) -> bool:
@@ -279,12 +294,13 @@ class Drafter:
         of_some = None
         if cost is not None:
             passes, predicted = None, cost()
-            draft_ms = predicted.draft_ms[some]
+            draft_ms, once_ms = predicted.draft_ms[some], predicted.once_ms
             if self._costly is not None:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
                 draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
+                once_ms += self._costly.call_ms()
             self._step_ms = predicted.step_ms
             of_some = StepCost(
                 predicted.step_ms,
@@ -292,7 +308,7 @@ class Drafter:
                 draft_ms,
                 passes,
                 1 + self._rests.last,
-                predicted.once_ms,
+                once_ms,
                 predicted.row_ms,
             )
         counts = np.zeros(len(index), np.int32)
@@ -321,6 +337,8 @@ class Drafter:
         """Ask for all `slots` at once; one by one if that raises, so that one failure is one's."""
         try:
             proposer.propose(tokens, slots, limits, found)
+        except DeviceLost:  # nor can any step be computed
+            raise
         except Exception as error:  # noqa: BLE001  see above
             found.counts[:] = 0
             if len(slots) == 1:

@@ -17,13 +17,15 @@ DRIFT = 1 / 512
 
 
 class PassTimes:
-    """Of passes for up to `num_requests` requests. token_ms: of a token of a prompt; 0: unknown."""
+    """Of passes for up to `num_requests` requests. token_ms: of a token of a prompt; 0: unknown.
+    call_ms: of a call beside its passes."""
 
     def __init__(self, num_requests: int) -> None:
         num_sizes = _size(num_requests) + 1
         self._ms: Float64s = np.zeros(num_sizes)  # 0: not known
         self._best: Float64s = np.zeros(num_sizes)
-        self.token_ms = 0.0
+        self.token_ms = self.call_ms = 0.0
+        self._best_call_ms = 0.0
 
     def note_pass(self, num_requests: int, num_tokens: int, ms: float) -> None:
         """Learn from a pass: of a draft if it has at most two tokens a request, else of tokens."""
@@ -44,6 +46,12 @@ class PassTimes:
         old, new = self.token_ms, ms / num_tokens
         self.token_ms = new if not old else old + WEIGHT * (min(new, 2.0 * old) - old)
 
+    def note_call(self, ms: float) -> None:
+        """Learn from a call that took so long beside its passes."""
+        old, ms = self.call_ms, max(ms, 1e-6)
+        self.call_ms = ms if not old else old + WEIGHT * (min(ms, 2.0 * old) - old)
+        self._best_call_ms = ms if not old else min(ms, self._best_call_ms)
+
     def max_tokens(self, ms: float, limit: int) -> int:
         """Return how many tokens of prompts take about `ms`, at most `limit`."""
         if self.token_ms * limit <= ms:
@@ -52,7 +60,7 @@ class PassTimes:
 
     def settle(self) -> None:
         """Take the best times seen so far: those of a warm machine."""
-        self._ms[:] = self._best
+        self._ms[:], self.call_ms = self._best, self._best_call_ms
 
     def table(self, num_requests: int) -> Float64s:
         """Return the milliseconds of a pass for 0 to `num_requests` requests; 0 if none is known.
@@ -60,6 +68,7 @@ class PassTimes:
         Sizes between known ones are interpolated.
         """
         self._ms -= DRIFT * (self._ms - self._best)
+        self.call_ms -= DRIFT * (self.call_ms - self._best_call_ms)
         known = self._ms.nonzero()[0]
         if not len(known):
             return np.zeros(num_requests + 1)

@@ -45,6 +45,7 @@ class ComputingProposer(CostlyProposer):
         self.mirror = Mirror(model, num_slots)
         self.pass_times = PassTimes(num_slots)
         self._mirroring, self._now_ms = model, now_ms
+        self._passes_ms = 0.0  # of all passes so far
 
     def close(self) -> None:
         """Free the model or the heads."""
@@ -63,19 +64,31 @@ class ComputingProposer(CostlyProposer):
         """See CostlyProposer."""
         return self.pass_times.table(num_requests)
 
+    def call_ms(self) -> float:
+        """See CostlyProposer."""
+        return self.pass_times.call_ms
+
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""
-        began_ms = self._now_ms()
+        began_ms, passes_ms = self._now_ms(), self._passes_ms
         try:
             self._compute_drafts(tokens, slots, limits, drafts)
         finally:
-            self.drafting_ms += self._now_ms() - began_ms
+            ms = self._now_ms() - began_ms
+            self.drafting_ms += ms
+            self.pass_times.note_call(ms - (self._passes_ms - passes_ms))
 
     @abstractmethod
     def _compute_drafts(
         self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts
     ) -> None:
         """Compute what `propose` fills in."""
+
+    def _note_pass(self, num_requests: int, num_tokens: int, num_needed: int, ms: float) -> None:
+        """Learn the time of a pass. num_needed: tokens of it that drafts need anyway."""
+        self._passes_ms += ms
+        self.catching_up_ms += ms * (num_tokens - num_needed) / num_tokens
+        self.pass_times.note_pass(num_requests, num_tokens, ms)
 
     def _allotted(self, pending: Int32s, max_tokens: int) -> Int32s:
         """Return how many of its `pending` token rows each request computes in the first pass of a

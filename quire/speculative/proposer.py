@@ -88,11 +88,12 @@ class LearningProposer(Proposer):
 class CostlyProposer(Proposer):
     """A Proposer that computes its drafts, so that it is asked only for as many as pay.
 
-    drafting_ms: milliseconds that it has computed so far. catch_up_ms: about how long a call may
-    compute known tokens that the proposer lacks, which all requests of the step wait for.
+    drafting_ms: milliseconds that it has computed so far. catching_up_ms: of these, for known
+    tokens that the proposer lacked beyond what drafts need anyway. catch_up_ms: about how long a
+    call may compute such tokens, which all requests of the step wait for.
     """
 
-    drafting_ms = 0.0
+    drafting_ms = catching_up_ms = 0.0
     catch_up_ms = math.inf
 
     @abstractmethod
@@ -103,6 +104,10 @@ class CostlyProposer(Proposer):
     def pass_ms(self, num_requests: int) -> Float64s:
         """Return the milliseconds of a pass that drafts a token for each of 0 to `num_requests`
         requests; 0 where no time is known."""
+
+    def call_ms(self) -> float:
+        """Return the milliseconds of a call beside its passes."""
+        return 0.0
 
     @abstractmethod
     def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:

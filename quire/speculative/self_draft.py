@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quire.base.token_table import TokenTable
 from quire.speculative.draft_model import DraftModel, ModelProposer
 from quire.speculative.passes import DraftLimits
-from quire.speculative.proposer import CacheProposer
+from quire.speculative.proposer import CacheProposer, Drafts
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -27,7 +27,8 @@ Int32s = NDArray[np.int32]
 class SelfProposer(ModelProposer, CacheProposer):
     """A CacheProposer over `model`, which computes with the target's cache.
 
-    limits: num_blocks is not used.
+    limits: num_blocks is not used. settle: called before each call's passes; stages of a pipeline
+    finish what they have begun. The time of it is no part of drafting.
     """
 
     name = "self"
@@ -35,6 +36,7 @@ class SelfProposer(ModelProposer, CacheProposer):
     def __init__(self, model: DraftModel, limits: DraftLimits, now_ms: Callable[[], float]) -> None:
         super().__init__(model, limits._replace(num_blocks=0), now_ms)
         self._has_kv = False  # since `possible` was called last
+        self.settle: Callable[[], None] = _nothing
 
     def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
         """See CacheProposer."""
@@ -57,6 +59,11 @@ class SelfProposer(ModelProposer, CacheProposer):
             room = np.minimum(room, self.blocks.capacity[slots] - lengths + 1)
         return np.maximum(room, np.int32(0))
 
+    def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
+        """See Proposer."""
+        self.settle()
+        super().propose(tokens, slots, limits, drafts)
+
     def behind_ms(self, tokens: TokenTable, slots: Index) -> NDArray[np.float64]:
         """See CostlyProposer: the model has computed all known tokens but the last."""
         return np.zeros(len(slots))
@@ -71,3 +78,7 @@ class SelfProposer(ModelProposer, CacheProposer):
         limits = np.minimum(limits, self._limits.max_model_len - lengths)
         room: Int32s = np.minimum(limits, self.blocks.capacity[slots] - lengths + 1)
         return room
+
+
+def _nothing() -> None:
+    """Do nothing."""

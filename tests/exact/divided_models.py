@@ -6,27 +6,46 @@ give.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.program.program import Program
+from quire.ranks.draft_share import DraftLayers
 from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.kinds import NATIVE
+from quire.ranks.rank_executor import MirroredExecutor
 from tests.exact.heads import Heads
-from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
+from tests.exact.rig import (
+    MAX_ROWS,
+    MAX_SEQUENCES,
+    AloneRuns,
+    Model,
+    Outcome,
+    SharedCache,
+    differences,
+    run_case,
+)
 from tests.exact.workload import Case
 
 LIMITS = StepLimits(max_tokens=MAX_ROWS, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES)
+PASS_LIMITS = StepLimits(
+    max_tokens=MAX_SEQUENCES, max_samples=MAX_SEQUENCES, max_sequences=MAX_SEQUENCES
+)
 
 
 class DividedModel(Model):
     """A model over several processes, with the name of the model in one process: AloneRuns returns
-    what that has answered."""
+    what that has answered. draft_layers: first layers that draft."""
 
-    def __init__(self, whole: Model, executor_class: RankedExecutorClass) -> None:
+    def __init__(
+        self, whole: Model, executor_class: RankedExecutorClass, draft_layers: int = 1
+    ) -> None:
         super().__init__(whole.folder, whole.dtype, max_model_len=whole.max_model_len)
         self.name, self.program = whole.name, whole.program
         self.whole, self._class = whole, executor_class
+        self._drafts = DraftLayers(num=draft_layers, limits=PASS_LIMITS)
 
     def executor(self, num_threads: int) -> Executor:
         """Return the one executor: each process has one thread."""
@@ -36,6 +55,14 @@ class DividedModel(Model):
         """Return the model in this process: a draft model is not divided."""
         return self.whole.draft_executor()
 
+    def first_layers(self, num_threads: int, *, is_beside: bool, is_whole: bool) -> SharedCache:
+        """Return the first layers of all processes."""
+        key = 1, is_beside, False
+        if key not in self._first_layers:
+            leading = cast(MirroredExecutor, self.executor(1))
+            self._first_layers[key] = leading.first_layers(int(is_beside))
+        return self._first_layers[key]
+
     def heads(self, kind: str) -> Heads:
         """Return the heads of the model in one process: they are not divided."""
         return self.whole.heads(kind)
@@ -44,16 +71,18 @@ class DividedModel(Model):
         """Return processes of which the first hands out what the heads read."""
         key = kind, 1
         if key not in self._tapped:
-            self._tapped[key] = self._started(self.heads(kind).program)
+            self._tapped[key] = self._started(self._class, self.heads(kind).program)
         return self._tapped[key]
 
     def make_executor(self, num_threads: int) -> Executor:
         """Start the processes."""
-        return self._started(self.program)
+        made = self._class
+        if made.kind == NATIVE:
+            made = replace(made, drafts=self._drafts)
+        return self._started(made, self.program)
 
-    def _started(self, program: Program) -> Executor:
-        options = ExecutorOptions(limits=LIMITS, num_threads=1)
-        return self._class(program, self.checkpoint, options)
+    def _started(self, made: RankedExecutorClass, program: Program) -> Executor:
+        return made(program, self.checkpoint, ExecutorOptions(limits=LIMITS, num_threads=1))
 
 
 def compare_with_one_process(
@@ -63,20 +92,70 @@ def compare_with_one_process(
 
     models: by the number that a case has. options: of run_case.
     """
-    alone, lines, reached = AloneRuns(), [], dict.fromkeys(goals, 0)
+    lines, reached = list[str](), dict.fromkeys(goals, 0)
+    for outcome, found in _compared(models, cases, **options):
+        lines += found
+        for goal in reached:
+            reached[goal] += getattr(outcome, goal)
+    return lines, reached
+
+
+def compare_drafts(
+    model: DividedModel, cases: Iterable[Case], **options: Any
+) -> tuple[list[str], dict[str, int]]:
+    """Return a line for each difference, and how many drafts of each proposer were verified; close
+    the model. options: of run_case."""
+    lines, drafted = list[str](), dict[str, int]()
+    for outcome, found in _compared([model], cases, **options):
+        lines += found
+        proposer = outcome.case.settings.proposer
+        num = sum(plan.draft_ids.size for plan, _ in outcome.plans)
+        drafted[proposer] = drafted.get(proposer, 0) + num
+    return lines, drafted
+
+
+def drafts_alike(whole: Model, divided: Model, case: Case, **options: Any) -> bool:
+    """Return whether the same drafts are verified in both models, and some are. options: of
+    run_case for the divided one."""
+    # A tier's copies and plans in flight would make plans depend on time, and stages compute no
+    # layers by themselves.
+    settings = replace(
+        case.settings, tier_blocks=0, plans_in_flight=1, micro_batches=1, layered=False
+    )
+    case, found = replace(case, settings=settings), []
+    for model, more in ((whole, {}), (divided, options)):
+        outcome = run_case(model, case, alone=AloneRuns(), **more)
+        found.append([plan.draft_ids.tolist() for plan, _ in outcome.plans])
+    return found[0] == found[1] and any(found[0])
+
+
+def drafted_cases(cases: Iterable[Case], proposers: Iterable[str], each: int) -> list[Case]:
+    """Return the first cases of each of `proposers`, for model 0."""
+    left, found = dict.fromkeys(proposers, each), list[Case]()
+    for case in cases:
+        if left.get(proposer := case.settings.proposer, 0):
+            left[proposer] -= 1
+            found.append(replace(case, model=0))
+        if not any(left.values()):
+            break
+    return found
+
+
+def _compared(
+    models: Sequence[DividedModel], cases: Iterable[Case], **options: Any
+) -> Iterator[tuple[Outcome, list[str]]]:
+    """Yield the outcome of each case, and its differences from one process; close the models."""
+    alone = AloneRuns()
     try:
         for case in cases:
             model = models[case.model]
             for request in case.requests:
                 alone.of(model.whole, request)
             outcome = run_case(model, case, alone=alone, **options)
-            lines += differences(model.whole, outcome, alone)
-            for goal in reached:
-                reached[goal] += getattr(outcome, goal)
+            yield outcome, differences(model.whole, outcome, alone)
     finally:
         for model in models:
             model.close()
-    return lines, reached
 
 
 def any_differs(model: DividedModel, cases: Iterable[Case], **options: Any) -> bool:

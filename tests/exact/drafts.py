@@ -26,8 +26,9 @@ from quire.speculative.passes import DraftLimits
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
 from quire.speculative.self_draft import SelfProposer
-from tests.exact.workload import VOCAB_SIZE, Settings
+from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE, Settings
 
+MAX_BLOCK_SIZE = 128  # of a KV cache in one process
 Answer = Callable[[Request], list[int]]
 # Whether the token at an output position is proposed as it is in the answer.
 IS_RIGHT: dict[str, Callable[[int], bool]] = {
@@ -78,24 +79,30 @@ class OracleProposer(Proposer):
 
 def model_proposer(executor: Executor, settings: Settings, max_model_len: int) -> ModelProposer:
     """Return a proposer that computes the target itself, with a cache of its own, often small."""
-    executor.allocate_cache(settings.draft_blocks, settings.block_size)
+    size = draft_block_size(settings)
+    executor.allocate_cache(settings.draft_blocks, size)
     runner = DraftRunner(
         executor,
         num_slots=settings.max_num_seqs,
         max_model_len=max_model_len,
-        block_size=settings.block_size,
+        block_size=size,
         max_samples=settings.max_samples,
         shares_noise=settings.draft_noise,
     )
     limits = DraftLimits(
         num_slots=settings.max_num_seqs,
         num_blocks=settings.draft_blocks,
-        block_size=settings.block_size,
+        block_size=size,
         max_model_len=max_model_len,
-        max_tokens=2 * settings.max_num_seqs,
+        max_tokens=2 * settings.max_num_seqs if max_model_len == MAX_MODEL_LEN else 256,
     )
     times = count()
     return ModelProposer(runner, limits, lambda: float(next(times)))
+
+
+def draft_block_size(settings: Settings) -> int:
+    """Return the block size of a draft model or a head, which one process has whole."""
+    return settings.block_size if settings.block_size <= MAX_BLOCK_SIZE else 16
 
 
 def self_proposer(executor: Executor, settings: Settings, max_model_len: int) -> SelfProposer:

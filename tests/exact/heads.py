@@ -32,9 +32,11 @@ from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.chosen_tensors import ChosenTensors
 from tests.draft_heads import eagle_tensors, medusa_tensors, write_eagle, write_medusa
+from tests.exact.drafts import draft_block_size
 from tests.exact.workload import Settings
 
 NUM_MEDUSA_HEADS = 3
+MAX_POSITIONS = 512  # that an EAGLE head counts
 MakeExecutor = Callable[[Program, Checkpoint], Executor]
 
 
@@ -66,7 +68,7 @@ class Heads:
         self, settings: Settings, max_model_len: int
     ) -> tuple[MedusaProposer | EagleProposer, Taps]:
         """Return a proposer for a case, and where its runner leaves hidden states: often few."""
-        num_slots, size = settings.max_num_seqs, settings.block_size
+        num_slots, size = settings.max_num_seqs, draft_block_size(settings)
         num_blocks = max(settings.draft_blocks, 3)
         if self.kind == "eagle":
             self.executors[0].allocate_cache(num_blocks, size)
@@ -97,7 +99,8 @@ class Heads:
                 runner, ring, num_heads=heads, num_slots=num_slots, now_ms=now_ms
             )
             return medusa, taps
-        limits = DraftLimits(num_slots, num_blocks, size, max_model_len, 2 * num_slots)
+        longest = min(max_model_len, MAX_POSITIONS)
+        limits = DraftLimits(num_slots, num_blocks, size, longest, 2 * num_slots)
         return EagleProposer(runner, ring, limits, now_ms), taps
 
     def close(self) -> None:
@@ -131,7 +134,9 @@ def _eagle(
     tensors[FUSE] = rng.normal(0, columns**-0.5, (weight.columns, columns)).astype(np.float32)
     write_eagle(folder, tensors, vocab_size=program.vocab_size, hidden_size=weight.columns)
     spec = read_eagle(_config(folder))
-    layer = build_eagle(spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=512)
+    layer = build_eagle(
+        spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=MAX_POSITIONS
+    )
     fuse = build_fuse(spec, columns=columns, vocab_size=program.vocab_size, dtype=dtype)
     checkpoint = open_checkpoint(folder)
     sources: dict[str, tuple[Checkpoint, str]] = {

@@ -58,7 +58,8 @@ from quire.program.quantize import quantize
 from quire.program.tensors import DType
 from quire.runner.handle import Handle
 from quire.runner.model_runner import ModelRunner, OutputConstraints
-from quire.runner.tapped_runner import TappedRunner, Taps
+from quire.runner.pipelined_runner import PipelinedRunner
+from quire.runner.tapped_runner import TappedPipelinedRunner, TappedRunner, Taps
 from quire.runner.tier_mover import TierMover
 from quire.scheduler.cost.transfer_cost import RestoreMode
 from quire.scheduler.limits import SchedulerLimits
@@ -66,6 +67,7 @@ from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.speculative.drafter import Drafter
 from quire.speculative.proposer import CostlyProposer
+from quire.speculative.self_draft import SelfProposer
 from quire.transfer.disk import DiskStore
 from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore
@@ -334,6 +336,9 @@ def run_case(
     runner = WatchedRunner(make_runner(executor, case.settings, runner_type, taps))
     if kind == "self":
         first_layers_of(model, case.settings).share_cache()
+        if isinstance(runner.runner, PipelinedRunner):
+            assert source is not None, "the case has a proposer"
+            cast(SelfProposer, source._proposer).settle = runner.runner.finish_begun
     core = make_core(
         runner,
         case.settings,
@@ -457,8 +462,9 @@ def make_runner(
     executor.allocate_cache(settings.num_blocks, settings.block_size)
     make: Callable[..., ModelRunner] = runner_type
     if taps is not None and isinstance(executor, TappedExecutor):
-        bases = dict.fromkeys((TappedRunner, runner_type))
-        order = (TappedRunner,) if runner_type is ModelRunner else tuple(bases)
+        is_staged = issubclass(runner_type, PipelinedRunner)
+        tapped = TappedPipelinedRunner if is_staged else TappedRunner
+        order = (tapped,) if issubclass(tapped, runner_type) else (tapped, runner_type)
         make = partial(type("Tapped", order, {}), taps=taps)
     return make(
         executor,

@@ -20,7 +20,7 @@ from tests.conftest import SHOWN
 from tests.connected_ranks import connected_site
 from tests.exact.divided_models import DividedModel, compare_with_one_process
 from tests.exact.rig import Model
-from tests.exact.test_ranks import case_for_ranks, without_tier
+from tests.exact.test_ranks import case_for_ranks, with_few_processes, without_tier
 from tests.exact.test_stages import case_for_stages
 from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_experts import MIXTRAL
@@ -60,7 +60,7 @@ def test_connected_ranks_answer_as_one_process(
             stages=stages, degree=degree, binds=False, poison=True, site=site
         )
         cases = [case_for_stages(number, len(used), stages) for number in range(NUM_CASES)]
-    cases = [without_tier(case) for case in cases]
+    cases = [with_few_processes(without_tier(case)) for case in cases]
     models = [DividedModel(whole, executor_class) for whole in used]
     runner: dict[str, Any] = {} if stages == 1 else {"runner_type": PipelinedRunner}
     lines, reached = compare_with_one_process(models, cases, ("preempted", "chunked"), **runner)

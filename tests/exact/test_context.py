@@ -10,17 +10,24 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
 
+from quire.config.proposer_kinds import COMPUTED
 from quire.program.declarations import PIECE_POSITIONS
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
-from tests.exact.divided_models import DividedModel, compare_with_one_process
+from tests.exact.divided_models import (
+    DividedModel,
+    compare_drafts,
+    compare_with_one_process,
+    drafted_cases,
+)
 from tests.exact.rig import Model
 from tests.exact.test_ranks import (
     GOALS,
@@ -28,7 +35,7 @@ from tests.exact.test_ranks import (
     NUM_CASES,
     SIZE,
     case_for_ranks,
-    without_refused,
+    with_few_processes,
 )
 from tests.exact.workload import VOCAB_SIZE, Arrival, Case
 from tests.models.cases_experts import MIXTRAL
@@ -69,7 +76,6 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
 def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
     """Return a case of which most requests begin with one of two long texts."""
     case = case_for_ranks(number, num_models)
-    case = replace(case, settings=without_refused(case.settings, "context_parallel_size"))
     rng = random.Random(f"context {number}")
     texts = [
         np.array([rng.randrange(2, VOCAB_SIZE) for _ in range(rng.choice(LENGTHS))], np.int32)
@@ -105,6 +111,7 @@ def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
         max_samples=8,
         max_model_len=MAX_MODEL_LEN,
         tenants=(),
+        draft_blocks=rng.choice((20, 400)),
         **({"plans_in_flight": stages, "micro_batches": stages} if stages > 1 else {}),
     )
     return replace(case, settings=settings, arrivals=arrivals)
@@ -118,7 +125,7 @@ def compare(
     is_staged = isinstance(executor_class, PipelineExecutorClass)
     stages = executor_class.stages if is_staged else 1
     cases = (
-        long_case(number, len(models), executor_class.context, stages)
+        with_few_processes(long_case(number, len(models), executor_class.context, stages))
         for number in range(num_cases)
     )
     return compare_with_one_process(models, cases, GOALS, **options)
@@ -132,6 +139,14 @@ def test_ranks_with_pieces_answer_as_one_process(
     record_property(SHOWN, f"{NUM_CASES} cases; {reached}")  # type: ignore[operator]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     assert all(reached.values()), reached
+
+
+def test_what_computes_drafts_changes_no_answer(wholes: list[Model]) -> None:
+    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True, shares_blocks=True)
+    cases = drafted_cases((long_case(number, 1, 2, 1) for number in count()), COMPUTED, 1)
+    lines, drafted = compare_drafts(DividedModel(wholes[0], ranks, draft_layers=2), cases)
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert all(drafted[name] for name in COMPUTED), drafted
 
 
 def test_ranks_with_pieces_and_heads_answer_as_one_process(wholes: list[Model]) -> None:

@@ -2,26 +2,19 @@
 the tokens and log-probabilities of one process.
 
 The processes of a model live over all its cases. Cases are those of test_one_answer.py, with disk
-tiers, and without drafts of the first layers, which several ranks refuse;
-QUIRE_EXACT_RANK_CASES=500 runs more of them.
+tiers; QUIRE_EXACT_RANK_CASES=500 runs more of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 
 import pytest
 
-from quire.config.proposer_kinds import (
-    HEADS,
-    PROPOSERS,
-    WITH_FILES,
-    RankSetting,
-    refusal_beside,
-)
+from quire.config.proposer_kinds import COMPUTED, HEADS
 from quire.program.comm_ops import AllGather
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.expert_parallel import mixtures as mixtures_of
@@ -31,9 +24,16 @@ from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.shared_pools import PoolShare
 from tests.conftest import SHOWN
-from tests.exact.divided_models import DividedModel, any_differs, compare_with_one_process
+from tests.exact.divided_models import (
+    DividedModel,
+    any_differs,
+    compare_drafts,
+    compare_with_one_process,
+    drafted_cases,
+    drafts_alike,
+)
 from tests.exact.rig import AloneRuns, Model, differences, run_case
-from tests.exact.workload import VOCAB_SIZE, Case, Settings, draw_case
+from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
@@ -79,17 +79,17 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
         model.close()
 
 
-def ranks(whole: Model, degree: int) -> DividedModel:
-    """Return a model over ranks, with buffers full of NaN before each run."""
+def ranks(whole: Model, degree: int, **more: int) -> DividedModel:
+    """Return a model over ranks, with buffers full of NaN before each run. more: of
+    DividedModel."""
     made = RankedExecutorClass(degree=degree, binds=False, poison=True, shares_blocks=True)
-    return DividedModel(whole, made)
+    return DividedModel(whole, made, **more)
 
 
 def case_for_ranks(number: int, num_models: int) -> Case:
     """Return a case without what several ranks refuse."""
     case = draw_case(number, num_models=num_models, vocab_size=VOCAB_SIZE)
-    settings = replace(case.settings, tier_in_host=False)
-    return replace(case, settings=without_refused(settings, "tensor_parallel_size"))
+    return replace(case, settings=replace(case.settings, tier_in_host=False))
 
 
 def without_tier(case: Case) -> Case:
@@ -98,10 +98,12 @@ def without_tier(case: Case) -> Case:
     return replace(case, settings=replace(case.settings, tier_blocks=0))
 
 
-def without_refused(settings: Settings, asked: RankSetting) -> Settings:
-    """Return settings with a proposer that goes with such ranks."""
-    refused = [name for name in PROPOSERS if refusal_beside(name, [asked])]
-    return replace(settings, proposer="ngram") if settings.proposer in refused else settings
+def with_few_processes(case: Case) -> Case:
+    """Return a case with drafts of the first layers where heads draft: these need further
+    processes."""
+    settings = case.settings
+    is_of_heads = settings.proposer in HEADS
+    return replace(case, settings=replace(settings, proposer="self")) if is_of_heads else case
 
 
 @pytest.mark.parametrize(("degree", "num_cases"), [(2, NUM_CASES), (4, NUM_CASES_OF_FOUR)])
@@ -118,37 +120,20 @@ def test_ranks_answer_as_one_process(
         assert all(reached.values()), reached
 
 
-def drafted_cases(cases: Iterable[Case], proposer: str, count: int) -> list[Case]:
-    """Return the first `count` cases with drafts of `proposer`, for model 0."""
-    found = (replace(case, model=0) for case in cases if case.settings.proposer == proposer)
-    return list(islice(found, count))
-
-
-@pytest.mark.parametrize("proposer", WITH_FILES)
-def test_drafts_computed_beside_ranks_change_no_answer(wholes: list[Model], proposer: str) -> None:
-    cases = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, NUM_DRAFTED)
-    lines, reached = compare_with_one_process(
-        [ranks(wholes[1], 2)], cases, ("accepted", "rejected")
-    )
+def test_what_computes_drafts_changes_no_answer(wholes: list[Model]) -> None:
+    model = ranks(wholes[1], 2, draft_layers=2)
+    cases = drafted_cases(map(case_for_one, count()), COMPUTED, NUM_DRAFTED)
+    for kind in HEADS:  # they read the hidden states of one process
+        case = next(one for one in cases if one.settings.proposer == kind)
+        assert drafts_alike(wholes[1], model, case), kind
+    lines, drafted = compare_drafts(model, cases)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
-    assert any(reached.values()), reached
+    assert all(drafted[name] for name in COMPUTED), drafted
 
 
-@pytest.mark.parametrize("proposer", HEADS)
-def test_heads_read_the_hidden_states_of_one_process(wholes: list[Model], proposer: str) -> None:
-    """So that they draft the same tokens."""
-    [case] = drafted_cases((case_for_ranks(number, 1) for number in count()), proposer, 1)
-    # A tier's copies and plans in flight would make plans depend on time.
-    case = replace(case, settings=replace(case.settings, tier_blocks=0, plans_in_flight=1))
-    found, model = [], ranks(wholes[1], 2)
-    try:
-        for one in (wholes[1], model):
-            outcome = run_case(one, case, alone=AloneRuns())
-            found.append([plan.draft_ids.tolist() for plan, _ in outcome.plans])
-    finally:
-        model.close()
-    assert found[0] == found[1]
-    assert any(found[0])
+def case_for_one(number: int) -> Case:
+    """Return a case for a single model."""
+    return case_for_ranks(number, 1)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from itertools import count
 import pytest
 
 from quire.base.records import StepPlan
+from quire.config.proposer_kinds import COMPUTED
 from quire.execute.native import NativeExecutor
 from quire.program.ops import Add
 from quire.program.program import Program
@@ -25,9 +26,16 @@ from quire.ranks.stage_executor import PipelineExecutor
 from quire.runner.handle import Handle
 from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
-from tests.exact.divided_models import DividedModel, any_differs, compare_with_one_process
+from tests.exact.divided_models import (
+    DividedModel,
+    any_differs,
+    compare_drafts,
+    compare_with_one_process,
+    drafted_cases,
+    drafts_alike,
+)
 from tests.exact.rig import Model
-from tests.exact.test_ranks import drafted_cases, without_refused
+from tests.exact.test_ranks import with_few_processes
 from tests.exact.workload import VOCAB_SIZE, Case, draw_case
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
@@ -99,7 +107,7 @@ def case_for_stages(number: int, num_models: int, stages: int) -> Case:
         plans_in_flight=stages,
         micro_batches=stages,
     )
-    return replace(case, settings=without_refused(settings, "pipeline_parallel_size"))
+    return replace(case, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +132,10 @@ def test_stages_answer_as_one_process(
         stages=stages, degree=degree, binds=False, poison=True, shares_blocks=True
     )
     split = [DividedModel(whole, executor_class) for whole in wholes[models]]
-    cases = (case_for_stages(number, len(split), stages) for number in range(num_cases))
+    cases = (
+        with_few_processes(case_for_stages(number, len(split), stages))
+        for number in range(num_cases)
+    )
     lines, reached = compare_with_one_process(split, cases, GOALS, runner_type=CountingRunner)
     reached["overlapped"] = CountingRunner.overlapped
     record_property(SHOWN, f"{stages} x {degree}: {num_cases} cases; {reached}")  # type: ignore[operator]
@@ -134,17 +145,15 @@ def test_stages_answer_as_one_process(
         assert all(reached.values()), reached
 
 
-def test_a_draft_model_beside_stages_changes_no_answer(wholes: list[Model]) -> None:
+def test_what_computes_drafts_changes_no_answer(wholes: list[Model]) -> None:
     made = PipelineExecutorClass(stages=2, degree=1, binds=False, poison=True, shares_blocks=True)
-    cases = (case_for_stages(number, 1, 2) for number in count())
-    lines, reached = compare_with_one_process(
-        [DividedModel(wholes[1], made)],
-        drafted_cases(cases, "draft", 2),
-        ("accepted", "rejected"),
-        runner_type=PipelinedRunner,
-    )
+    model = DividedModel(wholes[1], made, draft_layers=3)  # of both stages
+    cases = drafted_cases((case_for_stages(number, 1, 2) for number in count()), COMPUTED, 2)
+    eagle = next(case for case in cases if case.settings.proposer == "eagle")
+    assert drafts_alike(wholes[1], model, eagle, runner_type=PipelinedRunner)
+    lines, drafted = compare_drafts(model, cases, runner_type=PipelinedRunner)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
-    assert reached["accepted"], reached
+    assert all(drafted[name] for name in COMPUTED), drafted
 
 
 class WithoutTheSum(PipelineExecutorClass):

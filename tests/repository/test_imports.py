@@ -44,7 +44,10 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.engine.assembly.ranks": ("quire.engine.assembly", _GPU),
     "quire.engine.assembly.torch_choice": ("quire.execute quire.ranks", _GPU),
     "quire.ranks.rank_loop": ("quire.ranks", _GPU),
-    "quire.engine.assembly.self_draft": ("quire.execute", "one executor is loaded"),
+    "quire.engine.assembly.self_draft": (
+        "quire.execute quire.ranks quire.engine.assembly",
+        "one executor is loaded, and ranks only where there are some",
+    ),
     "quire.engine.assembly.sized_model": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.sizing": (
         "quire.engine.assembly",

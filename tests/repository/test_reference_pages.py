@@ -15,7 +15,7 @@ from quire.base.engine_stats import EngineStats
 from quire.base.kv_store import KVStoreStats
 from quire.base.kv_transfer import TransferStats
 from quire.cli.serve import add_arguments
-from quire.config.proposer_kinds import PROPOSERS, RANK_SETTINGS
+from quire.config.proposer_kinds import PROPOSERS
 from quire.obs.metrics import Metrics
 from tests.repository.source_files import ROOT
 
@@ -59,17 +59,9 @@ def test_a_changed_field_makes_its_page_stale(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_pages_name_every_kind_of_proposer() -> None:
-    speculation, parallel = (
-        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("speculation", "parallel")
-    )
+    speculation = _text("speculation")
     sources = speculation[: speculation.index("\nAnswers that repeat")]
     assert not [name for name in PROPOSERS if f"`--speculate {name}`" not in sources]
-    refused = [line for line in parallel.splitlines() if line.startswith("| `--speculate ")]
-    for name, kind in PROPOSERS.items():
-        named = [row for row in refused if f"{name}`" in row.split(" | ")[0]]
-        settings = kind.refused_with.keys()
-        assert len(named) == (1 if settings >= {*RANK_SETTINGS} else len(settings)), (name, named)
 
 
 def test_every_metric_named_by_a_page_exists() -> None:

@@ -158,7 +158,7 @@ def _assembled(
     runner = features.runner(config, model, executor, limits, constraints, tier, taps)
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
-    drafter = features.drafter(config, limits, model, executor, clock, report, taps)
+    drafter = features.drafter(config, limits, model, runner, clock, report, taps)
     kv_events = features.kv_events(config, report)
     scheduler = make_scheduler(
         config,

@@ -66,11 +66,11 @@ class SizedDraft(SizedProposer):
 
     def load(self, model: LoadedModel) -> ModelProposer:
         """See SizedProposer: on an executor and with a KV cache of its own."""
-        memory, num_slots = model.memory, model.limits.max_num_seqs
+        num_slots = model.limits.max_num_seqs
         executor = model.executor_class(
             self.program, self.checkpoint, model.options_of(self.limits)
         )
-        executor.allocate_cache(memory.draft_blocks, memory.block_size)
+        executor.allocate_cache(model.draft_blocks, model.block_tokens)
         sizes = model.draft_limits(
             max_model_len=self.program.max_positions, max_tokens=self.limits.max_tokens
         )
@@ -78,7 +78,7 @@ class SizedDraft(SizedProposer):
             executor,
             num_slots=num_slots,
             max_model_len=sizes.max_model_len,
-            block_size=memory.block_size,
+            block_size=sizes.block_size,
             max_samples=self.limits.max_samples,
         )
         proposer = ModelProposer(runner, sizes, model.clock.now_ms)

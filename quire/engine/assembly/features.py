@@ -105,27 +105,29 @@ def runner(
 
 
 def _runner_class(config: EngineConfig, taps: Taps | None) -> Callable[..., ModelRunner]:
-    if config.executor.pipeline_parallel_size > 1:
+    is_staged = config.executor.pipeline_parallel_size > 1
+    if taps is not None:
+        from quire.engine.assembly import heads
+
+        return heads.runner_class(taps, is_staged=is_staged)
+    if is_staged:
         from quire.engine.assembly.ranks import stage_runner
 
         return stage_runner()
-    if taps is None:
-        return ModelRunner
-    from quire.engine.assembly import heads
-
-    return heads.runner_class(taps)
+    return ModelRunner
 
 
 def drafter(
     config: EngineConfig,
     limits: SchedulerLimits,
     model: SizedModel,
-    executor: Executor,
+    runner: ModelRunner,
     clock: Clock,
     report: Report,
     taps: Taps | None,
 ) -> Drafter | None:
-    """Return the source of drafts, and load what computes them where something does."""
+    """Return the source of drafts, and load what computes them where something does. runner: of
+    the model."""
     max_drafts, sized = config.speculation.max_draft_tokens, model.proposer
     if not max_drafts:
         return None
@@ -146,6 +148,7 @@ def drafter(
         num_threads=max(num_threads // config.executor.num_ranks, 1),  # those of rank 0
         pack_cache=open_pack_cache(config.executor),
     )
+    executor = runner.executor
     loaded = LoadedModel(
         executor=executor,
         executor_class=class_beside(config, model.executor_class),
@@ -153,9 +156,20 @@ def drafter(
         memory=model.memory,
         limits=limits,
         clock=clock,
+        block_tokens=config.cache.block_size,
+        settle=_settle(config, runner),
         taps=taps,
     )
     return make(proposer=sized.load(loaded))
+
+
+def _settle(config: EngineConfig, runner: ModelRunner) -> Callable[[], None]:
+    """Return what lets the stages of a pipeline finish the steps that they have begun."""
+    if config.executor.pipeline_parallel_size == 1:
+        return _nothing
+    from quire.engine.assembly import ranks
+
+    return ranks.settle(runner)
 
 
 def watched(config: EngineConfig, executor: Executor) -> Callable[[Inbox], Inbox]:
@@ -201,3 +215,7 @@ def stage_wait(executor: Executor) -> Callable[[], float] | None:
         return None
     before_ms = executor.waited_ms
     return lambda: executor.waited_ms - before_ms
+
+
+def _nothing() -> None:
+    """Do nothing."""

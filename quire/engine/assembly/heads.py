@@ -35,7 +35,7 @@ from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
 from quire.runner.draft_head_runner import DraftHeadRunner
 from quire.runner.model_runner import ModelRunner
 from quire.runner.slot_tables import SlotTables
-from quire.runner.tapped_runner import TappedRunner, Taps
+from quire.runner.tapped_runner import TappedPipelinedRunner, TappedRunner, Taps
 from quire.speculative.draft_heads import HeadProposer
 from quire.speculative.eagle import EagleProposer
 from quire.speculative.hidden_states import HiddenStateRing, ring_bytes
@@ -102,18 +102,18 @@ class SizedHeads(SizedProposer):
 
     def _runner(self, model: LoadedModel) -> DraftHeadRunner:
         """Load the heads. All share the compute threads of the model or of the first of them."""
-        files, memory, executors = self.files, model.memory, list[Executor]()
+        files, executors = self.files, list[Executor]()
         options = model.options_of(self.limits)
         for program, checkpoint in zip(files.all_programs, files.all_checkpoints, strict=True):
             beside = options.beside or next(iter(executors), None)
             executor = model.executor_class(program, checkpoint, replace(options, beside=beside))
             if program.caches:
-                executor.allocate_cache(memory.draft_blocks, memory.block_size)
+                executor.allocate_cache(model.draft_blocks, model.block_tokens)
             executors.append(executor)
         tables = SlotTables(
             num_slots=model.limits.max_num_seqs,
-            max_model_len=memory.max_model_len,
-            block_size=memory.block_size,
+            max_model_len=model.memory.max_model_len,
+            block_size=model.block_tokens,
             jump_ahead=False,
         )
         num_heads = len(files.programs)
@@ -156,9 +156,12 @@ class SizedEagle(SizedHeads):
         return EagleProposer(runner, ring, sizes, model.clock.now_ms)
 
 
-def runner_class(taps: Taps) -> Callable[..., ModelRunner]:
-    """Return what makes the runner of a tapped program, with the arguments of ModelRunner."""
-    return partial(TappedRunner, taps=taps)
+def runner_class(taps: Taps, *, is_staged: bool) -> Callable[..., ModelRunner]:
+    """Return what makes the runner of a tapped program, with the arguments of ModelRunner.
+
+    is_staged: on several stages.
+    """
+    return partial(TappedPipelinedRunner if is_staged else TappedRunner, taps=taps)
 
 
 def tapped(program: Program, files: HeadFiles) -> Program:

@@ -31,8 +31,6 @@ def sized_proposer(
     for what cannot be used.
     """
     name = proposer_of(config)
-    if config.executor.num_ranks > 1:  # files may hold what these exclude
-        config.check_drafts_of_ranks((name,), f"draft_model is of kind {name}")
     match name:
         case "ngram":
             from quire.engine.assembly.lookup import sized_lookup

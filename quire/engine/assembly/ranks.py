@@ -7,6 +7,8 @@ A part of the wiring, like assemble.py. Knows the settings; the ranks are in qui
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from quire.base.errors import SettingError
@@ -14,11 +16,13 @@ from quire.config.executor_config import ExecutorConfig
 from quire.config.groups import EngineConfig
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly.expert_loads import read_expert_loads
+from quire.engine.assembly.sizing import pass_limits
 from quire.engine.core import Inbox
 from quire.engine.process.messages import ToEngine
-from quire.execute.executor import Executor
+from quire.execute.executor import Executor, ExecutorSizing
 from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
+from quire.ranks.draft_share import DraftLayers
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.launched import launched_site
@@ -41,12 +45,20 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
 
         kind = torch_ranks(config)
+    drafts = draft_layers(config, kind) if config.speculation.proposer == "self" else None
     return ranked_class(
         config.executor,
         config.cache.block_size,
         shares_blocks=config.transfer.is_on or config.kv_store.is_on or config.cache.has_tier,
         kind=kind,
+        drafts=drafts,
     )
+
+
+def draft_layers(config: EngineConfig, sizing: ExecutorSizing) -> DraftLayers:
+    """Return the first layers that draft over the ranks of an engine."""
+    given = config.speculation.self_draft_layers
+    return DraftLayers(num=given, limits=pass_limits(config, sizing))
 
 
 def ranked_class(
@@ -55,6 +67,7 @@ def ranked_class(
     *,
     shares_blocks: bool = False,
     kind: RankKind = NATIVE,
+    drafts: DraftLayers | None = None,
 ) -> RankedExecutorClass:
     """Return the executor class. Raises SettingError for more ranks than cores."""
     site = rank_site(settings)
@@ -66,7 +79,8 @@ def ranked_class(
             f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
             "at most one rank per core is allowed, since ranks wait for each other"
         )
-    return class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
+    made = class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
+    return replace(made, drafts=drafts)
 
 
 def class_of(
@@ -116,6 +130,11 @@ def expert_plan(settings: ExecutorConfig) -> ExpertPlan | None:
 def stage_runner() -> type[ModelRunner]:
     """Return the runner of an executor of several stages."""
     return PipelinedRunner
+
+
+def settle(runner: ModelRunner) -> Callable[[], None]:
+    """Return what lets stages finish the steps that they have begun."""
+    return cast(PipelinedRunner, runner).finish_begun  # made by stage_runner or heads.runner_class
 
 
 def watched(executor: Executor, inbox: Inbox) -> Inbox:

@@ -3,8 +3,10 @@ of their passes, and loading.
 
 Weights and KV cache are the model's, so that only buffers of a pass, which computes one token per
 request, are needed besides. With several plans in flight the model computes in another thread
-meanwhile, so that drafts get threads of their own; the two store in different blocks. Drafting by
-itself takes part in no fingerprint: it changes no answer.
+meanwhile, so that drafts get threads of their own; the two store in different blocks. Over ranks
+each has its share of the layers (quire/ranks/first_layers.py); stages of a pipeline finish what
+they have begun before a pass. Drafting by itself takes part in no fingerprint: it changes no
+answer.
 """
 
 from __future__ import annotations
@@ -19,15 +21,14 @@ from quire.base.token_table import TokenTable
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds
 from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
-from quire.execute.executor import Executor, ExecutorSizing, StepLimits
-from quire.program.first_layers import first_layers, num_layers
+from quire.engine.assembly.sizing import pass_limits
+from quire.execute.executor import Executor, ExecutorSizing, PipelinedExecutor, StepLimits
+from quire.program.first_layers import first_layers, num_draft_layers, num_layers
 from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
 from quire.speculative.proposer import no_drafts
 from quire.speculative.self_draft import SelfProposer
 
-# By default one in so many layers drafts (docs/speculation.md has the reason).
-LAYERS_PER_DRAFT_LAYER = 5
 # Rounds of passes that are timed before the first request, and drafts of each.
 _ROUNDS = 3
 _DRAFTS = 3
@@ -35,11 +36,13 @@ _DRAFTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedSelfDraft(SizedProposer):
-    """The first layers of a model as a program. limits: its largest pass."""
+    """The first layers of a model as a program. limits: its largest pass. has_ranks: several ranks
+    compute them, each its share."""
 
     program: Program
     limits: StepLimits
     needs: DraftNeeds
+    has_ranks: bool
 
     def notes(self, max_model_len: int) -> list[str]:
         """See SizedProposer."""
@@ -49,7 +52,9 @@ class SizedSelfDraft(SizedProposer):
         """See SizedProposer: the layers have the weights and the cache of the model's executor."""
         memory, num_slots = model.memory, model.limits.max_num_seqs
         program = replace(self.program, max_positions=memory.max_model_len)
-        own_threads = model.options.num_threads if model.limits.plans_in_flight > 1 else 0
+        is_beside = model.limits.plans_in_flight > 1
+        is_beside &= not isinstance(model.executor, PipelinedExecutor)  # runs in the same thread
+        own_threads = model.options.num_threads if is_beside else 0
         runner = DraftRunner(
             _first_layers_of(model.executor, replace(self, program=program), own_threads),
             num_slots=num_slots,
@@ -59,8 +64,9 @@ class SizedSelfDraft(SizedProposer):
         )
         sizes = model.draft_limits(
             max_model_len=memory.max_model_len, max_tokens=self.limits.max_tokens, num_blocks=0
-        )
+        )._replace(block_size=memory.block_size)
         proposer = SelfProposer(runner, sizes, model.clock.now_ms)
+        proposer.settle = model.settle
         _time_passes(proposer, num_slots, memory.num_blocks, memory.block_size)
         return proposer
 
@@ -76,7 +82,7 @@ def sized_self_draft(
             f"{wanted} and the model has {total} layers, of which fewer than all can draft; "
             + (f"set 1 to {total - 1}" if total > 1 else "set --speculate ngram or off")
         )
-    num = max(total // LAYERS_PER_DRAFT_LAYER, 1) if given is None else given
+    num = num_draft_layers(program, given)
     try:
         short = first_layers(program, num)
     except ValueError as error:
@@ -84,26 +90,42 @@ def sized_self_draft(
             f"the first {num} layers cannot draft for this model ({error}); set another "
             "--self-draft-layers, or --speculate ngram, or give a --draft-model"
         ) from error
-    max_num_seqs = config.scheduler.max_num_seqs
-    limits = StepLimits(
-        max_tokens=max_num_seqs,
-        max_samples=sizing.head_rows(max_num_seqs),
-        max_sequences=max_num_seqs,
-    )
+    limits = pass_limits(config, sizing)
     return SizedSelfDraft(
         program=short,
         limits=limits,
         needs=DraftNeeds(
             name="first layers",
-            step_bytes=sizing.memory_for(short, limits).step_bytes,
+            step_bytes=_pass_bytes(config, program, short, sizing),
             max_model_len=program.max_positions,
             advice="set --speculate ngram",
         ),
+        has_ranks=config.executor.num_ranks > 1,
     )
+
+
+def _pass_bytes(
+    config: EngineConfig, program: Program, short: Program, sizing: ExecutorSizing
+) -> int:
+    """Return the bytes of the buffers of a pass, of all ranks together."""
+    limits = pass_limits(config, sizing)
+    if config.executor.num_ranks == 1:
+        return sizing.memory_for(short, limits).step_bytes
+    from quire.engine.assembly.ranks import class_of, draft_layers  # only where there are ranks
+
+    ranks = class_of(config.executor, config.cache.block_size)
+    shares = replace(ranks, drafts=draft_layers(config, sizing)).draft_shares(program)
+    return sum(sizing.memory_for(share.program, limits).step_bytes for share in shares)
 
 
 def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -> Executor:
     """Return an executor of the first layers. num_threads: of its own; 0: the model's."""
+    if draft.has_ranks:
+        from quire.ranks.rank_executor import MirroredExecutor
+
+        of_ranks = cast(MirroredExecutor, model).first_layers(num_threads)
+        of_ranks.share_cache()
+        return of_ranks
     if model.name == "native":
         from quire.execute.native import NativeExecutor
         from quire.execute.native_first_layers import NativeFirstLayers

@@ -8,6 +8,7 @@ loaded beside the model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 class LoadedModel:
     """What a proposer is loaded beside.
 
-    executor: of the model. options: as the model's. taps: where its runner leaves hidden states;
+    executor: of the model. options: as the model's. block_tokens: of a block of a KV cache in this
+    process; those of the memory plan may be divided over ranks. settle: lets the stages of a
+    pipeline finish the steps that they have begun. taps: where its runner leaves hidden states;
     None: it leaves none.
     """
 
@@ -42,7 +45,15 @@ class LoadedModel:
     memory: MemoryPlan
     limits: SchedulerLimits
     clock: Clock
+    block_tokens: int
+    settle: Callable[[], None]
     taps: Taps | None
+
+    @property
+    def draft_blocks(self) -> int:
+        """Return the KV blocks of what drafts."""
+        memory = self.memory
+        return memory.draft_blocks * (memory.block_size // self.block_tokens)
 
     def options_of(self, limits: StepLimits) -> ExecutorOptions:
         """Return the options of an executor for passes within `limits`. It shares the threads of
@@ -53,11 +64,11 @@ class LoadedModel:
     def draft_limits(
         self, *, max_model_len: int, max_tokens: int, num_blocks: int | None = None
     ) -> DraftLimits:
-        """Return the sizes of what drafts. num_blocks: None: those of the memory plan."""
+        """Return the sizes of what drafts. num_blocks: None: all of the memory plan."""
         return DraftLimits(
             num_slots=self.limits.max_num_seqs,
-            num_blocks=self.memory.draft_blocks if num_blocks is None else num_blocks,
-            block_size=self.memory.block_size,
+            num_blocks=self.draft_blocks if num_blocks is None else num_blocks,
+            block_size=self.block_tokens,
             max_model_len=min(max_model_len, self.memory.max_model_len),
             max_tokens=max_tokens,
         )

@@ -27,6 +27,16 @@ def step_limits(config: EngineConfig, sizing: ExecutorSizing) -> StepLimits:
     )
 
 
+def pass_limits(config: EngineConfig, sizing: ExecutorSizing) -> StepLimits:
+    """Return the largest pass of the first layers that draft: a token of each request."""
+    max_num_seqs = config.scheduler.max_num_seqs
+    return StepLimits(
+        max_tokens=max_num_seqs,
+        max_samples=sizing.head_rows(max_num_seqs),
+        max_sequences=max_num_seqs,
+    )
+
+
 def memory_needs(
     config: EngineConfig,
     program: Program,

@@ -63,6 +63,10 @@ class DraftPrices:
         if self._num_steps <= MANY or len(self._noted) >= FEW:
             self._learn()
 
+    def added_ms(self, step: DraftedStep) -> float:
+        """Return what drafts are predicted to add to a step."""
+        return self.once_ms + step.num_rows * self.row_ms + self.scale * step.drafts_ms
+
     def fade(self) -> None:
         """Note a step in which no drafts were worth their price."""
         self._num_fades += 1

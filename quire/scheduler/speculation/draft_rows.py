@@ -87,9 +87,10 @@ class DraftRows(StepExtension):
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
-        # Of the last step with drafts, until it is verified: its time, what it is predicted to take
-        # without drafts, and what computing them took.
-        self._timed: tuple[float, float, float] | None = None
+        self._saved_ms = self._added_ms = 0.0  # by accepted drafts, and to steps with drafts
+        # Of the last step with drafts, until it is verified: its time, what was predicted, and what
+        # computing them took.
+        self._timed: tuple[float, DraftedStep, float] | None = None
 
     def took(self, plan: StepPlan, ms: float) -> float:
         """Note that a plan took `ms`; return what the cost model may learn from it: 0 for nothing.
@@ -111,7 +112,7 @@ class DraftRows(StepExtension):
             return ms
         if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
             self._prices.note(predicted, ms)
-            self._timed = (ms, predicted.plain_ms, computed_ms)
+            self._timed = (ms, predicted, computed_ms)
         return 0.0
 
     @property
@@ -120,6 +121,8 @@ class DraftRows(StepExtension):
         return {
             "proposer": self._source.proposer_name,
             "drafting_ms_total": self._source.drafting_ms,
+            "draft_saved_ms_total": self._saved_ms,
+            "draft_added_ms_total": self._added_ms,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": self._stats.drafted_at,
             "accepted_draft_tokens_total": self._stats.accepted_at,
@@ -249,16 +252,33 @@ class DraftRows(StepExtension):
         return VerifiedRows(slots, starts, accepted)
 
     def _note_gain(
-        self, ms: float, plain_ms: float, computed_ms: float, plan: StepPlan, num_accepted: int
+        self,
+        ms: float,
+        predicted: DraftedStep,
+        computed_ms: float,
+        plan: StepPlan,
+        num_accepted: int,
     ) -> None:
         """Let the source know what the accepted drafts of a step gained: as much time as so many
         tokens take without drafts, less what the step took longer."""
         self._timed = None
-        gained_ms, num_rows = 0.0, len(plan.slots)
-        num_known = int(np.add.reduce(plan.counts)) - len(plan.draft_ids)
-        if num_known == num_rows:  # the predicted time of a prompt is a rough guess
-            gained_ms = num_accepted * plain_ms / num_rows - (ms - plain_ms)
-        self._source.note_step(plain_ms, gained_ms, computed_ms)
+        plain_ms, added_ms = predicted.plain_ms, self._prices.added_ms(predicted)
+        single = plan.counts - plan.draft_counts == 1
+        num_single = int(np.count_nonzero(single))
+        if num_single < len(plan.slots):  # the predicted time of a prompt is a rough guess
+            plain_ms, measured_ms = self._one_each_ms(plan.starts[single]), added_ms
+        else:
+            measured_ms = ms - plain_ms
+        saved_ms = num_accepted * plain_ms / num_single
+        self._saved_ms += saved_ms
+        self._added_ms += added_ms
+        self._source.note_step(plain_ms, saved_ms - measured_ms, computed_ms)
+
+    def _one_each_ms(self, starts: Int32s) -> float:
+        """Return what a step of rows with one token each is predicted to take."""
+        price = self._speed.latest
+        rows_ms = price.rows_ms(starts, np.ones_like(starts))
+        return price.fixed_ms + float(np.add.reduce(rows_ms)) + len(starts) * price.score_ms
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""

@@ -108,13 +108,23 @@ def test_stages_are_printed_one_after_the_other_or_alone() -> None:
     assert "from rank 1 of 2" in alone.stdout
 
 
+def test_the_first_layers_are_printed_in_the_stages_of_the_whole_model() -> None:
+    words = ("--self-draft-layers", "1", "--pipeline-parallel-size", "2")
+    done = quire_main("program", *words)
+    assert done.returncode == 0, done.stderr
+    assert "first 1 of 5 layers, stage 0 of 2" in done.stdout
+    assert "first 1 of 5 layers, stage 1 of 2" in done.stdout
+    refused = quire_main("program", *words, "--taps", "1")
+    assert refused.returncode == 2
+    assert "leave one of them out" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--pipeline-parallel-size", "6"), "has 5 layers, of which each stage needs one: 1 to 5"),
         (("--pipeline-parallel-size", "0"), "pipeline-parallel-size is 0"),
         (("--pipeline-parallel-size", "2", "--stage", "2"), "--stage is 2; 0 to 1 is allowed"),
-        (("--pipeline-parallel-size", "2", "--taps", "1"), "hidden states are asked for (taps)"),
     ],
 )
 def test_stages_that_do_not_exist_are_refused(words: tuple[str, ...], said: str) -> None:

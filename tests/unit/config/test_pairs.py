@@ -33,10 +33,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 TOGETHER = {
     "tensor_parallel_size": (
         "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file kv_store "
-        "kv_events_config speculate-ngram"
+        "kv_events_config speculate-ngram speculate-self"
     ),
-    "pipeline_parallel_size": "context_parallel_size kv_tier_path kv_events_config speculate-ngram",
-    "context_parallel_size": "kv_tier_path kv_events_config speculate-ngram",
+    "pipeline_parallel_size": (
+        "context_parallel_size kv_tier_path kv_events_config speculate-ngram speculate-self"
+    ),
+    "context_parallel_size": "kv_tier_path kv_events_config speculate-ngram speculate-self",
     "data_parallel_size": "cpu_offload_gb speculate-ngram speculate-self",
     "disk_offload_gb": (
         "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, get_args
 
 import pytest
@@ -15,13 +14,9 @@ from quire.config.proposer_kinds import (
     HEADS,
     LOOKUPS,
     PROPOSERS,
-    RANK_SETTINGS,
     WITH_FILES,
     HeadName,
     ProposerName,
-    RankSetting,
-    any_of,
-    refusal_beside,
 )
 from quire.config.sources import SETTINGS
 
@@ -42,36 +37,11 @@ def test_the_setting_and_flags_of_other_engines_name_them_all() -> None:
         assert name in INSTEAD["--speculative-config"]
 
 
-@pytest.mark.parametrize("asked", RANK_SETTINGS)
+@pytest.mark.parametrize("degree", ["tensor", "pipeline", "context"])
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_what_several_ranks_cannot_compute_is_refused(
-    name: ProposerName, asked: RankSetting
-) -> None:
-    settings: dict[str, Any] = {"model": "m", "speculate": name, asked: 2}
-    if not (reason := PROPOSERS[name].refused_with.get(asked)):
-        assert engine_config(settings).speculation.proposer == name
-        return
-    others = [other for other in PROPOSERS if asked not in PROPOSERS[other].refused_with]
-    advice = re.escape(f"{asked} is 2 and speculate is {name}, but {reason}: take --speculate ")
-    with pytest.raises(SettingError, match=advice + any_of((*others, "off")) + f"; {name} goes"):
-        engine_config(settings)
-
-
-def test_ranks_go_with_lookups_and_leave_what_is_computed_to_rank_zero() -> None:
-    def beside(*settings: RankSetting) -> list[str]:
-        return [name for name in PROPOSERS if not refusal_beside(name, settings)]
-
-    assert beside() == [*PROPOSERS]
-    assert beside("tensor_parallel_size") == [*LOOKUPS, "draft", *HEADS]
-    assert beside("tensor_parallel_size", "pipeline_parallel_size") == [*LOOKUPS, "draft"]
-    assert beside("context_parallel_size") == [*LOOKUPS]
-
-
-def test_files_may_hold_what_stages_go_with() -> None:
-    given = {"model": "m", "draft_model": "x"}
-    assert engine_config(given | {"pipeline_parallel_size": 2}).speculation.proposer is None
-    with pytest.raises(SettingError, match="and draft_model is x, but what drafts has no KV"):
-        engine_config(given | {"context_parallel_size": 2})
+def test_all_go_with_ranks_of_every_kind(name: ProposerName, degree: str) -> None:
+    settings: dict[str, Any] = {"model": "m", "speculate": name, f"{degree}_parallel_size": 2}
+    assert engine_config(settings).speculation.proposer == name
 
 
 @pytest.mark.parametrize("name", PROPOSERS)

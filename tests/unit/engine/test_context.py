@@ -58,7 +58,6 @@ def test_two_ranks_with_pieces_answer_as_one_process(tmp_path: Path) -> None:
     [
         ({"executor": "reference"}, "context_parallel_size is 2 and executor is reference: only"),
         ({"executor": "torch"}, "executor is torch: only the native executor"),
-        ({"speculate": "draft"}, "what drafts has no KV blocks of so many positions"),
         (
             {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
             "has the blocks of ranks that it has started itself",

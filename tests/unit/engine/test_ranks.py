@@ -16,8 +16,8 @@ from quire.config.flags import engine_config
 from quire.config.machine import num_usable_cores
 from quire.engine.assembly import ranks
 from quire.engine.assembly.expert_loads import read_expert_loads
-from quire.models.model_folder import head_box_path
 from quire.obs.engine_metrics import EngineCollector
+from quire.speculative.control import AdaptiveControl
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny, write_tiny_llama
 
@@ -64,7 +64,6 @@ def test_two_ranks_answer_as_one_process() -> None:
             {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
             "has the blocks of ranks that it has started itself",
         ),
-        ({"self_draft_layers": 1}, "self_draft_layers is 1, but the model.s first layers do not"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )
@@ -74,31 +73,31 @@ def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], 
 
 
 @needs_two_cores
-@pytest.mark.parametrize("speculate", ["draft", "eagle"])
-def test_what_drafts_beside_ranks_and_stages_changes_no_answer(speculate: str) -> None:
+def test_what_drafts_beside_ranks_and_stages_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
 
-    async def answered(layout: dict[str, Any]) -> tuple[Any, int]:
-        async with AsyncLLM(num_threads=2, speculate=speculate, **layout) as llm:
+    async def answered(**settings: Any) -> tuple[Any, int]:
+        async with AsyncLLM(num_threads=2, **settings) as llm:
             stream = llm.generate("Once upon a time", sampling)
             tokens = [(delta.token_ids, delta.logprobs) async for delta in stream]
             drafted = sum(llm.client.stats.draft_tokens_total)
             ids = [token_id for part, _ in tokens for token_id in part]
             return (ids, [one for _, part in tokens for one in part]), drafted
 
-    layouts: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
-    if speculate == "eagle":
-        layouts.pop()  # its hidden states are in several stages
-    found = [asyncio.run(answered(layout)) for layout in layouts]
-    assert all(answer == found[0][0] for answer, _ in found)
-    assert all(drafted for _, drafted in found)
-
-
-@needs_two_cores
-def test_draft_heads_beside_stages_are_refused() -> None:
-    heads = str(head_box_path("eagle"))
-    with pytest.raises(SettingError, match="draft_model is of kind eagle, but the hidden"):
-        LLM(num_threads=2, pipeline_parallel_size=2, draft_model=heads)
+    alone, _ = asyncio.run(answered())
+    for speculate, degrees in {
+        "draft": ("pipeline", "context"),
+        "eagle": ("pipeline", "context"),
+        "self": ("tensor", "pipeline", "context"),
+    }.items():
+        for name in degrees:
+            layout = {f"{name}_parallel_size": 2}
+            answer, drafted = asyncio.run(answered(speculate=speculate, **layout))
+            assert answer == alone, (speculate, name)
+            assert drafted, (speculate, name)
 
 
 @needs_two_cores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,23 @@ def generated(
     ]
 
 
-def test_answers_are_those_without_speculation(
-    drafting: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verified, accepted = Drafter.verified, []
+@pytest.fixture
+def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Verify all drafts, whatever they cost on this machine; return how many are accepted."""
+    verified, accepted = Drafter.verified, list[int]()
 
     def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:
         accepted.append(int(good.sum()))
         verified(self, index, drafted, good)
 
     monkeypatch.setattr(Drafter, "verified", watched)
-    # All drafts, whatever they cost on this machine.
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
+    return accepted
+
+
+def test_answers_are_those_without_speculation(drafting: LLM, all_drafts: list[int]) -> None:
+    accepted = all_drafts
     plain = generated(drafting, terms_of(is_on=False))
     assert not accepted
     assert generated(drafting, None) == plain
@@ -65,6 +70,30 @@ def test_answers_are_those_without_speculation(
     right = [terms_of(prediction_ids=answer[0]) for answer in plain]
     assert generated(drafting, right) == plain
     assert sum(accepted) > 40
+
+
+def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_them(
+    drafting: LLM, all_drafts: list[int]
+) -> None:
+    sampling = SamplingParams(temperature=0.8, max_tokens=40, seed=5, ignore_eos=True)
+    [plain] = drafting.generate([PROMPTS[0]], sampling, terms=terms_of(is_on=False))
+    [whole] = plain.outputs
+    ends: list[dict[str, Any]] = [
+        {"stop": (whole.text[20:23],)},
+        {"stop": (whole.text[20:23],), "min_tokens": 12},
+        {"stop_token_ids": (whole.token_ids[17],)},
+        {"n": 2, "best_of": 3, "max_tokens": 11},
+    ]
+    for more in ends:
+        asked = replace(sampling, **more)
+        found = []
+        for terms in (terms_of(is_on=False), terms_of(prediction_ids=whole.token_ids)):
+            [answer] = drafting.generate([PROMPTS[0]], asked, terms=terms)
+            found.append([(one.text, one.token_ids, one.finish_reason) for one in answer.outputs])
+        assert found[0] == found[1], more
+        assert 5 < len(found[0][0][1]) < 40, more
+        assert max(all_drafts) > 2, more
+        all_drafts.clear()
 
 
 def test_the_card_says_what_is_offered(drafting: LLM) -> None:

@@ -59,7 +59,6 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
             {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
             "has the blocks of ranks that it has started itself",
         ),
-        ({"speculate": "eagle"}, "the hidden states that it reads are in several stages"),
         ({"executor": "torch", "speculate": "draft"}, "torch, and a draft model, draft heads"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         (

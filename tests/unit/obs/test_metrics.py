@@ -65,6 +65,8 @@ PREEMPTED: dict[str, Any] = {
 DRAFTED: dict[str, Any] = {
     "proposer": "eagle",
     "drafting_ms_total": 29.0,
+    "draft_saved_ms_total": 70.0,
+    "draft_added_ms_total": 11.0,
     "draft_rows_total": 7,
     "draft_tokens_total": (7, 5),
     "accepted_draft_tokens_total": (6, 4),
@@ -139,6 +141,8 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_layered_tokens_total", engine(layered_tokens_total=23), 23),
     ("quire_row_errors_total", engine(row_errors_total=13), 13),
     ("quire_drafting_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.029),
+    ("quire_draft_saved_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.07),
+    ("quire_draft_added_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.011),
     ("quire_draft_rows_total{proposer=eagle}", engine(**DRAFTED), 4),
     ("quire_draft_rows_total{proposer=prediction}", engine(**DRAFTED), 3),
     ("quire_draft_tokens_total{position=1,proposer=eagle}", engine(**DRAFTED), 4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,17 @@ import pytest
 from quire.base.errors import SettingError
 from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape
-from quire.program.ops import Add, Attention, Embed, Linear, Norm, StoreKV
+from quire.program.first_layers import first_layers
+from quire.program.ops import Add, Attention, Copy, Embed, Linear, Norm, StoreKV
 from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.serialize import digest, from_plain, to_plain
 from quire.program.shard import shard
-from quire.program.split import _balanced, layers_of_stages, split
+from quire.program.split import _balanced, layers_of_stages, split, split_first_layers
 from quire.program.stage_ops import Recv, Send
 from quire.program.table import format_program
-from quire.program.taps import with_taps
+from quire.program.taps import TAPS, with_taps
 from quire.program.tensors import DType, Rows
 from tests.tiny_models import write_tiny_llama
 
@@ -149,5 +150,41 @@ def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
     for stages in (0, 5):
         with pytest.raises(SettingError, match=f"size is {stages}; .* has 4 layers.* 1 to 4 are"):
             split(program, stages)
-    with pytest.raises(SettingError, match="hidden states are asked for \\(taps\\)"):
-        split(with_taps(program, (1,)), 2)
+
+
+def test_taps_of_all_stages_are_outputs_of_the_last(tmp_path: Path) -> None:
+    program = with_taps(llama(tmp_path), (0, 1, 3))
+    first, last = split(program, 2)
+    width = program.outputs["hidden"].width
+    received = [op.y for op in last.segments["trunk"] if isinstance(op, Recv)]
+    sent = [op.x for op in first.segments["trunk"] if isinstance(op, Send)]
+    assert [(view.offset, view.width) for view in sent] == [
+        (view.offset, view.width) for view in received
+    ]
+    taps = last.outputs[TAPS]
+    assert taps.width == 3 * width
+    of_taps = [view.offset for view in received if view.buffer == taps.buffer]
+    copied = [op.y.offset for op in last.segments["trunk"] if isinstance(op, Copy)]
+    assert sorted([*of_taps, *copied]) == [0, width, 2 * width]
+    assert of_taps
+    assert TAPS not in first.outputs
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_first_layers_stay_in_the_stages_of_the_whole_program(tmp_path: Path, num: int) -> None:
+    program = llama(tmp_path, num_hidden_layers=5)
+    whole, stages = split(program, 3), split_first_layers(program, num, 3)
+    assert sum(own.caches[0].layers for own in stages) == num
+    for own, of_whole in zip(stages, whole, strict=True):
+        assert own.weights.items() <= of_whole.weights.items()
+        assert own.caches[0].layers <= of_whole.caches[0].layers
+        stored = [op.layer for op in own.segments["trunk"] if isinstance(op, StoreKV)]
+        assert stored == list(range(own.caches[0].layers))
+    assert list(stages[-1].segments) == ["trunk", "head"]
+    assert [type(op) for op in stages[-1].segments["head"]] == [
+        type(op) for op in program.segments["head"]
+    ]
+    for before, after in pairwise(stages):
+        sent = [op.x.width for op in before.segments["trunk"] if isinstance(op, Send)]
+        assert sent == [op.y.width for op in after.segments["trunk"] if isinstance(op, Recv)]
+    assert split_first_layers(program, num, 1) == (first_layers(program, num),)

@@ -18,7 +18,7 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
-from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
 from quire.speculative.drafter import Drafter
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer
@@ -55,61 +55,78 @@ class Repeats(LookupProposer):
 
 
 class Case:
-    """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts."""
+    """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts.
+    counts: whether calls are counted. accepts: whether drafts are right. spare: slots of further
+    requests."""
 
-    step_ms, drafts_ms = 1.0, 0.0
+    step_ms, drafts_ms, counts, accepts, spare = 1.0, 0.0, True, True, 0
 
     def __init__(
         self, running: int, proposer: Repeats | None, control: Control | None = None
     ) -> None:
-        source = None
+        source, num_slots = None, running + self.spare
         if proposer is not None:
             source = Drafter(
                 proposer,
-                PredictionProposer(running),
-                AdaptiveControl(running, MAX_DRAFTS) if control is None else control,
-                num_slots=running,
+                PredictionProposer(num_slots),
+                AdaptiveControl(num_slots, MAX_DRAFTS) if control is None else control,
+                num_slots=num_slots,
                 max_drafts=MAX_DRAFTS,
                 vocab_size=100,
                 report=lambda what, **fields: None,
             )
         self.scheduler = Scheduler(
-            SchedulerLimits(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=4096),
-            CacheManager(running * 256, 16, prefix_caching=True),
+            SchedulerLimits(
+                max_num_seqs=num_slots, max_num_batched_tokens=8192, max_model_len=4096
+            ),
+            CacheManager(num_slots * 256, 16, prefix_caching=True),
             FirstCome(),
             draft_source=source,
         )
         self.now_ms, self.calls, self.num_rows, self.num_drafts = 0.0, 0, 0, 0
+        self.num_tokens = 0
+        self._costly = proposer if isinstance(proposer, CostlyProposer) else None
+        self.num_added = 0
         for number in range(running):
-            self.scheduler.add(
-                Request(
-                    request_id=f"r{number}",
-                    group_id=f"r{number}",
-                    stream=0,
-                    prompt_ids=np.array([number, TOKEN, TOKEN], np.int32),
-                    sampling=SamplingParams(seed=1),
-                    stop_ids=(),
-                    max_total_tokens=4000,
-                    arrival_ms=0.0,
-                    speculation=Speculation(
-                        max_drafts=MAX_DRAFTS, uses_proposer=True, prediction_ids=NO_INTS
-                    ),
-                )
-            )
+            self.add([number, TOKEN, TOKEN], max_total_tokens=4000)
         for _ in range(4):
             self.turn()
 
+    def add(self, prompt: list[int], *, max_total_tokens: int) -> None:
+        self.num_added += 1
+        self.scheduler.add(
+            Request(
+                request_id=f"r{self.num_added}",
+                group_id=f"r{self.num_added}",
+                stream=0,
+                prompt_ids=np.array(prompt, np.int32),
+                sampling=SamplingParams(seed=1),
+                stop_ids=(),
+                max_total_tokens=max_total_tokens,
+                arrival_ms=0.0,
+                speculation=Speculation(
+                    max_drafts=MAX_DRAFTS, uses_proposer=True, prediction_ids=NO_INTS
+                ),
+            )
+        )
+
     def turn(self) -> None:
+        before_ms = 0.0 if self._costly is None else self._costly.drafting_ms
         plan = self._counted(lambda: self.scheduler.schedule(self.now_ms))
         assert isinstance(plan, StepPlan)
+        if self._costly is not None:
+            self.now_ms += self._costly.drafting_ms - before_ms
         self.now_ms += self.step_ms + (plan.draft_ids.size > 0) * self.drafts_ms
-        counts = plan.sample_counts
+        counts, token = plan.sample_counts, TOKEN
+        if not self.accepts:
+            counts, token = np.minimum(counts, np.int32(1)), TOKEN + 1
         result = StepResult(
-            step=plan.step, token_counts=counts, token_ids=np.full(counts.sum(), TOKEN, np.int32)
+            step=plan.step, token_counts=counts, token_ids=np.full(counts.sum(), token, np.int32)
         )
         self._counted(lambda: self.scheduler.update(plan, result, self.now_ms))
         self.num_rows += len(plan.slots)
         self.num_drafts += plan.draft_ids.size
+        self.num_tokens += int(counts.sum())
 
     def calls_per_turn(self, num_turns: int = NUM_TURNS) -> float:
         self.calls = self.num_drafts = self.num_rows = 0
@@ -121,6 +138,8 @@ class Case:
         def tracer(frame: FrameType, event: str, argument: Any) -> None:
             self.calls += event in ("call", "c_call")
 
+        if not self.counts:
+            return call()
         before = sys.getprofile()
         sys.setprofile(tracer)
         try:
@@ -199,3 +218,70 @@ def test_a_draft_model_that_does_not_pay_costs_next_to_nothing(running: int) -> 
     assert case.calls_per_turn() <= plain + 14
     assert not model.asked
     assert not case.num_drafts
+
+
+class LateModel(Model):
+    """Passes of this model take `true_ms` each and are priced with a tenth of that. After a rest it
+    first needs `num_behind` calls to know the texts, which take as long."""
+
+    def __init__(self, *, true_ms: float, num_behind: int) -> None:
+        super().__init__(pass_ms=true_ms / 10.0)
+        self._true_ms, self._num_behind = true_ms, num_behind
+        self._behind, self._length = num_behind, 0
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
+    ) -> None:
+        before, self._length = self._length, int(tokens.lengths[slots[0]])
+        if self._length - before > 4 * MAX_DRAFTS:
+            self._behind = self._num_behind
+        if self._behind:
+            self._behind -= 1
+            self.drafting_ms += self._true_ms
+            self.catching_up_ms += self._true_ms
+            return
+        super().propose(tokens, slots, limits, drafts)
+        self.drafting_ms += self._true_ms * int(limits.max())
+
+
+@pytest.mark.parametrize("num_behind", [0, 8])
+@pytest.mark.parametrize("times", [1.2, 2.0])
+def test_a_model_that_costs_more_than_its_price_loses_little(times: float, num_behind: int) -> None:
+    """All drafts are accepted; a pass takes so many times what its token saves."""
+    model = LateModel(true_ms=times * Case.step_ms, num_behind=num_behind)
+    case = Case(16, model)
+    case.counts = False
+    for _ in range(200):  # in which it is tried for the first time
+        case.turn()
+    began_ms, num_tokens, asked = case.now_ms, case.num_tokens, model.drafting_ms
+    for _ in range(3000):
+        case.turn()
+    plain_ms = (case.num_tokens - num_tokens) / 16 * Case.step_ms
+    lost_ms = case.now_ms - began_ms - plain_ms
+    assert lost_ms <= 0.02 * plain_ms
+    assert model.drafting_ms > asked  # it is tried again
+
+
+class Eager(AdaptiveControl):
+    """Takes all drafts, unless they lost time."""
+
+    def limits(self, slots: NDArray[np.intp], limits: Int32s, cost: StepCost | None) -> Int32s:
+        return limits
+
+
+class WithSpare(Case):
+    """Wrong drafts, by which a step takes twice as long."""
+
+    drafts_ms, counts, accepts, spare = 1.0, False, False, 4
+
+
+@pytest.mark.parametrize("has_prompts", [False, True])
+def test_wrong_drafts_end_with_prompts_in_all_steps_too(*, has_prompts: bool) -> None:
+    case = WithSpare(4, Repeats(finds=True), Eager(8, MAX_DRAFTS))
+    for number in range(400):
+        if has_prompts:
+            case.add([20 + number % 70, *range(2, 12)], max_total_tokens=12)
+        if number == 100:
+            case.num_drafts = 0
+        case.turn()
+    assert 0 < case.num_drafts <= 10 * 4 * MAX_DRAFTS

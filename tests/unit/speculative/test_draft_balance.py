@@ -51,14 +51,26 @@ def test_drafts_that_gain_go_on_and_one_bad_step_ends_nothing() -> None:
         assert balance.allows_drafts
 
 
+def test_passes_count_in_their_step_and_one_long_pass_ends_nothing() -> None:
+    balance = DraftBalance()
+    for at in range(200):  # of what was gained, passes take a part
+        balance.drafted(0.9 * STEP_MS, STEP_MS, (500.0 if at == 100 else 0.2) * STEP_MS)
+        assert balance.allows_drafts
+    num = 0
+    while balance.allows_drafts:
+        balance.drafted(0.9 * STEP_MS, STEP_MS, 1.9 * STEP_MS)
+        num += 1
+    assert num <= 17
+
+
 def test_a_long_prompt_is_paid_over_the_steps_that_follow() -> None:
     balance = DraftBalance()
     balance.drafted(0.0, STEP_MS)
-    balance.computed(100 * STEP_MS)
+    balance.caught_up(100 * STEP_MS)
     for _ in range(200):  # each gains more than its part of that
         balance.drafted(1.7 * STEP_MS, STEP_MS)
         assert balance.allows_drafts
-    balance.computed(100 * STEP_MS)
+    balance.caught_up(100 * STEP_MS)
     num = 0
     while balance.allows_drafts:  # nothing more is gained
         balance.plain(STEP_MS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from quire.base.errors import DeviceLost
 from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
@@ -122,6 +123,21 @@ def test_a_proposer_that_raises_costs_only_its_request_the_drafts() -> None:
     case.drafter.end(1)
     case.begin(1, [4], 1)  # another request in the slot
     assert case.propose(0) == [[7, 8, 9]]
+
+
+def test_the_loss_of_the_device_is_no_failure_of_a_proposer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(ScriptedProposer())
+    case.begin(0, [1, 2, 3], 3)
+
+    def lost(*_: object) -> None:
+        raise DeviceLost("a rank has ended")
+
+    monkeypatch.setattr(ScriptedProposer, "propose", lost)
+    with pytest.raises(DeviceLost):
+        case.propose(0)
+    assert not case.reports
 
 
 @pytest.mark.parametrize(
@@ -290,15 +306,17 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
     assert case.propose(0) == [[7]]
     case.drafter.skips_step(case.tokens)  # a plain step
     assert not case.drafter.skips_step(case.tokens)
-    for _ in range(40):
-        case.drafter.note_step(10.0, -8.0, 0.0)
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
-    assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
-    num_plain = 0
-    while case.drafter.skips_step(case.tokens):
-        case.drafter.note_step(10.0, None, 0.0)
-        num_plain += 1
-    assert 200 <= num_plain <= 400  # tried again seldom
+    rests = []
+    for _ in range(2):
+        while not case.drafter.rests:
+            case.drafter.note_step(10.0, -8.0, 0.0)
+        assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
+        num_plain = 0
+        while case.drafter.skips_step(case.tokens):
+            case.drafter.note_step(10.0, None, 0.0)
+            num_plain += 1
+        rests.append(num_plain)
+    assert 70 <= rests[1] <= 100  # tried again seldom
 
 
 def test_which_drafts_come_from_predictions_is_known_by_slot() -> None:
