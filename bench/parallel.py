@@ -4,7 +4,7 @@
                              [--experts whole|placed] [--mode exact|fast]
     python -m bench.parallel --stages 2 --degree 1 [--write]
     python -m bench.parallel --context 2 --degree 1 [--depth 4096] [--write]
-    python -m bench.parallel --cells all [--seconds 6] [--write]
+    python -m bench.parallel --cells all [--seconds 4] [--write]
 
 Both executors have the same number of threads in all, are loaded at once, and run the same step in
 turn, the order changing from pair to pair; their logits must be equal bit for bit (other than with
@@ -104,7 +104,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "stages of a mixture": {"shape": "qwen3-moe-0.2b", "degree": 1, "stages": 2},
 }
 # Of each step in a cell.
-CELL_SECONDS = 6.0
+CELL_SECONDS = 4.0
 # A median of fewer pairs says little, however long they take.
 MIN_PAIRS = 3
 
@@ -371,7 +371,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--depth", type=int)
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--seconds", type=float, help="of each step; with --cells: 6")
+    parser.add_argument("--seconds", type=float, help="of each step; with --cells: 4")
     parser.add_argument("--cells", choices=("all", *CELLS), help="small layouts for two cores")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()

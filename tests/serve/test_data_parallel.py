@@ -224,6 +224,8 @@ def test_engines_and_api_processes_come_back_together() -> None:
         server.until(lambda: third.metric("quire_engine_restarts_total") == 2, "both are counted")
         blocks = caller.metric("quire_kv_blocks")
         server.until(lambda: third.metric("quire_kv_blocks") == blocks, "it has both")
+        steps = [one.metric("quire_steps_total") for one in (caller, third)]
+        assert steps[0] == steps[1]  # also of engines that ended before it began
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,13 @@ class WorkerEngines:
         self, running: Mapping[int, MemberEngine], coming: Mapping[int, ComingEngine]
     ) -> DataParallelEngine:
         from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
+        from quire.engine.data_parallel.past_totals import PastTotals
         from quire.engine.data_parallel.shared_routing import SharedRouting
 
         routing = SharedRouting(Path(self._job.routing), self._job.slot)
         routing.forget_process(self._job.slot)
-        return DataParallelEngine(running, self._log, routing=routing, coming=coming)
+        past = PastTotals(Path(self._job.home))
+        return DataParallelEngine(running, self._log, routing=routing, past=past, coming=coming)
 
 
 def _supervised(client: EngineClient, successors: OrderedSuccessors, log: Log) -> SupervisedEngine:

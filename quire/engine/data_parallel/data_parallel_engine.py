@@ -14,6 +14,7 @@ from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from quire.base.cache_usage import CacheReport
@@ -23,9 +24,9 @@ from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
+from quire.engine.data_parallel.past_totals import PastTotals
 from quire.engine.data_parallel.routing_state import LocalRouting, RoutingState
 from quire.engine.data_parallel.sums import (
-    LifeTotals,
     notes_of,
     sum_of_cards,
     sum_of_reports,
@@ -55,14 +56,15 @@ BACKLOG_TOKENS = 4096
 class Member:
     """One engine, as policies see it (a Replica of quire/routing/policy.py).
 
-    expected: tokens that each open request of this process still expects.
+    expected: tokens that each open request of this process still expects. has_ended: its counters
+    are among those of the past.
     """
 
     number: int
     engine: MemberEngine
     life: Life
     routing: RoutingState
-    totals: LifeTotals = field(default_factory=LifeTotals)
+    has_ended: bool = False
     expected: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -96,13 +98,15 @@ class Member:
         self.routing.add(self.number, tokens=-self.expected.pop(request_id), requests=-1)
 
     def stats(self) -> EngineStats:
-        """Return its counters, those of lives before included; no gauges while it is gone."""
-        return self.totals.of(self.engine.stats, is_gone=self.engine.refusal() is not None)
+        """Return its counters and gauges; none while it is gone."""
+        stats = self.engine.stats
+        return EngineStats(restarts_total=stats.restarts_total) if self.has_ended else stats
 
 
 class DataParallelEngine(CallEngine):
     """engines: clients of engines with one configuration, at least one, by number. routing: what
-    the choice reads. coming: engines that are being started again, by number."""
+    the choice reads. past: counters of engines that have ended. coming: engines that are being
+    started again, by number."""
 
     card: ModelCard
     tokenizer: Tokenizer
@@ -114,6 +118,7 @@ class DataParallelEngine(CallEngine):
         log: Log,
         *,
         routing: RoutingState | None = None,
+        past: PastTotals | None = None,
         coming: Mapping[int, ComingEngine] | None = None,
     ) -> None:
         self.stats = EngineStats()
@@ -121,6 +126,7 @@ class DataParallelEngine(CallEngine):
         self.dead = asyncio.Event()
         self._log = log
         self._routing = routing or LocalRouting()
+        self._past = past or PastTotals()
         self._members = [self._member(number, engine) for number, engine in engines.items()]
         self._coming = dict(coming or {})
         self._policy = WarmCache(self._routing.history, BACKLOG_TOKENS)
@@ -227,7 +233,7 @@ class DataParallelEngine(CallEngine):
             state="ready" if is_ok else sick[0].state,
             reason="" if is_ok else reason,
             pending=sum(one.pending for one in all_health),
-            steps_total=sum(one.steps_total for one in all_health),
+            steps_total=self.stats.steps_total,
         )
 
     async def close(self) -> None:
@@ -289,13 +295,30 @@ class DataParallelEngine(CallEngine):
 
     def _follow(self, member: Member) -> None:
         """Pass on the counters of an engine, and watch it."""
-        member.engine.on_stats = self._see
+        member.engine.on_stats = partial(self._see_life, member)
+        if isinstance(member.engine, SupervisedEngine):
+            member.engine.on_death = partial(self._end_life, member)
         self._watching.append(asyncio.ensure_future(self._watch(member)))
+
+    def _see_life(self, member: Member, latest: EngineStats) -> None:
+        """Note the counters of an engine that has made a step, or begins."""
+        member.has_ended = False
+        self._see(latest)
+
+    def _end_life(self, member: Member) -> None:
+        """Count an engine among those of the past."""
+        if not member.has_ended:
+            self._past.add(member.number, member.engine.stats)
+            member.has_ended = True
+            self._see()
 
     def _see(self, latest: EngineStats | None = None) -> None:
         """Add the counters of all. latest: of the engine that has made a step."""
-        self.stats = sum_of_stats([member.stats() for member in self._members])
-        if latest is not None and len(self._members) > 1:
+        parts = [member.stats() for member in self._members]
+        if self._past.total is not None:
+            parts.append(self._past.total)
+        self.stats = sum_of_stats(parts)
+        if latest is not None and len(parts) > 1:
             self.stats.step_rows, self.stats.step_tokens = latest.step_rows, latest.step_tokens
         if self.on_stats is not None:
             self.on_stats(self.stats)
@@ -303,7 +326,7 @@ class DataParallelEngine(CallEngine):
     async def _watch(self, member: Member) -> None:
         await member.engine.dead.wait()
         self._policy.forget(member)
-        self._see()
+        self._end_life(member)
         self._note_death(member.number, member.engine.health().reason)
 
     async def _await(self, number: int, coming: ComingEngine) -> None:
@@ -321,6 +344,7 @@ class DataParallelEngine(CallEngine):
             return
         del self._coming[number]
         self._members.append(member)
+        self._past.read()
         self._take_card()
         self._follow(member)
         self._see()

@@ -29,25 +29,8 @@ _TOTALS = tuple(
 )
 
 
-class LifeTotals:
-    """The counters of one engine over all its lives: each life counts from zero."""
-
-    def __init__(self) -> None:
-        self._before: EngineStats | None = None
-        self._latest = EngineStats()
-
-    def of(self, stats: EngineStats, *, is_gone: bool) -> EngineStats:
-        """Return the latest counters with those of lives before. is_gone: without the gauges."""
-        if stats.steps_total < self._latest.steps_total:
-            ended = _only_totals(self._latest)
-            self._before = ended if self._before is None else sum_of_stats([self._before, ended])
-        self._latest = stats
-        if is_gone:
-            stats = replace(_only_totals(stats), restarts_total=stats.restarts_total)
-        return stats if self._before is None else sum_of_stats([stats, self._before])
-
-
-def _only_totals(stats: EngineStats) -> EngineStats:
+def only_totals(stats: EngineStats) -> EngineStats:
+    """Return the counters of an engine that has ended, without its gauges."""
     return EngineStats(**{name: getattr(stats, name) for name in _TOTALS}, proposer=stats.proposer)
 
 

@@ -24,9 +24,9 @@ from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
 from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
+from quire.engine.data_parallel.past_totals import PastTotals
 from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
 from quire.engine.data_parallel.sums import (
-    LifeTotals,
     sum_of_reports,
     sum_of_snapshots,
     sum_of_stats,
@@ -319,19 +319,52 @@ def test_an_engine_that_is_started_again_joins() -> None:
     run(check)
 
 
-def test_counters_go_on_when_an_engine_is_started_again_and_gauges_do_not() -> None:
-    totals = LifeTotals()
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    past = [PastTotals(tmp_path if is_shared else None) for _ in range(2)]
     one = EngineStats(steps_total=9, running=2, blocks_total=8, preemption_cost_counts=(1, 2))
-    assert totals.of(one, is_gone=False) is one
-    gone = totals.of(one, is_gone=True)
-    assert (gone.steps_total, gone.running, gone.blocks_total) == (9, 0, 0)
-    again = EngineStats(steps_total=2, running=1, blocks_total=8, restarts_total=1)
-    now = totals.of(again, is_gone=False)
-    assert (now.steps_total, now.running, now.blocks_total) == (11, 1, 8)
-    assert (now.preemption_cost_counts, now.restarts_total) == ((1, 2), 1)
-    third = EngineStats(steps_total=1, restarts_total=2)
-    assert totals.of(third, is_gone=False).steps_total == 12
-    assert totals.of(third, is_gone=True).restarts_total == 2
+    past[0].add(1, one)
+    # Another process has seen a little less of it, and a third one nothing.
+    past[1].add(1, replace(one, steps_total=8))
+    for each in past if is_shared else past[:1]:
+        assert each.total is not None
+        assert (each.total.steps_total, each.total.running, each.total.blocks_total) == (9, 0, 0)
+        assert each.total.preemption_cost_counts == (1, 2)
+    past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
+    past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
+    past[0].add(0, EngineStats(steps_total=5, kv_store=KVStoreStats(hit_blocks_total=3)))
+    assert past[0].total is not None
+    assert past[0].total.steps_total == 16
+    if is_shared:
+        late = PastTotals(tmp_path)
+        assert past[0].total == late.total
+        past[1].read()
+        assert past[1].total == late.total
+
+
+def test_the_counters_of_a_dead_engine_stay_in_the_sums() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        for fake in fakes:
+            fake.stats = EngineStats(steps_total=10, running=3, step_rows=4, restarts_total=0)
+            assert fake.on_stats is not None
+            fake.on_stats(fake.stats)
+        assert (engine.stats.steps_total, engine.stats.running, engine.stats.step_rows) == (
+            20,
+            6,
+            4,
+        )
+        fakes[0].dead.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert (engine.stats.steps_total, engine.stats.running) == (20, 3)
+        await engine.close()
+
+    run(check)
 
 
 def test_counters_of_a_shared_store_are_added() -> None:
