@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
 from pathlib import Path
@@ -21,34 +20,24 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def _in_another_process(path: Path, process: int, answers: multiprocessing.Queue) -> None:  # type: ignore[type-arg]
-    state = SharedRouting(path, process)
-    names = state.block_names("scope", bytes(1024))
-    answers.put((names, state.history.matched_blocks(names, 0b11), state.open_tokens(1)))
-    state.add(0, tokens=70, requests=1)
-    state.history.note(names[:2], 0)
-    answers.put(None)
-
-
 def test_another_process_reads_and_adds(file: Path) -> None:
-    state = SharedRouting(file, 0)
+    """Each maps the file by itself, as processes do; tests/serve has real ones."""
+    state, other = SharedRouting(file, 0), SharedRouting(file, 2)
     names = state.block_names("scope", bytes(1024))
+    assert other.block_names("scope", bytes(1024)) == names
     state.history.note(names, 1)
     state.add(1, tokens=500, requests=2)
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=_in_another_process, args=(file, 2, answers))
-    process.start()
-    assert answers.get(timeout=60) == (names, {0: 0, 1: len(names)}, 500)
-    assert answers.get(timeout=60) is None
-    process.join()
+    assert other.history.matched_blocks(names, 0b11) == {0: 0, 1: len(names)}
+    assert (other.open_tokens(1), other.open_requests(1)) == (500, 2)
+    other.add(0, tokens=70, requests=1)
+    other.history.note(names[:2], 0)
     assert state.history.matched_blocks(names, 0b11) == {0: 2, 1: len(names)}
     assert (state.open_tokens(0), state.open_requests(0)) == (70, 1)
     state.forget_process(2)
     assert (state.open_tokens(0), state.open_requests(0)) == (0, 0)
-    assert (state.open_tokens(1), state.open_requests(1)) == (500, 2)
+    assert (other.open_tokens(1), other.open_requests(1)) == (500, 2)
     state.add(1, tokens=-500, requests=-2)
-    assert (state.open_tokens(1), state.open_requests(1)) == (0, 0)
+    assert (other.open_tokens(1), other.open_requests(1)) == (0, 0)
 
 
 def test_the_file_is_private_and_made_once(file: Path) -> None:
