@@ -118,7 +118,7 @@ class EngineKeeper:
     def end_stalled(self, reason: str) -> None:
         """End an engine that makes no progress."""
         if self.is_there:
-            self._log.error("the engine makes no progress", reason=reason)
+            self._log.error("the engine makes no progress", engine=self.number, reason=reason)
             self._failure = reason
             self._process.kill()
 
@@ -177,7 +177,7 @@ class EngineKeeper:
     async def _restart(self, reason: str) -> None:
         """Start engines until one is ready, or give up where the limit is reached."""
         assert self._restarts is not None, "it is supervised"
-        self._log.error("the engine died and is restarted", reason=reason)
+        self._log.error("the engine died and is restarted", engine=self.number, reason=reason)
         while True:
             self.ready = None
             await self._link.close()
@@ -189,13 +189,15 @@ class EngineKeeper:
                 self._restarts.served(Clock().now_ms() / 1000.0)
                 self.is_there = True
                 num_restarts = self._restarts.num_total
-                self._log.event("the engine was restarted", restarts=num_restarts)
+                self._log.event(
+                    "the engine was restarted", engine=self.number, restarts=num_restarts
+                )
                 self._owner.engine_changed(self)
                 started = f"{ENGINE_STARTED} {self.number} {num_restarts} {self.folder}"
                 self._owner.order_all(started)
                 return
             reason = self._failure or "it ended while it was starting"
-            self._log.error("the engine cannot be restarted", reason=reason)
+            self._log.error("the engine cannot be restarted", engine=self.number, reason=reason)
         message = self._restarts.given_up()
         self._give_up(fault_of(WorkerError(message)))
         self._owner.order_all(f"{ENGINE_LOST} {self.number} {message.encode().hex()}")
