@@ -227,7 +227,7 @@ def _serve_with_workers(
     def see(done_bytes: int, total_bytes: int) -> None:
         loading[0] = done_bytes, total_bytes
 
-    def announce(card: ModelCard, notes: Sequence[str], problems: Sequence[str]) -> None:
+    def announce(card: ModelCard, notes: Sequence[str], problems: Sequence[str] | None) -> None:
         announced.set()
         _announce(card, notes, problems, urls, log)
 
@@ -264,10 +264,14 @@ def _log_start(
 
 
 def _announce(
-    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str], log: Log
+    card: ModelCard,
+    notes: Sequence[str],
+    problems: Sequence[str] | None,
+    urls: Sequence[str],
+    log: Log,
 ) -> None:
-    """Report that requests are accepted."""
-    for problem in problems:
+    """Report that requests are accepted. problems: of the chat templates; None: there are none."""
+    for problem in problems or ():
         log.warning("chat template cannot be used", reason=problem)
     try:
         if not can_write(sys.stdout.fileno()):
@@ -279,10 +283,12 @@ def _announce(
 
 
 def _summary(
-    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str]
+    card: ModelCard, notes: Sequence[str], problems: Sequence[str] | None, urls: Sequence[str]
 ) -> str:
     """Return the summary: what is served, where, in how much memory, and the start-up time."""
     weights = "" if card.quantization == "none" else f", weights {card.quantization}"
+    if problems is None:
+        problems = ["the model has no chat template (--chat-template)"] if card.generates else []
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
         f"model    {card.name} ({card.dtype}{weights}{kept}, {card.recipe}), "
@@ -295,10 +301,10 @@ def _summary(
     return "\n".join(lines)
 
 
-def _template_problems(engine: ServedEngine) -> list[str]:
-    """Return why the model's chat templates are unusable; everything else is served."""
+def _template_problems(engine: ServedEngine) -> list[str] | None:
+    """Return why chat templates are unusable, None without any; everything else is served."""
     template = engine.template
-    return [] if template is None else list(template.problems.values())
+    return None if template is None else list(template.problems.values())
 
 
 def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:

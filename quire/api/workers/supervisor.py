@@ -60,18 +60,18 @@ _RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _COUNTS, _ROUTING = "counts", "routing"
 
-Announce = Callable[[ModelCard, Sequence[str], Sequence[str]], None]
+Announce = Callable[[ModelCard, Sequence[str], Sequence[str] | None], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """One API process. serves: set when it serves, to the problems of the model's chat templates.
+    """One API process. serves: set when it serves, to the problems of the chat templates, if any.
     fault: the reason it reported for failing."""
 
     number: int
     slot: int
     process: asyncio.subprocess.Process
-    serves: asyncio.Future[list[str]]
+    serves: asyncio.Future[list[str] | None]
     fault: Fault | None = None
 
     def order(self, order: str) -> None:
@@ -214,8 +214,8 @@ class _Supervisor:
                 task.cancel()
             await asyncio.gather(server_state, watchdog, *ends, return_exceptions=True)
 
-    async def _all_serve(self) -> list[str]:
-        """Wait until all first processes serve; return the problems of the templates."""
+    async def _all_serve(self) -> list[str] | None:
+        """Wait until all first processes serve; return the problems of the templates, if any."""
         problems = [await child.serves for child in list(self._children.values())]
         return problems[0]
 

@@ -150,7 +150,7 @@ def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
 
     def announce() -> None:
         template = served.template
-        report(SERVES, [] if template is None else list(template.problems.values()))
+        report(SERVES, None if template is None else list(template.problems.values()))
 
     return run(
         served,
