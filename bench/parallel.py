@@ -4,6 +4,7 @@
                              [--experts whole|placed] [--mode exact|fast]
     python -m bench.parallel --stages 2 --degree 1 [--write]
     python -m bench.parallel --context 2 --degree 1 [--depth 4096] [--write]
+    python -m bench.parallel --cells all [--seconds 4] [--write]
 
 Both executors have the same number of threads in all, are loaded at once, and run the same step in
 turn, the order changing from pair to pair; their logits must be equal bit for bit (other than with
@@ -21,10 +22,15 @@ With --context ranks divide the positions of the KV cache, beside the `degree` t
 steps have few rows at a large depth. The exchange of parts is a part of attention, so that its time
 is in share_of_attention.
 
+With --cells, a few small layouts one after the other (CELLS: products, experts that are split,
+whole and placed, stages with micro-batches of a dense model and of a mixture), for two cores: the
+measurement of a step ends after --seconds, which keeps all of them within five minutes. Progress is
+shown on standard error.
+
 Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
 rates, with exchanges of columns (what is implemented) and with sums of parts (two all-reduces a
 layer, which would not keep the bits), and as stages of a pipeline. Writes
-bench/results/parallel.json, pipeline.json or context.json with --write.
+bench/results/parallel.json, pipeline.json, context.json or parallel_cells.json with --write.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -86,6 +93,40 @@ class Described:
     rank_gb_per_s: float
     link_gb_per_s: float
     exchange_us: float
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "products": {"shape": "qwen3-0.1b"},
+    "experts split": {"shape": "qwen3-moe-0.2b"},
+    "experts whole": {"shape": "qwen3-moe-0.2b", "experts": "whole"},
+    "experts placed": {"shape": "qwen3-moe-0.2b", "experts": "placed"},
+    "stages": {"shape": "qwen3-0.1b", "degree": 1, "stages": 2},
+    "stages of a mixture": {"shape": "qwen3-moe-0.2b", "degree": 1, "stages": 2},
+}
+# Of each step in a cell.
+CELL_SECONDS = 4.0
+# A median of fewer pairs says little, however long they take.
+MIN_PAIRS = 3
+
+
+class Pairs:
+    """Counts the pairs of a step until there are enough or the time is over; shows progress."""
+
+    def __init__(self, what: str, pairs: int, seconds: float | None) -> None:
+        self._what = what
+        self._pairs = pairs
+        self._seconds = seconds
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield -2 and -1, which warm up, then 0, 1, ..."""
+        began_s = time.perf_counter()
+        for number in range(-2, self._pairs):
+            is_over = self._seconds is not None and time.perf_counter() - began_s > self._seconds
+            if is_over and number >= MIN_PAIRS:
+                break
+            yield number
+        took_s = time.perf_counter() - began_s
+        print(f"{self._what}: {took_s:.1f} s", file=sys.stderr, flush=True)
 
 
 DESCRIBED = (
@@ -143,7 +184,7 @@ def in_pairs(
     ranks: MirroredExecutor,
     rows: int,
     tokens: int,
-    pairs: int,
+    pairs: Pairs,
     mode: TpMode,
     depth: int,
     block_size: int,
@@ -154,7 +195,7 @@ def in_pairs(
     """
     whole_ms, ranks_ms = [], []
     received_bytes = 0
-    for number in range(-2, pairs):  # the first ones warm up
+    for number in pairs:
         size = rows, tokens, whole.program.vocab_size, number + 2
         batches = {
             id(whole): step_batch(*size, depth=depth),
@@ -186,7 +227,8 @@ def in_pairs(
         "ratio": statistics.median(ratios),
         "share_of_exchanges": exchanged / sum(s for _, s in seconds),
         "share_of_attention": attended / sum(s for _, s in seconds),
-        "received_bytes": received_bytes // pairs,
+        "pairs": len(ratios),
+        "received_bytes": received_bytes // len(ratios),
         "received_bytes_by_cost": ranks.program.step_cost(step).comm_bytes,
     }
 
@@ -235,11 +277,11 @@ def run_rounds(stages: PipelineExecutor, batch: ForwardBatch) -> tuple[float, by
 
 
 def micro_batches(
-    whole: NativeExecutor, stages: PipelineExecutor, rows: int, pairs: int
+    whole: NativeExecutor, stages: PipelineExecutor, rows: int, pairs: Pairs
 ) -> dict[str, Any]:
     """Return times of decode steps of `rows` rows, all stages busy. Exits where logits differ."""
     whole_ms, stages_ms, bubbles = [], [], []
-    for number in range(-2, pairs):
+    for number in pairs:
         batch = step_batch(rows, 1, whole.program.vocab_size, number + 2)
         waited_ms = stages.waited_ms
         all_ms, logits = run_rounds(stages, batch)
@@ -254,6 +296,7 @@ def micro_batches(
     ratios = [one / other for one, other in zip(whole_ms, stages_ms, strict=True)]
     return {
         "rows": rows,
+        "pairs": len(ratios),
         "one_process_ms": statistics.median(whole_ms),
         "stages_ms": statistics.median(stages_ms),
         "ratio": statistics.median(ratios),
@@ -328,19 +371,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--depth", type=int)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--seconds", type=float, help="of each step; with --cells: 4")
+    parser.add_argument("--cells", choices=("all", *CELLS), help="small layouts for two cores")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure, write, print."""
-    asked = arguments()
+def measured(asked: argparse.Namespace) -> dict[str, Any]:
+    """Load both executors of one layout, and measure its steps. Prints each of them."""
     degree = asked.degree * asked.context
     num_ranks = degree * asked.stages
     depth = asked.depth or (DEPTH if asked.context == 1 else CONTEXT_DEPTH)
     decoded_rows = DECODED_ROWS if asked.context == 1 else CONTEXT_ROWS
     if num_usable_cores() < num_ranks:
         sys.exit(f"{num_ranks} ranks need as many cores; there are {num_usable_cores()}")
+    print(f"{asked.shape}: loading both executors", file=sys.stderr, flush=True)
     folder = random_checkpoint(asked.shape)
     plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=depth + 512)
     program, checkpoint = quantize(plain, asked.precision), open_checkpoint(folder)
@@ -355,7 +400,9 @@ def main() -> None:
     whole.allocate_cache(num_blocks, BLOCK_SIZE)  # as empty as that of the ranks
     made = RankedExecutorClass(degree=degree, context=asked.context, experts=plan, mode=mode)
     if asked.stages > 1:
-        made = PipelineExecutorClass(degree=degree, context=asked.context, stages=asked.stages)
+        made = PipelineExecutorClass(
+            degree=degree, context=asked.context, experts=plan, mode=mode, stages=asked.stages
+        )
     ranks = made(program, checkpoint, options)
     num_own = most * ((depth + PREFILL_TOKENS) // block_size + 2)
     ranks.allocate_cache(num_own, block_size)
@@ -363,7 +410,10 @@ def main() -> None:
         for layer in range(program.caches[0].layers):
             whole.touch_blocks(layer, 0, num_blocks)
             ranks.touch_blocks(layer, 0, num_own)
-    steps = [(rows, 1) for rows in decoded_rows] + [(1, PREFILL_TOKENS)]
+
+    def pairs(what: str) -> Pairs:
+        return Pairs(f"{asked.shape}: {what}", asked.pairs, asked.seconds)
+
     found: dict[str, Any] = {
         "bench": "parallel",
         "machine": machine_card(),
@@ -376,29 +426,53 @@ def main() -> None:
         "stages": asked.stages,
         "context": asked.context,
         "steps": [],
-        "computed": [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)],
     }
-    for rows, tokens in steps:
-        entry = in_pairs(whole, ranks, rows, tokens, asked.pairs, mode, depth, block_size)
+    for rows, tokens in [(rows, 1) for rows in decoded_rows] + [(1, PREFILL_TOKENS)]:
+        turns = pairs(f"a step of {rows} x {tokens}")
+        entry = in_pairs(whole, ranks, rows, tokens, turns, mode, depth, block_size)
         found["steps"].append(entry)
-        print(json.dumps(entry))
-    if isinstance(ranks, PipelineExecutor):
-        found["micro_batches"] = [
-            micro_batches(whole, ranks, rows, asked.pairs)
-            for rows in DECODED_ROWS
-            if rows >= asked.stages and asked.context == 1
-        ]
-        print(json.dumps(found["micro_batches"], indent=1))
-    print(json.dumps(found["computed"], indent=1))
-    if plan is not None:
+        print(json.dumps(entry), flush=True)
+    if isinstance(ranks, PipelineExecutor) and asked.context == 1:
+        found["micro_batches"] = []
+        for rows in DECODED_ROWS:
+            if rows >= asked.stages:
+                entry = micro_batches(whole, ranks, rows, pairs(f"micro-batches of {rows} rows"))
+                found["micro_batches"].append(entry)
+                print(json.dumps(entry), flush=True)
+    found["computed"] = [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)]
+    if plan is not None and asked.stages == 1:
         placement = plan.placement(program, degree)
         found["balance"] = balance(ranks.expert_loads, placement, degree)
-        print(f"mean load of a rank over the largest: {found['balance']:.3f}")
+        print(f"mean load of a rank over the largest: {found['balance']:.3f}", flush=True)
     ranks.close()
     whole.close()
-    if asked.write:
+    return found
+
+
+def cells(asked: argparse.Namespace) -> dict[str, Any]:
+    """Measure small layouts one after the other."""
+    names = list(CELLS) if asked.cells == "all" else [asked.cells]
+    seconds = CELL_SECONDS if asked.seconds is None else asked.seconds
+    found = {}
+    for number, name in enumerate(names, 1):
+        print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
+        print(name, flush=True)
+        layout = {**vars(asked), **CELLS[name], "seconds": seconds}
+        found[name] = measured(argparse.Namespace(**layout))
+    return {"bench": "parallel_cells", "machine": machine_card(), "cells": found}
+
+
+def main() -> None:
+    """Measure, write, print."""
+    asked = arguments()
+    if asked.cells is not None:
+        found, name = cells(asked), "parallel_cells.json"
+    else:
+        found = measured(asked)
+        print(json.dumps(found["computed"], indent=1))
         name = "parallel.json" if asked.stages == 1 else "pipeline.json"
         name = "context.json" if asked.context > 1 else name
+    if asked.write:
         (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -35,8 +35,7 @@ from quire.config.groups import EngineConfig
 from quire.config.server_and_engine import check_together
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
-from quire.engine.client.launch import EngineProcess
-from quire.engine.data_parallel.engine_configs import engine_configs
+from quire.engine.data_parallel.engine_configs import engine_configs, launch_engines
 from quire.hub.cache import with_local_model
 from quire.obs.metrics import Metrics
 
@@ -74,7 +73,8 @@ class ServedApp:
         check_together(server, engine)
         keys = (*server.api_key, *read_api_keys(server.api_key_file))
         self.server = replace(server, api_key=keys)
-        self._configs = engine_configs(with_local_model(engine))
+        self._config = with_local_model(engine)
+        engine_configs(self._config)  # fail early where they cannot be
         self._tenants_file = engine.scheduler.tenants
         self._tenants = None if self._tenants_file is None else self._read_tenants()
         self._log = log
@@ -101,8 +101,7 @@ class ServedApp:
         names = [tenant.name for tenant in self._tenants or ()]
         self.state = ServerState(self.server, Metrics(names), self._log, self._tenants)
         app = build_app(self.state)
-        processes = [EngineProcess.launch(one, self.server.logging) for one in self._configs]
-        engines = list(zip(self._configs, processes, strict=True))
+        engines = launch_engines(self._config, self.server.logging)
         self.engine: StartingEngine = served_engine(engines, self.server, self._log)
         try:
             await self.engine.ready()

@@ -30,7 +30,7 @@ def served_engine(
         return clients[0]
     from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
 
-    return DataParallelEngine(clients, log)
+    return DataParallelEngine(dict(enumerate(clients)), log)
 
 
 def _client(

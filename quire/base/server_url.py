@@ -18,6 +18,8 @@ from quire.base.errors import InvalidParameter
 KEY_VARIABLES = ("QUIRE_API_KEY", "OPENAI_API_KEY")
 KEY_DEFAULT = "default: $QUIRE_API_KEY, else $OPENAI_API_KEY"
 _EXAMPLE = "http://127.0.0.1:8000"
+# X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH.
+_OTHER_NAMES = (62, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,11 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 def unreachable_text(shown: str, error: BaseException) -> str:
     """Return the error for a server that could not be connected to. shown: its address."""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OTHER_NAMES:
+            return (
+                f"the certificate of {shown} is for other names ({error.verify_message}); give an "
+                "address that it names"
+            )
         return (
             f"the certificate of {shown} is not trusted ({error.verify_message}); set "
             "SSL_CERT_FILE to the PEM file of its authority"

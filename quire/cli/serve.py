@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from quire.api.served_engine import ServedEngine
     from quire.engine.client.launch import EngineProcess
     from quire.engine.model_card import ModelCard
-    from quire.engine.process.messages import Ready
 
 _PROGRESS_S = 0.2
 
@@ -96,17 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
     file = SocketFile(listening)
     try:
         engine = _with_topic(engine, listening)
-        configs = [engine]
         if engine.executor.data_parallel_size > 1:
-            configs = _configs_of_engines(engine)
-        processes = [EngineProcess.launch(config, server.logging) for config in configs]
+            engines = _launch_engines(engine, server)
+        else:
+            engines = [(engine, EngineProcess.launch(engine, server.logging))]
         urls = [url_of(listening, scheme="http" if server.tls_cert is None else "https")]
         urls += [] if for_admins is None else [url_of(for_admins)]
         _log_start(server, engine, urls, is_open=not server.api_key and tenants is None)
         sockets = (listening, for_admins)
         if server.api_processes > 1:
-            return _serve_with_workers(server, engine, sockets, processes[0], urls=urls)
-        engines = list(zip(configs, processes, strict=True))
+            return _serve_with_workers(server, engines, sockets, urls=urls)
         return _serve(server, engines, sockets, urls=urls, tenants=tenants)
     finally:
         file.remove()
@@ -166,10 +164,12 @@ def _with_keys_of_file(server: ServerConfig) -> ServerConfig:
     return replace(server, api_key=(*server.api_key, *read_api_keys(server.api_key_file)))
 
 
-def _configs_of_engines(engine: EngineConfig) -> list[EngineConfig]:
-    from quire.engine.data_parallel.engine_configs import engine_configs  # only if asked for
+def _launch_engines(
+    engine: EngineConfig, server: ServerConfig
+) -> list[tuple[EngineConfig, EngineProcess]]:
+    from quire.engine.data_parallel.engine_configs import launch_engines  # only if asked for
 
-    return engine_configs(engine)
+    return launch_engines(engine, server.logging)
 
 
 def _serve(
@@ -213,9 +213,8 @@ def _serve(
 
 def _serve_with_workers(
     server: ServerConfig,
-    config: EngineConfig,
+    engines: Sequence[tuple[EngineConfig, EngineProcess]],
     sockets: tuple[socket.socket, socket.socket | None],
-    process: EngineProcess,
     *,
     urls: Sequence[str],
 ) -> int:
@@ -228,15 +227,14 @@ def _serve_with_workers(
     def see(done_bytes: int, total_bytes: int) -> None:
         loading[0] = done_bytes, total_bytes
 
-    def announce(ready: Ready, problems: Sequence[str]) -> None:
+    def announce(card: ModelCard, notes: Sequence[str], problems: Sequence[str] | None) -> None:
         announced.set()
-        _announce(ready.card, ready.notes, problems, urls, log)
+        _announce(card, notes, problems, urls, log)
 
     listening, for_admins = sockets
     try:
         return supervise(
-            process,
-            config,
+            engines,
             server,
             listening,
             log,
@@ -266,10 +264,14 @@ def _log_start(
 
 
 def _announce(
-    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str], log: Log
+    card: ModelCard,
+    notes: Sequence[str],
+    problems: Sequence[str] | None,
+    urls: Sequence[str],
+    log: Log,
 ) -> None:
-    """Report that requests are accepted."""
-    for problem in problems:
+    """Report that requests are accepted. problems: of the chat templates; None: there are none."""
+    for problem in problems or ():
         log.warning("chat template cannot be used", reason=problem)
     try:
         if not can_write(sys.stdout.fileno()):
@@ -281,10 +283,12 @@ def _announce(
 
 
 def _summary(
-    card: ModelCard, notes: Sequence[str], problems: Sequence[str], urls: Sequence[str]
+    card: ModelCard, notes: Sequence[str], problems: Sequence[str] | None, urls: Sequence[str]
 ) -> str:
     """Return the summary: what is served, where, in how much memory, and the start-up time."""
     weights = "" if card.quantization == "none" else f", weights {card.quantization}"
+    if problems is None:
+        problems = ["the model has no chat template (--chat-template)"] if card.generates else []
     kept = "" if card.kv_cache_dtype == card.dtype else f", KV {card.kv_cache_dtype}"
     lines = [
         f"model    {card.name} ({card.dtype}{weights}{kept}, {card.recipe}), "
@@ -297,10 +301,10 @@ def _summary(
     return "\n".join(lines)
 
 
-def _template_problems(engine: ServedEngine) -> list[str]:
-    """Return why the model's chat templates are unusable; everything else is served."""
+def _template_problems(engine: ServedEngine) -> list[str] | None:
+    """Return why chat templates are unusable, None without any; everything else is served."""
     template = engine.template
-    return [] if template is None else list(template.problems.values())
+    return None if template is None else list(template.problems.values())
 
 
 def _start_progress(loading: Callable[[], tuple[int, int]], announced: threading.Event) -> None:

@@ -10,6 +10,7 @@ import argparse
 import http.client
 import json
 import os
+import ssl
 from contextlib import closing
 from typing import Any
 from urllib.parse import quote
@@ -75,8 +76,8 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
             response = connection.getresponse()
             content = response.read(_MAX_BYTES)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            text = f"{unreachable_text(shown, error)}; give its address with --url"
-            raise WorkerError(text) from error
+            hint = "" if isinstance(error, ssl.SSLError) else "; give its address with --url"
+            raise WorkerError(unreachable_text(shown, error) + hint) from error
     if response.status == _UNAUTHORIZED:
         raise WorkerError(key_refused_text(shown, has_key=bool(api_key)))
     try:

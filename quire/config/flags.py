@@ -217,11 +217,10 @@ def _add_flag(section: Any, setting: Field[Any], hint: Any) -> None:
         section.add_argument(*names, choices=get_args(kind), **shared)
     elif get_origin(kind) is tuple:
         action = _AppendToTuple
-        section.add_argument(*names, action=action, metavar=_metavar(setting), **shared)
+        section.add_argument(*names, action=action, metavar=_metavar(setting, str), **shared)
     else:
-        section.add_argument(
-            *names, type=reader_of(setting, kind), metavar=_metavar(setting), **shared
-        )
+        read, metavar = reader_of(setting, kind), _metavar(setting, kind)
+        section.add_argument(*names, type=read, metavar=metavar, **shared)
 
 
 class _AppendToTuple(argparse.Action):
@@ -245,10 +244,14 @@ def reader_of(setting: Field[Any], kind: Any) -> Any:
     return size
 
 
-def _metavar(setting: Field[Any]) -> str:
-    if setting.name.endswith("_bytes"):
-        return "SIZE"
-    return setting.name.rsplit("_", 1)[-1].upper()
+_METAVARS = {"BYTES": "SIZE", "CACHE": "DIR", "PLANS": "FILE", "TENANTS": "FILE", "UDS": "PATH"}
+
+
+def _metavar(setting: Field[Any], kind: Any) -> str:
+    word = setting.name.rsplit("_", 1)[-1].upper()
+    if kind in (int, float) and word not in ("BYTES", "PORT", "S", "MS"):
+        return "NUM"
+    return _METAVARS.get(word, word)
 
 
 def _default_text(setting: Field[Any]) -> str:

@@ -371,26 +371,31 @@ class EngineConfig:
             )
 
     def _check_engines(self) -> None:
-        """Raise SettingError for what belongs to one engine process only."""
-        executor, cache = self.executor, self.cache
+        """Raise SettingError for what engines of one server cannot have each."""
+        executor = self.executor
         given = f"data_parallel_size is {executor.data_parallel_size}"
-        for what, is_given in (
-            ("tensor_parallel_size", executor.tensor_parallel_size > 1),
-            ("context_parallel_size", executor.context_parallel_size > 1),
-            ("pipeline_parallel_size", executor.pipeline_parallel_size > 1),
-            ("disk_offload_gb", executor.disk_offload_gb is not None),
-            ("record_plans", executor.record_plans is not None),
-            ("trace_file", executor.trace_file is not None),
-            ("kv_tier_path", cache.kv_tier_path is not None),
-            ("kv_tier_host_bytes", cache.kv_tier_host_bytes is not None),
-            ("kv_events_config", cache.kv_events_config is not None),
-            ("kv_transfer_key_file", self.transfer.is_on),
-            ("kv_store", self.kv_store.is_on),
+        backend = executor.distributed_executor_backend
+        for what, is_given, reason in (
+            (
+                f"distributed_executor_backend is {backend}",
+                backend != "mp",
+                "the ranks of several engines are processes of one machine for now",
+            ),
+            (
+                "disk_offload_gb is given",
+                executor.disk_offload_gb is not None,
+                "each engine would read all weights from the one disk in each step",
+            ),
+            (
+                "kv_transfer_key_file is given",
+                self.transfer.is_on,
+                "an exchange of KV blocks is with one engine",
+            ),
         ):
             if is_given:
                 raise SettingError(
-                    f"{given} and {what} is given, which several engines do not share yet: leave "
-                    "one of them out, or start several servers behind quire route"
+                    f"{given} and {what}, but {reason}: leave one of them out, or start several "
+                    "servers behind quire route"
                 )
 
     def _check_transfer(self) -> None:

@@ -18,6 +18,7 @@ _ADDRESS = re.compile(r"tcp://(\*|\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5}
 _LOOPBACK = re.compile(r"ipc://.+|tcp://(127\.[0-9.]+|localhost|\[::1\]):[0-9]+")
 _EXAMPLE = '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}'
 _MAX_QUEUED = 1_000_000
+_MAX_RANK = 1023
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class KVEventsConfig:
     before each batch; None: kv@host:port@model. hwm: batches kept for a slow subscriber.
     buffer_steps: batches kept for replay. max_queue_size: events that wait for the publisher.
     isolated_tenants: also publish blocks of isolated tenants and of requests with a cache_salt.
+    data_parallel_rank: in each batch; --data-parallel-size sets that of each engine.
     """
 
     enable_kv_cache_events: bool = False
@@ -38,6 +40,7 @@ class KVEventsConfig:
     buffer_steps: int = 10_000
     max_queue_size: int = 100_000
     isolated_tenants: bool = False
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("enable_kv_cache_events", "isolated_tenants"):
@@ -54,6 +57,9 @@ class KVEventsConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= _MAX_QUEUED:
                 raise _wrong(name, value, f"a whole number from 1 to {_MAX_QUEUED}")
+        rank = self.data_parallel_rank
+        if type(rank) is not int or not 0 <= rank <= _MAX_RANK:
+            raise _wrong("data_parallel_rank", rank, f"a whole number from 0 to {_MAX_RANK}")
 
     @property
     def is_on(self) -> bool:

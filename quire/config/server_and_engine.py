@@ -20,9 +20,3 @@ def check_together(server: ServerConfig, engine: EngineConfig) -> None:
             "its ranks end with the engine; leave it out, and let the launcher start all ranks "
             "again"
         )
-    if server.api_processes > 1 and executor.data_parallel_size > 1:
-        raise SettingError(
-            f"api_processes is {server.api_processes} and data_parallel_size is "
-            f"{executor.data_parallel_size}: several engines have one API process so far; "
-            "leave one of them out"
-        )

@@ -9,19 +9,33 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 BLOCK_BYTES = 256
-_MAX_BLOCKS = 4096
+MAX_BLOCKS = 4096
 
 
 def block_names(scope: str, prompt: bytes) -> list[int]:
     """Return the names of the full blocks of a prompt. scope: prompts of others share no cache."""
     name = hash(scope)
     names = []
-    for at in range(0, min(len(prompt) - BLOCK_BYTES + 1, _MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):
+    for at in range(0, min(len(prompt) - BLOCK_BYTES + 1, MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):
         name = hash((name, prompt[at : at + BLOCK_BYTES]))
         names.append(name)
     return names
+
+
+class History(Protocol):
+    """What is remembered of the prompts that replicas were sent."""
+
+    def matched_blocks(self, names: Sequence[int], mask: int) -> dict[int, int]:
+        """Return how many blocks each replica of `mask` has, by its number; none is left out."""
+
+    def note(self, names: Sequence[int], number: int) -> None:
+        """A prompt with these blocks was sent to replica `number`."""
+
+    def forget(self, number: int) -> None:
+        """Replica `number` has an empty cache now, or is gone."""
 
 
 class PrefixHistory:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from quire.routing.block_sets import BlockSets
 from quire.routing.least_tokens import LeastTokens
 from quire.routing.policy import AnyReplica, PolicyCount, Replica, RouteKey
-from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory
+from quire.routing.prefix_history import BLOCK_BYTES, History
 
 # Of the history's blocks, as the router estimates the lengths of prompts.
 _TOKENS_PER_BLOCK = BLOCK_BYTES // 4
@@ -25,7 +25,7 @@ class WarmCache:
     uses_events = True
 
     def __init__(
-        self, history: PrefixHistory, backlog_tokens: int, sets: BlockSets | None = None
+        self, history: History, backlog_tokens: int, sets: BlockSets | None = None
     ) -> None:
         self._history = history
         self.sets = sets

@@ -251,11 +251,12 @@ def reasons(
     """Yield why a layout is recommended."""
     layout, replicas = chosen.layout, num_devices // chosen.layout.devices
     smallest = min(plan.layout.devices for plan in plans if not plan.problem)
-    yield (
-        "one device holds the model"
-        if smallest == 1
-        else f"the model needs {smallest} devices at least for its weights and KV cache"
-    )
+    if smallest > 1:
+        yield f"the model needs {smallest} devices at least for its weights and KV cache"
+    elif layout.devices == 1:
+        yield "one device holds the model"
+    else:
+        yield "one device would hold the model, but more give more tokens to so many requests"
     if layout.tensor > 1:
         yield (
             f"tensor parallelism stays in a node: a rank receives "
@@ -280,8 +281,8 @@ def reasons(
         )
     if replicas > 1:
         yield (
-            f"{replicas} replicas of {layout.devices} device{'s' * (layout.devices > 1)}, behind "
-            "`quire route`: replicas exchange nothing"
+            f"{replicas} replicas of {layout.devices} device{'s' * (layout.devices > 1)}: replicas "
+            f"exchange nothing; --data-parallel-size {replicas} in one machine, else `quire route`"
         )
     fastest = min(fitting, key=lambda plan: plan.one_ms)
     if fastest.layout != layout:

@@ -31,7 +31,7 @@ LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
 MAX_LENGTHS = 6
 COMPARED_TOKENS = 1024
 MAX_COLUMNS = 100
-NO_PARALLEL = "Quire computes on one device; ranks of --tensor-parallel-size share one machine."
+COMPARE_LAYOUTS = "Add --devices NUM to compare the layouts of several."
 # Settings that may be changed when the model does not fit, from the smallest loss on.
 CHANGES: tuple[Mapping[str, Any], ...] = (
     {"dtype": "bf16"},
@@ -385,12 +385,12 @@ def _parallel_text(parallel: Mapping[str, Any]) -> str:
     if parallel["degree"] is None:
         return (
             f"Not even {PARALLEL_DEGREES[-1]} such devices with tensor parallelism hold it. "
-            f"{NO_PARALLEL}"
+            f"{COMPARE_LAYOUTS}"
         )
     return _wrapped(
         f"As it is, it needs tensor parallelism over {parallel['degree']} such devices: "
         f"{amount(parallel['weights_bytes'], 'B')} of weights and "
-        f"{parallel['kv_bytes_per_token']:,} B of KV cache per token on each. {NO_PARALLEL}"
+        f"{parallel['kv_bytes_per_token']:,} B of KV cache per token on each. {COMPARE_LAYOUTS}"
     )
 
 

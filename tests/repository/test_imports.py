@@ -25,7 +25,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     "quire.api.rpc_wiring": ("quire.api", "gRPC is optional and slow to import"),
     "quire.api.request_spans": ("quire.obs", "OpenTelemetry is optional and slow to import"),
     "quire.api.workers.supervisor": ("quire.obs", "prometheus_client: not in the supervisor alone"),
-    "quire.api.workers.worker": ("quire.engine", _ON_DEMAND),
+    "quire.api.workers.worker_engines": ("quire.engine", _ON_DEMAND),
     "quire.bench.serve": ("quire.obs", _ON_DEMAND),
     "quire.api.served_engine": ("quire.engine", _ON_DEMAND),
     "quire.deploy.ray": ("quire.deploy.ray_serve", "Ray is optional and slow to import"),

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +83,9 @@ class Caller:
 CallerAt = Callable[..., Caller]
 
 
-@pytest.fixture
-def caller_at() -> Iterator[CallerAt]:
-    """Return a client with a connection accepted by the process of that number only."""
+@contextmanager
+def calling() -> Iterator[CallerAt]:
+    """Yield what returns a client with a connection accepted by the process of that number only."""
     with ExitStack() as closing:
 
         def caller_at(server: RunningServer, number: int, key: str = KEY) -> Caller:
@@ -102,6 +102,13 @@ def caller_at() -> Iterator[CallerAt]:
             assert caller.number == number
             return caller
 
+        yield caller_at
+
+
+@pytest.fixture
+def caller_at() -> Iterator[CallerAt]:
+    """See calling."""
+    with calling() as caller_at:
         yield caller_at
 
 

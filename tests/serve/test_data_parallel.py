@@ -1,18 +1,45 @@
-"""`quire serve --data-parallel-size 2`: one answer from any engine, also when one dies."""
+"""`quire serve --data-parallel-size 2`: one answer from any engine, also when one dies, and with
+several API processes before the engines."""
 
 from __future__ import annotations
 
+import asyncio
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
+from quire.base.sampling_params import SamplingParams
+from quire.config.flags import engine_config
+from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.launch import EngineProcess
+from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
+from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.library.llm import LLM
-from tests.serve.running_server import RunningServer, alive, engines_of, kill
+from tests.serve.running_server import GIVE_UP_S, RunningServer, alive, engines_of, kill
+from tests.serve.test_api_processes import (
+    COMPLETIONS,
+    LONG,
+    Caller,
+    calling,
+    events_of,
+    next_event,
+    pid_of,
+    pids_of,
+)
 from tests.serve.test_supervised_engine import CASES as ALL_CASES
 from tests.serve.test_supervised_engine import MODEL, PLAIN, Streams, normal
 
 CASES = ALL_CASES[1::2]
+WITHOUT_TEMPLATE = [case for case in CASES if case[0] in (COMPLETIONS, "/generate")]
 FLAGS = ("--data-parallel-size", "2", "--threads", "2", "--kv-cache-memory", "8MiB")
 
 
@@ -68,18 +95,188 @@ def test_with_restarts_both_engines_come_back() -> None:
         assert server.post("/v1/completions", PLAIN)[0] == 200
 
 
+def found_tokens(caller: Caller, prompt: str) -> int:
+    """Return how many tokens of a prompt an engine had, when it is sent through this process."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    status, reply = caller.ask("POST", COMPLETIONS, body)
+    assert status == 200, reply
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_several_api_processes_share_engines_and_what_outlives_them(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """KV tier, KV store, KV events and trace are each engine's own, or shared, as documented."""
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/kv"}
+    flags = (
+        *("--api-processes", "2", "--kv-tier-path", str(tmp_path / "tier")),
+        *("--kv-store", str(tmp_path / "store"), "--kv-tier-size", "8MiB"),
+        *("--kv-cache-memory", "32MiB"),
+        *("--kv-events-config", json.dumps(events), "--trace", str(tmp_path / "trace.json")),
+    )
+    endpoint = events["endpoint"]
+    with (
+        RunningServer(tiny, *FLAGS, *flags) as server,
+        calling() as caller_at,
+        subscribed(str(endpoint), f"{endpoint}.1") as ranks_of_events,
+    ):
+        engines = engines_of(server)
+        assert len(engines) == 2
+        alone = [streamed(server, path, body) for path, body in WITHOUT_TEMPLATE]
+        first, second = caller_at(server, 1), caller_at(server, 2)
+        # What one process has sent to an engine, the other sends there too.
+        stories = [f"{number} dogs and {number} cats " * 30 for number in range(4)]
+        before = [found_tokens(first, story) for story in stories]
+        after = [found_tokens(second, story) for story in stories]
+        assert all(now > then + 100 for now, then in zip(after, before, strict=True))
+        # Counters are of both engines and of both processes, whichever is asked.
+        server.until(
+            lambda: first.metric("quire_steps_total") == second.metric("quire_steps_total") > 0,
+            "equal counters",
+        )
+        assert first.metric("quire_requests_total") == second.metric("quire_requests_total")
+        assert first.metric("quire_kv_blocks") == second.metric("quire_kv_blocks")
+        stored = "quire_kv_store_put_blocks_total"
+        server.until(lambda: first.metric(stored) == second.metric(stored) > 0, "stored blocks")
+        assert sorted(path.name for path in (tmp_path / "tier").iterdir()) == [
+            "engine-0",
+            "engine-1",
+        ]
+        assert sorted(path.name for path in tmp_path.glob("trace*")) == [
+            "trace.engine-0.json",
+            "trace.engine-1.json",
+        ]
+        assert ranks_of_events() == [0, 1]
+        # A request is found by its name, and its timeline by its id, through the other process.
+        stream = first.stream(LONG, **{"x-request-id": "mine"})
+        id_ = next_event(stream)[1]["id"]
+        assert second.ask("GET", "/v1/requests/mine")[1]["id"] == id_
+        # A process that takes longer to answer than another waits for it is ignored.
+        timeline = f"/v1/requests/{id_}/timeline"
+        server.until(lambda: second.ask("GET", timeline)[0] == 200, "its timeline")
+        assert second.ask("POST", "/v1/requests/mine/abort")[1]["aborted"] is True
+        assert events_of(stream)[-1]["error"]["code"] == "aborted"
+        _kill_one_after_the_other(server, caller_at, alone)
+        assert not any(map(alive, engines))
+
+
+@contextmanager
+def subscribed(*endpoints: str) -> Iterator[Callable[[], list[int]]]:
+    """Yield what returns the rank in the next batch of each publisher of KV events."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = [context.socket(zmq.SUB) for _ in endpoints]
+    for socket, endpoint in zip(sockets, endpoints, strict=True):
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.RCVTIMEO, int(GIVE_UP_S * 1000))
+        socket.connect(endpoint)
+    try:
+        yield lambda: [msgspec.msgpack.decode(socket.recv_multipart()[2])[2] for socket in sockets]
+    finally:
+        context.destroy(linger=0)
+
+
+def _kill_one_after_the_other(server: RunningServer, caller_at: Any, alone: list[bytes]) -> None:
+    """A dead API process costs its own clients their streams, a dead engine no answer."""
+    first, second = caller_at(server, 1), caller_at(server, 2)
+    lost = first.stream(LONG)
+    next_event(lost)
+    server.until(lambda: second.metric("quire_running_requests") == 1, "it is shown")
+    kill(pid_of(server, 1))
+    with suppress(http.client.HTTPException, OSError):
+        assert "[DONE]" not in events_of(lost)
+    server.until(lambda: second.metric("quire_running_requests") == 0, "the engine ends it")
+    server.until(lambda: 3 in pids_of(server), "another process serves")
+    streams = Streams(server, WITHOUT_TEMPLATE)
+    streams.until_begun(600)
+    one, other = engines_of(server)
+    kill(one)
+    for (path, body), got, wanted in zip(WITHOUT_TEMPLATE, streams.join(), alone, strict=True):
+        assert normal(got) == normal(wanted), (path, body, got[-300:])
+    # A process that starts now has one engine from the beginning.
+    kill(pid_of(server, 3))
+    fourth = caller_at(server, 4)
+    assert fourth.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
+    assert fourth.ask("GET", "/health")[0] == 200
+    assert "an engine is gone" in server.stderr()
+    kill(other)
+    assert server.exit_code() == 1
+
+
+def test_engines_and_api_processes_come_back_together() -> None:
+    flags = ("--api-processes", "2", "--restart-engine", "--restart-limit", "5")
+    with RunningServer(MODEL, *FLAGS, *flags) as server, calling() as caller_at:
+        alone = [streamed(server, path, body) for path, body in CASES[:3]]
+        caller = caller_at(server, 2)
+        steps = caller.metric("quire_steps_total")
+        streams = Streams(server, CASES[:3])
+        streams.until_begun(600)
+        one, other = engines_of(server)
+        kill(one)
+        for got, wanted in zip(streams.join(), alone, strict=True):
+            assert normal(got) == normal(wanted), got[-300:]
+        server.until(lambda: len(engines_of(server)) == 2, "two engines")
+        assert caller.metric("quire_steps_total") > steps  # counters never fall
+        assert caller.metric("quire_engine_restarts_total") == 1
+        # An API process that begins while an engine is started again gets it later.
+        kill(other)
+        kill(pid_of(server, 1))
+        third = caller_at(server, 3)
+        assert third.ask("POST", COMPLETIONS, PLAIN)[0] == 200
+        server.until(lambda: len(engines_of(server)) == 2, "two engines")
+        server.until(lambda: third.metric("quire_engine_restarts_total") == 2, "both are counted")
+        blocks = caller.metric("quire_kv_blocks")
+        server.until(lambda: third.metric("quire_kv_blocks") == blocks, "it has both")
+        steps = [one.metric("quire_steps_total") for one in (caller, third)]
+        assert steps[0] == steps[1]  # also of engines that ended before it began
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--api-processes", "2"), "several engines have one API process"),
-        (("--tensor-parallel-size", "2"), "tensor-parallel-size is given"),
+        (("--kv-transfer-key-file", "x"), "kv-transfer-key-file is given, but"),
+        (("--tensor-parallel-size", "64"), "128 ranks together"),
         (("--threads", "1"), "divided over the engines"),
-        (("--record-plans", "x"), "record-plans is given"),
+        (("--disk-offload-gb", "1", "--pack-cache", "x"), "disk-offload-gb is given, but"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(flags: tuple[str, ...], reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         RunningServer(MODEL, "--data-parallel-size", "2", *flags)
+
+
+def test_engines_of_several_ranks_give_the_answers_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not bound to cores of their own: this machine may have fewer than ranks."""
+    monkeypatch.setattr("quire.engine.data_parallel.engine_configs.num_usable_cores", lambda: 64)
+    prompts = [f"Once upon a time {number} dogs" for number in range(4)]
+    params = SamplingParams(seed=3, max_tokens=24, temperature=1.0)
+    settings = {"model": MODEL, "kv_cache_memory_bytes": 8 << 20, "kv_touch_ahead_bytes": 0}
+    with LLM(**settings) as llm:
+        alone = [output.token_ids for output in llm.generate(prompts, params)]
+    config = engine_config(
+        {**settings, "tensor_parallel_size": 2, "data_parallel_size": 2, "num_threads": 4}
+    )
+
+    async def answers() -> list[list[int]]:
+        clients = {
+            number: EngineClient.attach(EngineProcess.launch(own), own)
+            for number, own in enumerate(engine_configs(config))
+        }
+        engine = DataParallelEngine(clients, Log("test"))
+        await engine.ready()
+
+        async def answer(number: int, prompt: str) -> list[int]:
+            ids = engine.tokenizer.encode(prompt)
+            deltas = engine.generate(ids, params, request_id=f"r{number}")
+            return [token async for delta in deltas for token in delta.token_ids]
+
+        found = await asyncio.gather(*(answer(*each) for each in enumerate(prompts)))
+        assert all(client.stats.steps_total for client in clients.values())
+        await engine.close()
+        return found
+
+    assert asyncio.run(answers()) == [list(ids) for ids in alone]
 
 
 def test_the_library_has_one_engine() -> None:

@@ -19,11 +19,13 @@ from quire.engine.client.launch import SharedEngine
 
 
 class OrderedSuccessors:
-    """engine: the one that runs. report: sends a report to the supervisor."""
+    """engine: the one that runs; None while it is being started again. client: number of this
+    process. report: sends a report to the supervisor."""
 
     def __init__(
         self,
-        engine: SharedEngine,
+        engine: SharedEngine | None,
+        client: int,
         config: EngineConfig,
         report: Callable[[str, Any], None],
         *,
@@ -31,6 +33,7 @@ class OrderedSuccessors:
         watchdog_s: float,
     ) -> None:
         self.engine = engine
+        self._client = client
         self.num_restarts = num_restarts
         self._config = config
         self._report = report
@@ -44,12 +47,13 @@ class OrderedSuccessors:
 
     def ended(self, exit_code: int, failure: bytes) -> None:
         """The engine has ended."""
-        self.engine.ended(exit_code, failure)
+        if self.engine is not None:  # else it was none of ours
+            self.engine.ended(exit_code, failure)
 
     def started(self, num_restarts: int, folder: Path) -> None:
         """Another engine serves."""
         self.num_restarts = num_restarts
-        self.engine = SharedEngine(folder, self.engine.client)
+        self.engine = SharedEngine(folder, self._client)
         self._deliver(self.engine)
 
     def lost(self, reason: str) -> None:
@@ -58,7 +62,8 @@ class OrderedSuccessors:
 
     def kill(self, reason: str) -> None:
         """Report that the engine makes no progress; the supervisor ends it."""
-        self._report(STALLED, [str(self.engine.folder), reason])
+        if self.engine is not None:
+            self._report(STALLED, [str(self.engine.folder), reason])
 
     async def next(self, reason: str) -> EngineClient:
         """Wait for the next engine. Raises WorkerError if there will be none."""

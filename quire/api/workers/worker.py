@@ -1,4 +1,4 @@
-"""One of several API processes that share an engine; supervisor.py starts `main`.
+"""One of several API processes that share engines; supervisor.py starts `main`.
 
 The first line of standard input is its job, further lines are orders of the supervisor, and the end
 of input means that the supervisor has ended, and ends this process at once. Reports go to standard
@@ -14,14 +14,14 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.api.engine_protocol import StartingEngine
 from quire.api.server import run
 from quire.api.workers.ordered_successors import OrderedSuccessors
 from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.api.workers.worker_engines import WorkerEngines
 from quire.api.workers.worker_job import (
     ENGINE_ENDED,
     ENGINE_LOST,
@@ -33,12 +33,11 @@ from quire.api.workers.worker_job import (
     WorkerJob,
     job_of,
 )
-from quire.base.errors import QuireError
+from quire.base.errors import QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import start_logging
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import read_tenants_of_server
-from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import SharedEngine, config_from_json
 from quire.engine.process.messages import fault_of
 
@@ -47,24 +46,25 @@ REFUSED = 2
 
 
 class PipeWorkerContext:
-    """The WorkerContext (server.py) of a process that gets orders over standard input."""
+    """The WorkerContext (server.py) of a process that gets orders over standard input. engines:
+    those that orders are about, by number."""
 
     def __init__(
-        self, job: WorkerJob, engine: SharedEngine, successors: OrderedSuccessors | None
+        self, job: WorkerJob, engines: Mapping[int, SharedEngine | OrderedSuccessors]
     ) -> None:
         self.folder = Path(job.counts)
         self.siblings = SiblingWorkers(Path(job.home), job.number)
-        self.sees_steps = job.sees_steps
+        self.sees_steps = job.slot == 0
         self.replaces = job.replaces
-        self._engine = engine
-        self._successors = successors
+        self._engines = engines
 
     def follow(self, *, stop: Callable[[], None], reload: Callable[[], None]) -> None:
         """Follow the orders of the supervisor from now on."""
         orders = {STOP: stop, RELOAD: reload}
         loop = asyncio.get_running_loop()
-        if self._successors is not None:
-            self._successors.follow(loop)
+        for engine in self._engines.values():
+            if isinstance(engine, OrderedSuccessors):
+                engine.follow(loop)
         threading.Thread(
             target=self._listen, args=(loop, orders), name="quire-supervisor-watch", daemon=True
         ).start()
@@ -78,18 +78,25 @@ class PipeWorkerContext:
         while piece := os.read(sys.stdin.fileno(), 4096):
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                order, *details = line.decode().split(" ", 2)
-                if order == ENGINE_ENDED:
-                    exit_code, failure = int(details[0]), "".join(details[1:])
-                    engine = self._engine if self._successors is None else self._successors
-                    engine.ended(exit_code, bytes.fromhex(failure))
-                elif order == ENGINE_STARTED and self._successors is not None:
-                    self._successors.started(int(details[0]), Path(details[1]))
-                elif order == ENGINE_LOST and self._successors is not None:
-                    self._successors.lost(bytes.fromhex(details[0]).decode())
+                order, *details = line.decode().split(" ", 3)
+                if details:
+                    self._follow_engine(order, int(details[0]), details[1:])
                 else:
                     loop.call_soon_threadsafe(orders[order])
         os._exit(SUPERVISOR_GONE)
+
+    def _follow_engine(self, order: str, number: int, details: Sequence[str]) -> None:
+        """Pass on what happened to an engine; one that was gone before this process is none."""
+        engine = self._engines.get(number)
+        if engine is None:
+            return
+        if order == ENGINE_ENDED:
+            engine.ended(int(details[0]), bytes.fromhex("".join(details[1:])))
+        elif isinstance(engine, OrderedSuccessors):
+            if order == ENGINE_STARTED:
+                engine.started(int(details[0]), Path(details[1]))
+            elif order == ENGINE_LOST:
+                engine.lost(bytes.fromhex(details[0]).decode())
 
 
 def main() -> int:
@@ -129,40 +136,33 @@ def _serve(job: WorkerJob, report: Callable[[str, Any], None]) -> int:
     server = ServerConfig(**{**job.server, **_tuples(job.server)})
     start_logging(f"server {job.number}", server.logging)
     sys.stdout = sys.stderr  # for the output of libraries
-    config = config_from_json(job.engine)
-    path = config.scheduler.tenants
+    if not any(one.folder for one in job.engines):  # since a moment ago; another is tried
+        raise WorkerError("no engine runs")
+    path = config_from_json(job.engines[0].config).scheduler.tenants
 
     def read() -> Any:
         assert path is not None, "only called if there is a file"
         return read_tenants_of_server(path, has_keys=bool(server.api_key))
 
-    engine = SharedEngine(Path(job.folder), job.number)
-    client = EngineClient.attach(engine, config, watchdog_s=server.watchdog_s)
-    served: StartingEngine = client
-    successors = None
-    if server.restart_engine:
-        from quire.engine.supervised.supervised_engine import SupervisedEngine  # only if asked for
-
-        successors = OrderedSuccessors(
-            engine, config, report, num_restarts=job.restarts, watchdog_s=server.watchdog_s
-        )
-        served = SupervisedEngine(client, successors, Log(f"server {job.number}"))
+    log = Log(f"server {job.number}")
+    engines = WorkerEngines(job, server, log, report)
+    served = engines.served()
 
     def announce() -> None:
-        template = client.template
-        report(SERVES, [] if template is None else list(template.problems.values()))
+        template = served.template
+        report(SERVES, None if template is None else list(template.problems.values()))
 
     return run(
         served,
         server,
         socket.socket(fileno=job.listening),
-        Log(f"server {job.number}"),
+        log,
         announce=announce,
         for_admins=None if job.admins is None else socket.socket(fileno=job.admins),
         tenants=None if path is None else read(),
         read_tenants=None if path is None else read,
         tenants_file=path,
-        worker=PipeWorkerContext(job, engine, successors),
+        worker=PipeWorkerContext(job, engines.ordered),
     )
 
 

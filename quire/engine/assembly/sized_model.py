@@ -85,9 +85,8 @@ def sized_model(config: EngineConfig) -> SizedModel:
         # Imported only where the tier is used: it takes a megabyte.
         from quire.engine.assembly.tier import check_host_tier
 
-        check_host_tier(
-            config.cache.kv_tier_host_bytes, executor_class.available_memory(), machine_memory()
-        )
+        host = shared_memory(machine_memory(), config.executor.data_parallel_size)
+        check_host_tier(config.cache.kv_tier_host_bytes, executor_class.available_memory(), host)
     limits = step_limits(config, executor_class)
     proposer = _sized_proposer(config, spec, longest, checkpoint, executor_class)
     needs = NO_DRAFT if proposer is None else proposer.needs

@@ -35,10 +35,11 @@ MAX_FAILURE_BYTES = 32 * 1024
 class EngineProcess:
     """A running engine process and the directory of its sockets.
 
-    client: this process's number among its clients. is_ours: this process ends it.
-    """
+    client: this process's number among its clients. is_ours: this process ends it. cpus: it runs
+    on these processors; on all for none."""
 
     client = 0
+    cpus: tuple[int, ...] = ()
     is_ours = True
 
     def __init__(

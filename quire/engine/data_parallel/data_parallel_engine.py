@@ -3,18 +3,19 @@
 It has the interface of EngineClient. A request goes where the beginning of its prompt is cached,
 unless that engine has too much to do (quire/routing). Where an engine dies its requests go on at
 another (quire/engine/supervised). Knows no HTTP and no processes. Always holds: all engines have
-one fingerprint, so an answer does not depend on the engine that computes it; `dead` is set when no
-engine is left.
+one fingerprint, so an answer does not depend on the engine that computes it; counters never fall;
+`dead` is set when no engine is left and none is to come.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
@@ -23,7 +24,15 @@ from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
-from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
+from quire.engine.data_parallel.past_totals import PastTotals
+from quire.engine.data_parallel.routing_state import LocalRouting, RoutingState
+from quire.engine.data_parallel.sums import (
+    notes_of,
+    sum_of_cards,
+    sum_of_reports,
+    sum_of_snapshots,
+    sum_of_stats,
+)
 from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.process.messages import TimelinesReported
@@ -31,81 +40,103 @@ from quire.engine.supervised.call import Call, CallEngine
 from quire.engine.supervised.supervised_engine import SupervisedEngine
 from quire.engine.supervised.supervised_request import Life, SupervisedRequest, has_died
 from quire.routing.policy import RouteKey
-from quire.routing.prefix_history import PrefixHistory, block_names
 from quire.routing.warm_cache import WarmCache
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
 MemberEngine = EngineClient | SupervisedEngine
+# Returns an engine that is ready. Raises QuireError where there will be none.
+ComingEngine = Callable[[], Awaitable[MemberEngine]]
 # An engine with the prompt's beginning is preferred while it has at most so many tokens more to
 # compute than the least loaded one.
 BACKLOG_TOKENS = 4096
-# Of prompts that are remembered for each engine; a block has 64 token ids.
-HISTORY_BLOCKS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
 class Member:
     """One engine, as policies see it (a Replica of quire/routing/policy.py).
 
-    loads: tokens that each open request still expects.
+    expected: tokens that each open request of this process still expects. has_ended: its counters
+    are among those of the past.
     """
 
     number: int
     engine: MemberEngine
     life: Life
-    backlog_tokens: int = 0
-    loads: dict[str, int] = field(default_factory=dict)
+    routing: RoutingState
+    has_ended: bool = False
+    expected: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Its number, in words."""
         return f"engine {self.number}"
 
+    @property
+    def backlog_tokens(self) -> int:
+        """Tokens that it has to compute, for all processes."""
+        return self.routing.open_tokens(self.number)
+
+    @property
+    def loads(self) -> Collection[Any]:
+        """As many as it has requests, of all processes."""
+        return range(self.routing.open_requests(self.number))
+
     def begin(self, request_id: str, tokens: int) -> None:
         """Count an open request."""
-        self.loads[request_id] = tokens
-        self.backlog_tokens += tokens
+        self.expected[request_id] = tokens
+        self.routing.add(self.number, tokens=tokens, requests=1)
 
     def reduce(self, request_id: str, tokens: int) -> None:
         """Note that `tokens` of what is expected are computed."""
-        done = min(tokens, self.loads[request_id])
-        self.loads[request_id] -= done
-        self.backlog_tokens -= done
+        done = min(tokens, self.expected[request_id])
+        self.expected[request_id] -= done
+        self.routing.add(self.number, tokens=-done)
 
     def end(self, request_id: str) -> None:
         """Count it no more."""
-        self.backlog_tokens -= self.loads.pop(request_id)
+        self.routing.add(self.number, tokens=-self.expected.pop(request_id), requests=-1)
+
+    def stats(self) -> EngineStats:
+        """Return its counters and gauges; none while it is gone."""
+        stats = self.engine.stats
+        return EngineStats(restarts_total=stats.restarts_total) if self.has_ended else stats
 
 
 class DataParallelEngine(CallEngine):
-    """engines: clients of engines with one configuration, at least one."""
+    """engines: clients of engines with one configuration, at least one, by number. routing: what
+    the choice reads. past: counters of engines that have ended. coming: engines that are being
+    started again, by number."""
 
     card: ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def __init__(self, engines: Sequence[MemberEngine], log: Log) -> None:
+    def __init__(
+        self,
+        engines: Mapping[int, MemberEngine],
+        log: Log,
+        *,
+        routing: RoutingState | None = None,
+        past: PastTotals | None = None,
+        coming: Mapping[int, ComingEngine] | None = None,
+    ) -> None:
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.dead = asyncio.Event()
         self._log = log
-        self._members = [
-            # A SupervisedEngine has the interface of a client.
-            Member(number, engine, Life(cast(EngineClient, engine), asyncio.Lock()))
-            for number, engine in enumerate(engines)
-        ]
-        self._policy = WarmCache(PrefixHistory(HISTORY_BLOCKS), BACKLOG_TOKENS)
+        self._routing = routing or LocalRouting()
+        self._past = past or PastTotals()
+        self._members = [self._member(number, engine) for number, engine in engines.items()]
+        self._coming = dict(coming or {})
+        self._policy = WarmCache(self._routing.history, BACKLOG_TOKENS)
         self._open: dict[str, Member] = {}  # where each request is
         self._watching: list[asyncio.Task[None]] = []
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines of the first engine about its start."""
-        return (
-            *self._members[0].engine.notes,
-            f"engines {len(self._members)}, each with as much memory",
-        )
+        """Lines of the first engine about its start, and how many there are."""
+        return notes_of([member.engine.notes for member in self._members])
 
     @property
     def loading(self) -> tuple[int, int]:
@@ -114,7 +145,8 @@ class DataParallelEngine(CallEngine):
         return sum(done), sum(total)
 
     async def ready(self) -> None:
-        """Wait for all engines. Raises what kept one from starting; all are closed then."""
+        """Wait for all engines but those to come. Raises what kept one from starting; all are
+        closed then."""
         starts = [asyncio.ensure_future(member.engine.ready()) for member in self._members]
         try:
             await asyncio.gather(*starts)
@@ -124,8 +156,9 @@ class DataParallelEngine(CallEngine):
             await asyncio.gather(*starts, return_exceptions=True)
             raise
         for member in self._members:
-            member.engine.on_stats = lambda _: self._see()
-            self._watching.append(asyncio.ensure_future(self._watch(member)))
+            self._follow(member)
+        for number, coming in self._coming.items():
+            self._watching.append(asyncio.ensure_future(self._await(number, coming)))
         self._see()
 
     def default_sampling(self) -> SamplingParams:
@@ -200,7 +233,7 @@ class DataParallelEngine(CallEngine):
             state="ready" if is_ok else sick[0].state,
             reason="" if is_ok else reason,
             pending=sum(one.pending for one in all_health),
-            steps_total=sum(one.steps_total for one in all_health),
+            steps_total=self.stats.steps_total,
         )
 
     async def close(self) -> None:
@@ -212,6 +245,10 @@ class DataParallelEngine(CallEngine):
         await asyncio.gather(*(member.engine.close() for member in self._members))
 
     # ---- routing
+
+    def block_names(self, scope: str, prompt: bytes) -> list[int]:
+        """Return the names of the full blocks of a prompt."""
+        return self._routing.block_names(scope, prompt)
 
     def choose(self, key: RouteKey, request_id: str) -> Member:
         """Return the engine for a request. Raises what all of them refuse it with."""
@@ -234,25 +271,21 @@ class DataParallelEngine(CallEngine):
 
     # ---- the engines
 
-    def _take_card(self) -> None:
-        first, *others = (member.engine for member in self._members)
-        for other in others:
-            if other.card.fingerprint != first.card.fingerprint:
-                raise SettingError(
-                    f"engines of data_parallel_size differ: one has fingerprint "
-                    f"{first.card.fingerprint} and context {first.card.max_model_len}, another "
-                    f"{other.card.fingerprint} and {other.card.max_model_len}; give "
-                    "--max-model-len or --kv-cache-memory, so that all plan alike, and leave the "
-                    "model's files as they are during the start"
-                )
-            # One tokenizer: what a request was read with.
-            other.tokenizer, other.template = first.tokenizer, first.template
-        self.tokenizer, self.template = first.tokenizer, first.template
-        self.card = replace(
-            first.card,
-            num_blocks=sum(member.engine.card.num_blocks for member in self._members),
-            max_num_seqs=sum(member.engine.card.max_num_seqs for member in self._members),
+    def _member(self, number: int, engine: MemberEngine) -> Member:
+        # A SupervisedEngine has the interface of a client.
+        return Member(
+            number, engine, Life(cast(EngineClient, engine), asyncio.Lock()), self._routing
         )
+
+    def _take_card(self) -> None:
+        cards = [member.engine.card for member in self._members]
+        check_equal(cards)
+        first = self._members[0].engine
+        for member in self._members[1:]:
+            # One tokenizer: what a request was read with.
+            member.engine.tokenizer, member.engine.template = first.tokenizer, first.template
+        self.tokenizer, self.template = first.tokenizer, first.template
+        self.card = sum_of_cards(cards)
 
     def _alive(self) -> list[Member]:
         alive = [member for member in self._members if member.engine.refusal() is None]
@@ -260,20 +293,82 @@ class DataParallelEngine(CallEngine):
             raise self.refusal() or WorkerError("the engine is gone")
         return alive
 
-    def _see(self) -> None:
-        self.stats = sum_of_stats([member.engine.stats for member in self._members])
+    def _follow(self, member: Member) -> None:
+        """Pass on the counters of an engine, and watch it."""
+        member.engine.on_stats = partial(self._see_life, member)
+        if isinstance(member.engine, SupervisedEngine):
+            member.engine.on_death = partial(self._end_life, member)
+        self._watching.append(asyncio.ensure_future(self._watch(member)))
+
+    def _see_life(self, member: Member, latest: EngineStats) -> None:
+        """Note the counters of an engine that has made a step, or begins."""
+        member.has_ended = False
+        self._see(latest)
+
+    def _end_life(self, member: Member) -> None:
+        """Count an engine among those of the past."""
+        if not member.has_ended:
+            self._past.add(member.number, member.engine.stats)
+            member.has_ended = True
+            self._see()
+
+    def _see(self, latest: EngineStats | None = None) -> None:
+        """Add the counters of all. latest: of the engine that has made a step."""
+        parts = [member.stats() for member in self._members]
+        if self._past.total is not None:
+            parts.append(self._past.total)
+        self.stats = sum_of_stats(parts)
+        if latest is not None and len(parts) > 1:
+            self.stats.step_rows, self.stats.step_tokens = latest.step_rows, latest.step_tokens
         if self.on_stats is not None:
             self.on_stats(self.stats)
 
     async def _watch(self, member: Member) -> None:
         await member.engine.dead.wait()
         self._policy.forget(member)
-        left = sum(not one.engine.dead.is_set() for one in self._members)
-        self._log.error(
-            "an engine died", engine=member.number, reason=member.engine.health().reason, left=left
-        )
+        self._end_life(member)
+        self._note_death(member.number, member.engine.health().reason)
+
+    async def _await(self, number: int, coming: ComingEngine) -> None:
+        """Let an engine join that is being started again."""
+        try:
+            member = self._member(number, await coming())
+            try:
+                check_equal([self.card, member.engine.card])
+            except SettingError:
+                await member.engine.close()
+                raise
+        except QuireError as error:
+            del self._coming[number]
+            self._note_death(number, str(error))
+            return
+        del self._coming[number]
+        self._members.append(member)
+        self._past.read()
+        self._take_card()
+        self._follow(member)
+        self._see()
+
+    def _note_death(self, number: int, reason: str) -> None:
+        left = sum(not member.engine.dead.is_set() for member in self._members)
+        left += len(self._coming)
+        self._log.error("an engine died", engine=number, reason=reason, left=left)
         if not left:
             self.dead.set()
+
+
+def check_equal(cards: Sequence[ModelCard]) -> None:
+    """Raise SettingError unless engines give equal answers."""
+    first, *others = cards
+    for other in others:
+        if other.fingerprint != first.fingerprint:
+            raise SettingError(
+                f"engines of data_parallel_size differ: one has fingerprint "
+                f"{first.fingerprint} and context {first.max_model_len}, another "
+                f"{other.fingerprint} and {other.max_model_len}; give "
+                "--max-model-len or --kv-cache-memory, so that all plan alike, and leave the "
+                "model's files as they are during the start"
+            )
 
 
 class _Route:
@@ -286,7 +381,7 @@ class _Route:
         expected = (call.sampling.max_tokens or 0) * call.sampling.num_sequences
         self._prompt_tokens = len(call.prompt_ids)
         self._key = RouteKey(
-            blocks=block_names(f"{call.terms.tenant}\0{call.cache_salt}", ids),
+            blocks=engine.block_names(f"{call.terms.tenant}\0{call.cache_salt}", ids),
             tokens=self._prompt_tokens + expected,
         )
         self._member: Member | None = None

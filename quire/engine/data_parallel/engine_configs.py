@@ -1,44 +1,167 @@
-"""The configurations of the engines of --data-parallel-size: divided threads, a GPU for each.
+"""The engines of --data-parallel-size: a configuration for each, and their start.
 
-Reads the settings only; memory is divided where it is planned (engine/assembly/sized_model.py).
-Always holds: the engines differ in what computes, never in what decides an answer.
+Threads, processors and GPUs are divided; files and ports get the engine's number. Reads the
+settings and the machine's cores; memory is divided where it is planned
+(engine/assembly/sized_model.py). Always holds: the engines differ in what computes and where they
+write, never in what decides an answer.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import PurePath
 
 from quire.base.errors import SettingError
-from quire.config.groups import EngineConfig
-from quire.config.machine import num_compute_threads
+from quire.base.log_process import LogSettings
+from quire.config.groups import CacheConfig, EngineConfig
+from quire.config.kv_events import read_kv_events
+from quire.config.machine import num_compute_threads, num_usable_cores
+from quire.engine.client.bound_launch import launch_bound
+from quire.engine.client.launch import EngineProcess
+from quire.ranks.placement import cpus_of_ranks
+
+_LAST_PORT = 65535
+_TCP = re.compile(r"(tcp://.*:)(\d+)")
+
+
+def launch_engines(
+    config: EngineConfig, logging: LogSettings | None
+) -> list[tuple[EngineConfig, EngineProcess]]:
+    """Start all engines; does not wait for them. Raises SettingError.
+
+    Engines of several ranks run on processors of their own, which the ranks then divide.
+    """
+    configs = engine_configs(config)
+    cpus: Sequence[Sequence[int]] = [()] * len(configs)
+    if config.executor.num_ranks > 1 and len(configs) > 1:
+        cpus = cpus_of_ranks(len(configs))
+    return [
+        (own, launch_bound(own, logging, share)) for own, share in zip(configs, cpus, strict=True)
+    ]
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:
-    """Return the configuration of each engine. Raises SettingError for fewer threads than engines.
-
-    The memory is divided where it is planned (engine/assembly/sized_model.py).
-    """
+    """Return the configuration of each engine. Raises SettingError for fewer threads, or cores,
+    than the engines need."""
     executor = config.executor
     num_engines = executor.data_parallel_size
     if num_engines == 1:
         return [config]
+    _check_cores(config)
+    if config.cache.kv_events_config is not None:
+        _check_events(config.cache.kv_events_config, num_engines)
     if executor.executor == "torch" and executor.device != "cpu":
         if executor.device != "cuda":
             raise SettingError(
                 f"data_parallel_size is {num_engines} and device is {executor.device or 'auto'}: "
-                "give --device cuda, for one GPU to each engine, or --device cpu"
+                "give --device cuda, for GPUs of its own to each engine, or --device cpu"
             )
-        return [
-            replace(config, executor=replace(executor, device=f"cuda:{number}"))
-            for number in range(num_engines)
-        ]
-    threads = num_compute_threads(executor.num_threads)
+        each = executor.num_ranks
+        own = [replace(executor, device=f"cuda:{at * each}") for at in range(num_engines)]
+    else:
+        own = [replace(executor, num_threads=share) for share in _threads(config)]
+    return [
+        replace(
+            config,
+            executor=replace(
+                one,
+                record_plans=_numbered(one.record_plans, number),
+                trace_file=_numbered(one.trace_file, number),
+            ),
+            cache=_own_cache(config.cache, number),
+        )
+        for number, one in enumerate(own)
+    ]
+
+
+def _threads(config: EngineConfig) -> list[int]:
+    num_engines = config.executor.data_parallel_size
+    threads = num_compute_threads(config.executor.num_threads)
     if threads < num_engines:
         raise SettingError(
             f"data_parallel_size is {num_engines} and there are {threads} compute threads (one per "
             "CPU core, unless num_threads is given), which are divided over the engines: lower it"
         )
-    shares = [
+    return [
         threads // num_engines + (number < threads % num_engines) for number in range(num_engines)
     ]
-    return [replace(config, executor=replace(executor, num_threads=share)) for share in shares]
+
+
+def _check_cores(config: EngineConfig) -> None:
+    """Raise SettingError where ranks would share a core, or a thread."""
+    executor = config.executor
+    if executor.num_ranks == 1:
+        return
+    needed = executor.data_parallel_size * executor.num_ranks
+    given = (
+        f"data_parallel_size is {executor.data_parallel_size} and {executor.ranks_text}, which are "
+        f"{needed} ranks together"
+    )
+    if needed > (cores := num_usable_cores()):
+        raise SettingError(
+            f"{given}, and this process may use {cores} CPU cores; at most one rank per core is "
+            "allowed, since ranks wait for each other: lower one of them"
+        )
+    if executor.num_threads is not None and executor.num_threads < needed:
+        raise SettingError(
+            f"{given}, and num_threads is {executor.num_threads}, which are divided over them: "
+            f"give at least {needed}, or leave it out"
+        )
+
+
+def _own_cache(cache: CacheConfig, number: int) -> CacheConfig:
+    """Return the settings of a cache with the places of its own outside the pool."""
+    if cache.kv_tier_path is not None:
+        cache = replace(cache, kv_tier_path=str(PurePath(cache.kv_tier_path, f"engine-{number}")))
+    if cache.kv_events_config is not None:
+        cache = replace(cache, kv_events_config=_own_events(cache.kv_events_config, number))
+    return cache
+
+
+def _own_events(text: str, number: int) -> str:
+    """Return the settings of an engine's KV events: the ports after the first engine's."""
+    given, events = json.loads(text), read_kv_events(text)
+    own = {"endpoint": _after("endpoint", events.endpoint, number)}
+    if events.replay_endpoint is not None:
+        own["replay_endpoint"] = _after("replay_endpoint", events.replay_endpoint, number)
+    return json.dumps({**given, **own, "data_parallel_rank": number})
+
+
+def _check_events(text: str, num_engines: int) -> None:
+    """Raise SettingError where the ports of one engine would be those of another."""
+    events = read_kv_events(text)
+    ports = [
+        int(found[2])
+        for endpoint in (events.endpoint, events.replay_endpoint)
+        if endpoint is not None and (found := _TCP.fullmatch(endpoint)) is not None
+    ]
+    if len(ports) == 2 and abs(ports[0] - ports[1]) < num_engines:
+        raise SettingError(
+            f"kv_events_config has ports {ports[0]} and {ports[1]}, and each of {num_engines} "
+            f"engines takes the next ones: put replay_endpoint at {ports[0] + num_engines} or later"
+        )
+
+
+def _after(name: str, endpoint: str, number: int) -> str:
+    """Return the endpoint of engine `number`: TCP's next ports, or IPC's path with the number."""
+    found = _TCP.fullmatch(endpoint)
+    if found is None:
+        return f"{endpoint}.{number}" if number else endpoint
+    port = int(found[2]) + number
+    if port > _LAST_PORT:
+        raise SettingError(
+            f"kv_events_config: {name} is {endpoint}, and engine {number} of data_parallel_size "
+            f"would listen at port {port}: give a lower one"
+        )
+    return f"{found[1]}{port}"
+
+
+def _numbered(path: str | None, number: int) -> str | None:
+    """Return the file of an engine, as in plans.engine-1.bin."""
+    if path is None:
+        return None
+    own = PurePath(path)
+    return str(own.with_name(f"{own.stem}.engine-{number}{own.suffix}")) if own.name else path

@@ -6,7 +6,7 @@ Frozen records in, frozen records out; knows no engine. Always holds: a sum of o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -15,10 +15,23 @@ import numpy as np
 from quire.base.cache_usage import CacheReport, OwnerUsage
 from quire.base.engine_snapshot import EngineSnapshot, Int32s
 from quire.base.engine_stats import EngineStats
+from quire.engine.model_card import ModelCard
 
-# The greatest of all, not the sum.
-_LATEST = frozenset({"last_step_ms", "proposer"})  # engines of one server have one proposer
+# The greatest of all, not the sum: engines of one server have one proposer.
+_LATEST = frozenset({"last_step_ms", "proposer", "breaker"})
 _NAMES = tuple(field.name for field in fields(EngineStats))
+# Sizes, in spite of their names; and what a supervised engine adds up itself.
+_NO_TOTALS = frozenset({"blocks_total", "tier_blocks_total", "restarts_total"})
+_TOTALS = tuple(
+    name
+    for name in _NAMES
+    if (name.endswith("_total") and name not in _NO_TOTALS) or name == "preemption_cost_counts"
+)
+
+
+def only_totals(stats: EngineStats) -> EngineStats:
+    """Return the counters of an engine that has ended, without its gauges."""
+    return EngineStats(**{name: getattr(stats, name) for name in _TOTALS}, proposer=stats.proposer)
 
 
 def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
@@ -30,6 +43,21 @@ def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
     )
 
 
+def sum_of_cards(cards: Sequence[ModelCard]) -> ModelCard:
+    """Return the first card with what all have room for."""
+    return replace(
+        cards[0],
+        num_blocks=sum(card.num_blocks for card in cards),
+        max_num_seqs=sum(card.max_num_seqs for card in cards),
+    )
+
+
+def notes_of(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the lines about the start of all engines."""
+    several = (f"engines {len(parts)}, each with as much memory",) if len(parts) > 1 else ()
+    return (*parts[0], *several)
+
+
 def _sum(name: str, values: list[Any]) -> Any:
     if name in _LATEST:
         return max(values)
@@ -37,14 +65,32 @@ def _sum(name: str, values: list[Any]) -> Any:
 
 
 def _added(values: list[Any]) -> Any:
-    """Add numbers, and tuples of them by place; None where no engine has the counts."""
-    present = [one for one in values if one is not None]
+    """Add numbers, and records and tuples of them by place; None where no engine has the counts.
+
+    Pairs of a name and a number are added by name.
+    """
+    present = values if None not in values else [one for one in values if one is not None]
     if not present:
         return None
-    if isinstance(present[0], tuple):
+    first = present[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(
+            first, **{name: _sum(name, [getattr(one, name) for one in present]) for name in names}
+        )
+    if isinstance(first, tuple):
+        if any(one and isinstance(one[0], tuple) and isinstance(one[0][0], str) for one in present):
+            return _added_by_name(present)
         places = zip_longest(*present)
         return tuple(_added(list(place)) for place in places)
     return sum(present)
+
+
+def _added_by_name(parts: Sequence[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
+    added: dict[str, int] = {}
+    for name, count in (pair for part in parts for pair in part):
+        added[name] = added.get(name, 0) + count
+    return tuple(added.items())
 
 
 def sum_of_reports(parts: Sequence[CacheReport], num_prefixes: int) -> CacheReport:

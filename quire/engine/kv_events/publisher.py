@@ -41,6 +41,7 @@ class KVEventPublisher:
     ) -> None:
         self.reports_isolated = config.isolated_tenants
         self._topic = topic.encode()
+        self._rank = config.data_parallel_rank
         self._block_size = block_size
         self._report = report
         self._queue: deque[BlockEvent] = deque()
@@ -115,7 +116,7 @@ class KVEventPublisher:
             self._num_dropped = 0
             self._sequence += 1
         events = [self._queue.popleft() for _ in range(min(len(self._queue), _MAX_EVENTS))]
-        batch = self._encode([time.time(), [self._array(event) for event in events], 0])
+        batch = self._encode([time.time(), [self._array(event) for event in events], self._rank])
         self._keep(batch)
         self._publisher.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), batch))
         self._sequence += 1

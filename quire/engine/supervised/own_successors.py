@@ -13,6 +13,7 @@ from quire.base.errors import QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
+from quire.engine.client.bound_launch import launch_bound
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import EngineProcess
 from quire.engine.supervised.restarts import Restarts
@@ -63,7 +64,7 @@ class OwnSuccessors:
 
     async def wake(self) -> EngineClient:
         """Start the next engine after one that was ended. Raises what kept it from starting."""
-        self._process = EngineProcess.launch(self._config, self._logging)
+        self._process = launch_bound(self._config, self._logging, self._process.cpus)
         client = await self._ready()
         self._restarts.served(_now_s())
         return client

@@ -76,6 +76,7 @@ class SupervisedEngine(CallEngine):
     ) -> None:
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
+        self.on_death: Callable[[], None] | None = None  # of an engine that another follows
         self.dead = asyncio.Event()
         self._successors = successors
         self._wakers = wakers
@@ -247,6 +248,8 @@ class SupervisedEngine(CallEngine):
                 self._log.error(
                     "the engine died and is restarted", reason=self._reason, open=self._num_open
                 )
+                if self.on_death is not None:
+                    self.on_death()
                 await self._life.client.close()
                 began_ms = self._clock.now_ms()
                 client = await self._next()

@@ -69,7 +69,6 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
         ({"executor": "torch"}, "on CPUs"),
         ({"pipeline_parallel_size": 2}, "several stages"),
         ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "divided by positions"),
-        ({"data_parallel_size": 2}, "several engines"),
         ({"kv_tier_path": "/tmp/x", "kv_tier_fetch": "always"}, "kv_store_fetch decides"),
     ],
 )

@@ -32,14 +32,19 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file kv_store "
-        "kv_events_config speculate-ngram speculate-self"
+        "pipeline_parallel_size context_parallel_size data_parallel_size kv_tier_path "
+        "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "pipeline_parallel_size": (
-        "context_parallel_size kv_tier_path kv_events_config speculate-ngram speculate-self"
+        "context_parallel_size data_parallel_size kv_tier_path kv_events_config speculate-ngram "
+        "speculate-self"
     ),
-    "context_parallel_size": "kv_tier_path kv_events_config speculate-ngram speculate-self",
-    "data_parallel_size": "cpu_offload_gb speculate-ngram speculate-self",
+    "context_parallel_size": (
+        "data_parallel_size kv_tier_path kv_events_config speculate-ngram speculate-self"
+    ),
+    "data_parallel_size": (
+        "cpu_offload_gb kv_tier_path kv_store kv_events_config speculate-ngram speculate-self"
+    ),
     "disk_offload_gb": (
         "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
     ),
@@ -106,6 +111,14 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "there is one rank"),
         (
             {
+                "distributed_executor_backend": "ray",
+                "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
+            },
+            "processes of one machine",
+        ),
+        (
+            {
                 "distributed_executor_backend": "external_launcher",
                 "tensor_parallel_size": 2,
                 "kv_transfer_key_file": "key",
@@ -128,7 +141,7 @@ def test_an_encoded_store_goes_with_a_bf16_cache(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"api_processes": 2, "data_parallel_size": 2}, "one API process"),
+        ({"api_processes": 2, "data_parallel_size": 2}, ""),
         (
             {
                 "restart_engine": True,

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import InvalidParameter, WorkerError
+from quire.base.server_url import unreachable_text
 from quire.doctor.server_reader import ServerReader
 from tests.serve.test_tls import made_in
 
@@ -186,3 +187,13 @@ def test_tls_on_one_side_only_and_a_certificate_that_nobody_signed(tmp_path: Pat
         with pytest.raises(WorkerError, match=r"is not trusted .* set SSL_CERT_FILE"):
             ServerReader(f"https://127.0.0.1:{listener.getsockname()[1]}").check_is_quire()
         thread.join()
+
+
+def test_a_certificate_for_other_names_needs_another_address() -> None:
+    error = ssl.SSLCertVerificationError("x")
+    error.verify_code, error.verify_message = 62, "Hostname mismatch"
+    said = unreachable_text("https://a.example", error)
+    assert said == (
+        "the certificate of https://a.example is for other names (Hostname mismatch); give an "
+        "address that it names"
+    )

@@ -68,7 +68,6 @@ def test_two_ranks_with_pieces_answer_as_one_process(tmp_path: Path) -> None:
             {"tensor_parallel_size": 2, "tp_mode": "fast"},
             "tp_mode is fast and context_parallel_size is 2, which keeps sums whole",
         ),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2 and context_parallel_size is given"),
     ],
 )
 def test_what_ranks_with_pieces_do_not_support_is_refused(

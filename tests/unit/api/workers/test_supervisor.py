@@ -1,9 +1,12 @@
-"""API processes join the engine once each, however its start and theirs overlap."""
+"""API processes join each engine once, however its start and theirs overlap; the server ends with
+its last engine."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from quire.api.workers import supervisor
+from quire.api.workers import engine_keeper, supervisor
 from quire.api.workers.supervisor import _Supervisor
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
-from quire.engine.process.messages import Join, Ready
+from quire.engine.process.messages import Failed, Fault, Join, Ready
 from quire.obs import series
 
 READY = Ready(card=None, notes=())  # type: ignore[arg-type]
@@ -34,21 +37,47 @@ class _Link:
 
 
 class _Pipe:
+    """Keep what a process is sent."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+
     def write(self, raw: bytes) -> None:
-        """Take a job."""
+        """Take a job, or an order."""
+        self.lines.append(raw)
+
+
+def _engine(folder: Path) -> Any:
+    return SimpleNamespace(folder=folder, client=0, cpus=(), failure=lambda: b"", wait=lambda s: 9)
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Supervisor]:
-    monkeypatch.setattr(supervisor, "ProcessLink", _Link)
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Supervisor]]:
+    """Return what makes a supervisor of so many engines."""
+    monkeypatch.setattr(engine_keeper, "ProcessLink", _Link)
     monkeypatch.setattr(supervisor, "share_counts", lambda folder: None)
     monkeypatch.setattr(series, "restarts_counter", lambda: None)
-    engine: Any = SimpleNamespace(folder=tmp_path, client=0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config, server = EngineConfig(), ServerConfig(api_processes=2)
     with socket.socket() as listening:
-        yield _Supervisor(
-            engine, config, server, listening, None, Log("server"), lambda done, total: None
-        )
+
+        def make(num_engines: int = 1) -> _Supervisor:
+            engines = [(config, _engine(tmp_path / str(at))) for at in range(num_engines)]
+            return _Supervisor(
+                engines, server, listening, None, Log("server"), lambda done, total: None
+            )
+
+        yield make
+
+
+@pytest.fixture
+def made(make: Callable[..., _Supervisor]) -> _Supervisor:
+    return make()
+
+
+def _joined(made: _Supervisor, engine: int = 0) -> list[int]:
+    link: Any = made._keepers[engine]._link
+    return [message.client for message in link.sent if isinstance(message, Join)]
 
 
 def _started(
@@ -67,23 +96,21 @@ def _started(
             made._children[slot] = await made._start(slot)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
-    made._engine_loaded = asyncio.Event()
     asyncio.run(start())
-    link: Any = made._link
-    return [message.client for message in link.sent if isinstance(message, Join)]
+    return _joined(made)
 
 
 @pytest.mark.parametrize("ready_at", [1, 2, None], ids=["first", "second", "after both"])
 def test_each_process_joins_an_engine_that_is_ready_while_they_start(
     made: _Supervisor, monkeypatch: pytest.MonkeyPatch, ready_at: int | None
 ) -> None:
+    keeper = made._keepers[0]
     joined = _started(
-        made, monkeypatch, lambda number: made._on_message(READY) if number == ready_at else None
+        made, monkeypatch, lambda number: keeper._on_message(READY) if number == ready_at else None
     )
     if ready_at is None:
-        made._on_message(READY)
-        link: Any = made._link
-        joined = [message.client for message in link.sent]
+        keeper._on_message(READY)
+        joined = _joined(made)
     assert sorted(joined) == [1, 2]
 
 
@@ -93,6 +120,52 @@ def test_a_process_that_has_ended_does_not_join(
     _started(made, monkeypatch, lambda number: None)
     ended: Any = made._children[0].process
     ended.returncode = -9
-    made._on_message(READY)
-    link: Any = made._link
-    assert [message.client for message in link.sent] == [2]
+    made._keepers[0]._on_message(READY)
+    assert _joined(made) == [2]
+
+
+def _live(made: _Supervisor) -> None:
+    """Give it the events that it makes in its loop."""
+    made._stopped, made._died, made._any_engine = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+
+def test_processes_join_all_engines_and_get_the_death_of_one_that_ends_meanwhile(
+    make: Callable[..., _Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(2)
+    _live(made)
+    made.announced = True
+    first, second = made._keepers
+
+    def during(number: int) -> None:
+        if number == 1:
+            first._on_message(READY)
+            second._on_message(READY)
+        else:
+            second._on_end("it was killed")
+
+    _started(made, monkeypatch, during)
+    assert _joined(made, 0) == [1, 2]
+    lines = [list(made._children[slot].process.stdin.lines) for slot in (0, 1)]  # type: ignore[union-attr]
+    jobs = [json.loads(one[0]) for one in lines]
+    assert [[one["number"] for one in job["engines"]] for job in jobs] == [[0, 1], [0]]
+    assert lines[0][1:] == [b"engine-ended 1 9 \n"]
+    assert lines[1][1:] == []
+    made._own_home.remove()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_the_server_ends_with_its_last_engine_or_with_one_that_does_not_start(
+    make: Callable[..., _Supervisor], announced: bool
+) -> None:
+    made = make(2)
+    _live(made)
+    made.announced = announced
+    first, second = made._keepers
+    second._on_message(Failed(fault=Fault(kind="CapacityError", message="no memory")))
+    second._on_end("exit code 1")
+    assert made._died.is_set() is not announced
+    first._on_end("it was killed")
+    assert made._died.is_set()
+    assert made._reason.args[0] == ("it was killed" if announced else "no memory")
+    made._own_home.remove()  # type: ignore[union-attr]

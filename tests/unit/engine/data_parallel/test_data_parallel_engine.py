@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,22 @@ import pytest
 from quire.base.cache_usage import CacheReport, OwnerUsage, PrefixUsage
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter, PoisonRequest, SettingError, WorkerError
+from quire.base.kv_store import KVStoreStats
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING
 from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.config.kv_events import read_kv_events
 from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
-from quire.engine.data_parallel.sums import sum_of_reports, sum_of_snapshots, sum_of_stats
+from quire.engine.data_parallel.past_totals import PastTotals
+from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
+from quire.engine.data_parallel.sums import (
+    sum_of_reports,
+    sum_of_snapshots,
+    sum_of_stats,
+)
 from quire.engine.output.text_delta import TextDelta
 from tests.unit.api.fake_engine import SNAPSHOT
 from tests.unit.engine.supervised.test_supervised_engine import FakeClient, run
@@ -50,8 +61,8 @@ class Fake(FakeClient):
             yield delta
 
 
-def engine_of(*fakes: Fake) -> DataParallelEngine:
-    return DataParallelEngine(fakes, Log("test"))  # type: ignore[arg-type]
+def engine_of(*fakes: Fake, **options: Any) -> DataParallelEngine:
+    return DataParallelEngine(dict(enumerate(fakes)), Log("test"), **options)  # type: ignore[arg-type]
 
 
 async def answer(
@@ -234,16 +245,193 @@ def test_reports_and_snapshots_are_joined() -> None:
     assert owners == [one.owners[index] for index in np.tile(one.run_owners, 2)]
 
 
+def test_two_processes_know_what_the_other_has_sent(tmp_path: Path) -> None:
+    """Two fronts before the same engines route by what both have sent, and count what both have."""
+    path = tmp_path / "routing"
+    create_shared_routing(path, num_processes=2, num_engines=2)
+
+    async def check() -> None:
+        fakes = [[Fake(), Fake()] for _ in range(2)]  # each front has clients of its own
+        fronts = [
+            engine_of(*own, routing=SharedRouting(path, number)) for number, own in enumerate(fakes)
+        ]
+        for front in fronts:
+            await front.ready()
+        prompts = [[first, *range(2, 200)] for first in range(4)]
+        for number, prompt in enumerate(prompts):
+            await answer(fronts[number % 2], prompt, f"a{number}")
+        for number, prompt in enumerate(prompts):
+            await answer(fronts[(number + 1) % 2], prompt, f"b{number}")
+        for engine in range(2):
+            first, second = ([asked["prompt"][0] for asked in own[engine].asked] for own in fakes)
+            assert sorted(first) == sorted(second)
+        # An engine that is busy for one front is busy for the other.
+        fakes[0][0].gate = fakes[0][1].gate = asyncio.Event()
+        long = asyncio.ensure_future(answer(fronts[0], [9] * BACKLOG_TOKENS * 2, "long"))
+        await asyncio.sleep(0)
+        before = [len(fake.asked) for fake in fakes[1]]
+        for number in range(3):
+            await answer(fronts[1], [20 + number, 1], f"c{number}")
+        after = [len(fake.asked) for fake in fakes[1]]
+        assert sorted(now - then for now, then in zip(after, before, strict=True)) == [0, 3]
+        fakes[0][0].gate.set()
+        assert await long == WHOLE
+        assert await fronts[0].flush_cache() == 14
+        for front in fronts:
+            await front.close()
+
+    run(check)
+    state = SharedRouting(path, 0)
+    assert [state.open_tokens(number) for number in range(2)] == [0, 0]
+    assert [state.open_requests(number) for number in range(2)] == [0, 0]
+
+
+def test_an_engine_that_is_started_again_joins() -> None:
+    async def check() -> None:
+        started: asyncio.Event = asyncio.Event()
+        late = Fake()
+
+        async def coming() -> Any:
+            await started.wait()
+            return late
+
+        async def never() -> Any:
+            raise WorkerError("the limit of restarts is reached")
+
+        first = Fake()
+        engine = engine_of(first, coming={1: coming, 2: never})
+        await engine.ready()
+        assert engine.card.num_blocks == first.card.num_blocks
+        await answer(engine, [1, 2], "a")
+        # The only engine there dies: the one to come keeps the server alive.
+        first.dead.set()
+        await asyncio.sleep(0)
+        assert not engine.dead.is_set()
+        started.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert await answer(engine, [1, 2], "b") == WHOLE
+        assert len(late.asked) == 1
+        late.dead.set()
+        await asyncio.wait_for(engine.dead.wait(), 5)
+        await engine.close()
+
+    run(check)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
+    tmp_path: Path, is_shared: bool
+) -> None:
+    past = [PastTotals(tmp_path if is_shared else None) for _ in range(2)]
+    one = EngineStats(steps_total=9, running=2, blocks_total=8, preemption_cost_counts=(1, 2))
+    past[0].add(1, one)
+    # Another process has seen a little less of it, and a third one nothing.
+    past[1].add(1, replace(one, steps_total=8))
+    for each in past if is_shared else past[:1]:
+        assert each.total is not None
+        assert (each.total.steps_total, each.total.running, each.total.blocks_total) == (9, 0, 0)
+        assert each.total.preemption_cost_counts == (1, 2)
+    past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
+    past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
+    past[0].add(0, EngineStats(steps_total=5, kv_store=KVStoreStats(hit_blocks_total=3)))
+    assert past[0].total is not None
+    assert past[0].total.steps_total == 16
+    if is_shared:
+        late = PastTotals(tmp_path)
+        assert past[0].total == late.total
+        past[1].read()
+        assert past[1].total == late.total
+
+
+def test_the_counters_of_a_dead_engine_stay_in_the_sums() -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        for fake in fakes:
+            fake.stats = EngineStats(steps_total=10, running=3, step_rows=4, restarts_total=0)
+            assert fake.on_stats is not None
+            fake.on_stats(fake.stats)
+        assert (engine.stats.steps_total, engine.stats.running, engine.stats.step_rows) == (
+            20,
+            6,
+            4,
+        )
+        fakes[0].dead.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert (engine.stats.steps_total, engine.stats.running) == (20, 3)
+        await engine.close()
+
+    run(check)
+
+
+def test_counters_of_a_shared_store_are_added() -> None:
+    stores = [
+        KVStoreStats(breaker="closed", hit_blocks_total=3, failures_total=(("slow", 1),)),
+        KVStoreStats(breaker="open", hit_blocks_total=4, failures_total=(("full", 2), ("slow", 2))),
+    ]
+    both = sum_of_stats([EngineStats(kv_store=one) for one in stores]).kv_store
+    assert both == KVStoreStats(
+        breaker="open", hit_blocks_total=7, failures_total=(("slow", 3), ("full", 2))
+    )
+
+
 def test_threads_and_gpus_are_divided() -> None:
     configs = engine_configs(engine_config({"data_parallel_size": 3, "num_threads": 8}))
     assert [config.executor.num_threads for config in configs] == [3, 3, 2]
-    asked = {"data_parallel_size": 2, "executor": "torch", "device": "cuda"}
-    assert [one.executor.device for one in engine_configs(engine_config(asked))] == [
-        "cuda:0",
-        "cuda:1",
-    ]
+    asked: dict[str, Any] = {"data_parallel_size": 2, "executor": "torch", "device": "cuda"}
+    for more, devices in (
+        ({}, ["cuda:0", "cuda:1"]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ["cuda:0", "cuda:4"]),
+    ):
+        found = engine_configs_with(8, {**asked, **more})
+        assert [one.executor.device for one in found] == devices
     with pytest.raises(SettingError, match="divided over the engines"):
         engine_configs(engine_config({"data_parallel_size": 3, "num_threads": 2}))
-    for more in ({"kv_tier_host_bytes": 1 << 20}, {"tensor_parallel_size": 2}, {"trace_file": "x"}):
-        with pytest.raises(SettingError, match="which several engines do not share yet"):
-            engine_config({"data_parallel_size": 2, **more})
+
+
+def engine_configs_with(cores: int, settings: dict[str, Any]) -> list[EngineConfig]:
+    """Return the engines' configurations on a machine of so many cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.data_parallel.engine_configs.num_usable_cores", lambda: cores)
+        return engine_configs(engine_config(settings))
+
+
+def test_ranks_of_several_engines_need_a_core_each() -> None:
+    asked = {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_threads": 8}
+    assert len(engine_configs_with(4, asked)) == 2
+    with pytest.raises(SettingError, match="4 ranks together, and this process may use 3 CPU"):
+        engine_configs_with(3, asked)
+
+
+def test_files_and_ports_get_the_number_of_the_engine() -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:5557"}
+    asked = {"data_parallel_size": 2, "num_threads": 2, "kv_tier_path": "~/tier"}
+    asked |= {"record_plans": "plans.bin", "trace_file": "/tmp/trace.json"}
+    first, second = engine_configs(engine_config({**asked, "kv_events_config": json.dumps(events)}))
+    assert (first.cache.kv_tier_path, second.cache.kv_tier_path) == (
+        "~/tier/engine-0",
+        "~/tier/engine-1",
+    )
+    assert second.executor.record_plans == "plans.engine-1.bin"
+    assert second.executor.trace_file == "/tmp/trace.engine-1.json"
+    for number, own in enumerate((first, second)):
+        assert own.cache.kv_events_config is not None
+        read = read_kv_events(own.cache.kv_events_config)
+        assert (read.endpoint, read.data_parallel_rank) == (
+            f"tcp://127.0.0.1:{5557 + number}",
+            number,
+        )
+    for wrong, words in (
+        ({"replay_endpoint": "tcp://127.0.0.1:5558"}, "put replay_endpoint at 5559 or later"),
+        ({"endpoint": "tcp://127.0.0.1:65535"}, "would listen at port 65536"),
+    ):
+        text = json.dumps({**events, **wrong})
+        with pytest.raises(SettingError, match=words):
+            engine_configs(engine_config({**asked, "kv_events_config": text}))
+    text = json.dumps({**events, "endpoint": "ipc:///run/kv"})
+    *_, last = engine_configs(engine_config({**asked, "kv_events_config": text}))
+    assert last.cache.kv_events_config is not None
+    assert read_kv_events(last.cache.kv_events_config).endpoint == "ipc:///run/kv.1"
