@@ -108,12 +108,14 @@ class KilledStore:
 
     def kill(self) -> None:
         """Put a file in the place of the directory of all blocks, which engines may make anew."""
-        blocks = self._path / "blocks"
-        while blocks.is_dir():
+        blocks, is_killed = self._path / "blocks", False
+        while not is_killed:
             shutil.rmtree(self._away, ignore_errors=True)
-            blocks.rename(self._away)
+            with suppress(FileNotFoundError):
+                blocks.rename(self._away)
             with suppress(FileExistsError):
                 blocks.touch(0o600, exist_ok=False)
+                is_killed = True
 
     def restore(self) -> None:
         """Let the store be used again, without any block."""
@@ -194,6 +196,7 @@ class Drill:
             return
         self.store.age(AGED_S)
         prompt = replace(_drawn(self.chance, None), transfer=None)
+        self.decode.start()
         self.decode.kill()  # a new process, which does not count on what it saw of the store
         self.decode.start().start(prompt)
         self.decode.start().finish(prompt, ANSWER_S)

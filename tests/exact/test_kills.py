@@ -1,7 +1,7 @@
 """Kills of prefill and decode engines, and of the store that they share: nothing wrong, none left.
 
-The short form of `python -m bench.disaggregation_kills --store`, whose engines are processes that
-are killed with SIGKILL. It is a process of its own, because it forks.
+The short form of `python -m bench.disaggregation_kills --store`: its engines are processes, killed
+with SIGKILL. It is a process of its own, because it forks.
 """
 
 from __future__ import annotations
