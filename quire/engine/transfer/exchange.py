@@ -83,6 +83,7 @@ class Exchange:
         """See BlockSource."""
         self.handing.clear()
         self.fetching.clear()
+        self._has_news = True  # what waited for a job may begin
 
     def seen(self, message: FromEngine) -> FromEngine | None:
         """See BlockSource; what became of requests of other engines is not passed on."""

@@ -271,9 +271,12 @@ class Fetching:
         return key in self._job_of or bool(self._tier.run((key,)))
 
     def _release_lease(self, source: Source) -> None:
-        """Let another engine end a lease of which nothing is fetched."""
-        if self.client is not None:
-            self.client.start(FetchJob(source, (), ()))
+        """Let another engine end a lease of which nothing is fetched any more."""
+        sources = [job.source for job in self._jobs]
+        sources += [link.source for link in self._planned.values() if link.source is not None]
+        if self.client is None or any(one.transfer_id == source.transfer_id for one in sources):
+            return
+        self.client.start(FetchJob(source, (), ()))
 
     def _pays(self, num_blocks: int, num_lacking: int) -> bool:
         if self._terms.fetch == "always":
@@ -360,7 +363,10 @@ class Fetching:
                 arrived_blocks=job.num_landed,
                 wanted_blocks=len(job.digests),
             )
-        if fetch.peer is not None:
+        if fetch.peer is None:
+            if job.is_cancelled:  # maybe before its thread has said anything
+                self._release_lease(job.source)
+        else:
             failed = job.failure in _OF_THE_PEER
             self._peers.ended(fetch.peer, self._now_ms(), failed=failed)
 

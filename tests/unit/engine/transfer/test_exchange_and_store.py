@@ -17,6 +17,7 @@ import pytest
 
 from quire.base.kv_transfer import Failure, KVTransfer
 from quire.base.records import NO_INTS, Request, StepOutputs
+from quire.engine.kv_store import costs
 from quire.engine.process.messages import Abort, Outputs, Submit
 from quire.engine.transfer.exchange import Exchange
 from tests.tiny_models import write_tiny_llama
@@ -24,6 +25,7 @@ from tests.unit.engine.kv_store.test_store_client import (
     BLOCK,
     GIVE_UP_S,
     NUM_BLOCKS,
+    HungStore,
     Node,
     files,
     prompt,
@@ -154,7 +156,7 @@ def sides(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Side]]:
             "kv_transfer_size": "1MiB",
             "kv_transfer_timeout": 20.0,
         }
-        made.append(Side(folder / "model", tmp_path / "kv", **exchange, **settings))
+        made.append(Side(folder / "model", tmp_path / "kv", **{**exchange, **settings}))
         return made[-1]
 
     yield start
@@ -254,8 +256,9 @@ def test_a_prefill_engine_hands_over_what_it_has_from_the_store(
 
 
 def test_by_cost_the_faster_of_store_and_link_is_asked(
-    sides: Callable[..., Side], tmp_path: Path
+    sides: Callable[..., Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(costs, "MIN_ASK_MS", GIVE_UP_S * 1000)  # a lookup is never too slow
     prefill, decode = sides("prefill"), sides("decode", kv_store_fetch="cost")
     wanted, _ = partly_stored(prefill, tmp_path)
     decode.client.costs.lookup_ms = 0.0
@@ -382,3 +385,63 @@ def test_blocks_of_an_encoded_store_are_not_handed_to_an_engine_without_it(
     answers(request, decode, prefill)
     assert decode.received == 0
     assert decode.lost == {Failure.REFUSED: 1}
+
+
+def test_a_store_that_hangs_delays_the_link_for_a_limited_time(
+    sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = sides("prefill")
+    wanted = prefill.answer(request_of("whole"))
+    prefill.submit(handed_over(request_of("whole")))
+    until(lambda: not prefill.engine.core.has_work, prefill)
+    monkeypatch.setattr("quire.engine.assembly.kv_store.DirectoryStore", HungStore)
+    HungStore.released.clear()
+    decode = sides("decode", kv_store_timeout=0.2)
+    decode.submit(request := replace(request_of("a"), transfer=prefill.source()))
+    assert answers(request, decode, prefill) == wanted
+    assert (decode.stats.fetched_blocks_total, decode.received) == (0, NUM_BLOCKS)
+    until(lambda: decode.stats.breaker == "open", decode)
+    HungStore.released.set()
+    quiet(prefill, decode)
+
+
+def test_a_disk_tier_is_a_level_of_a_decode_engine(
+    sides: Callable[..., Side], tmp_path: Path
+) -> None:
+    disk = {"kv_tier_path": str(tmp_path / "disk"), "kv_tier_size": "4MiB"}
+    one = sides("decode", **disk)
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    one.close()
+    shutil.rmtree(tmp_path / "kv" / "blocks")
+    again = sides("decode", **disk)
+    assert again.answer(request_of("b")) == wanted
+    assert again.stats.disk_fetched_blocks_total == NUM_BLOCKS
+    assert again.stats.fetched_blocks_total == again.received == 0
+
+
+def test_requests_at_once_share_what_comes_from_both(
+    sides: Callable[..., Side], tmp_path: Path
+) -> None:
+    prefill, decode = sides("prefill"), sides("decode")
+    wanted, _ = partly_stored(prefill, tmp_path)
+    requests = [replace(request_of(f"b{number}"), transfer=prefill.source()) for number in range(4)]
+    decode.submit(*requests)
+    assert [answers(one, decode, prefill) for one in requests] == [wanted] * 4
+    assert decode.stats.fetched_blocks_total == NUM_STORED
+    assert decode.received == NUM_BLOCKS - NUM_STORED
+    quiet(prefill, decode)
+
+
+def test_without_room_what_fits_is_fetched(sides: Callable[..., Side], tmp_path: Path) -> None:
+    prefill = sides("prefill")
+    wanted, _ = partly_stored(prefill, tmp_path)
+    block_bytes = prefill.engine.card.block_bytes
+    small = {"kv_transfer_size": 3 * block_bytes, "kv_store_buffer_size": 3 * block_bytes}
+    decode = sides("decode", **small)
+    decode.submit(request := replace(request_of("a"), transfer=prefill.source()))
+    assert answers(request, decode, prefill) == wanted
+    assert decode.stats.fetched_blocks_total == NUM_STORED
+    assert decode.received == 2
+    assert decode.lost == {Failure.NO_ROOM: 1}
+    quiet(prefill, decode)
