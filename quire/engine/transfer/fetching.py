@@ -3,7 +3,8 @@
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
 where that is predicted to be faster than computing them here. What is fetched arrives in the
 exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
-its request waits at a gate. Knows jobs, peers, the map of places and requests; all of it in the
+its request waits at a gate. Where there is a shared store (`levels`), it is asked first, and what
+it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in the
 engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
 whatever fails, missing blocks are computed.
 """

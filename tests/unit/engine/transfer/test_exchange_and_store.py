@@ -156,7 +156,8 @@ def sides(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Side]]:
             "kv_transfer_size": "1MiB",
             "kv_transfer_timeout": 20.0,
         }
-        made.append(Side(folder / "model", tmp_path / "kv", **{**exchange, **settings}))
+        model = settings.pop("model", folder / "model")
+        made.append(Side(model, tmp_path / "kv", **{**exchange, **settings}))
         return made[-1]
 
     yield start
@@ -216,6 +217,21 @@ def test_a_prefix_comes_from_the_store_and_the_rest_over_the_link(
     assert decode.stats.put_blocks_total == decode.stats.claims_total == 0
     assert not decode.lost
     assert not decode.failures
+
+
+def test_ranks_of_the_prefill_engine_change_no_block(
+    sides: Callable[..., Side], tmp_path: Path
+) -> None:
+    divided = {"hidden_size": 68, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = write_tiny_llama(tmp_path / "divided", seed=4, max_position_embeddings=512, **divided)
+    prefill = sides("prefill", model=model, tensor_parallel_size=2, threads=2)
+    decode = sides("decode", model=model)
+    wanted, _ = partly_stored(prefill, tmp_path)
+    decode.submit(request := replace(request_of("a"), transfer=prefill.source()))
+    assert answers(request, decode, prefill) == wanted
+    assert decode.stats.fetched_blocks_total == NUM_STORED
+    assert decode.received == NUM_BLOCKS - NUM_STORED
+    quiet(prefill, decode)
 
 
 def test_a_prompt_that_is_stored_ends_the_lease_of_its_transfer(
