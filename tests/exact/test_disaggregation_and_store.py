@@ -43,7 +43,9 @@ MIN_BLOCKS = 20  # of all cases, by each of the two ways
 def lose_blocks(path: Path) -> None:
     """Put a file in the place of a store's directory of blocks, which engines may make anew."""
     for number in count():
-        (path / "blocks").rename(path.with_name(f"{path.name} lost {number} {time.monotonic_ns()}"))
+        lost = path.with_name(f"{path.name} lost {number} {time.monotonic_ns()}")
+        with suppress(FileNotFoundError):  # it was lost before, and no block was put since
+            (path / "blocks").rename(lost)
         with suppress(IsADirectoryError):
             (path / "blocks").write_text("not a directory any more")
             return
