@@ -11,8 +11,12 @@ the same streams.
 beside memcpy of the same blocks; `first` is a transfer that touches the other store's pages for the
 first time. Memory is touched before, since engines use theirs again and again.
 
+`serving` takes about --minutes: one engine is asked how fast it computes a prompt, and where
+prompts of --prompt tokens would take longer, fewer or shorter ones are sent. The result names what
+was sent. What is being done is written to the standard error.
+
 Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER] [--prompt 8192]
-     [--prompts 4] [--decoding 16] [--backend auto] [--out FILE] [--smoke]
+     [--prompts 4] [--decoding 16] [--minutes 6] [--backend auto] [--out FILE] [--smoke]
 """
 
 from __future__ import annotations
@@ -57,6 +61,12 @@ READY_S = 600.0
 LINK_BLOCK_BYTES = 1 << 20
 DECODING_PROMPT = 64
 _VOCAB = 1000  # ids that every checkpoint has
+# Prompts are not made shorter than that; one of so many tokens measures how fast they are computed.
+MIN_PROMPT = 512
+# How much longer a prompt takes than alone on two cores: beside streams, on one core, and at so
+# many tokens of depth.
+_BESIDE, _ONE_CORE, _DEPTH = 2.0, 2.0, 8192.0
+_BEGAN_S = time.monotonic()
 
 
 class Server:
@@ -165,12 +175,55 @@ def ids(name: str, count: int) -> list[int]:
     return [int(one) for one in drawn.integers(2, _VOCAB, count)]
 
 
+def note(text: str) -> None:
+    """Write what is being done to the standard error."""
+    print(f"[{time.monotonic() - _BEGAN_S:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def total_s(alone_s: float, prompt: int, prompts: int) -> float:
+    """Return about how long all prompts of `serving` take. alone_s: of MIN_PROMPT tokens."""
+    one_s = alone_s * prompt / MIN_PROMPT * (1.0 + prompt / _DEPTH)
+    at_one_engine = 1 + prompts * _BESIDE
+    at_two = _ONE_CORE * (1 + 2 * prompts)
+    return one_s * (at_one_engine + at_two)
+
+
+def fitting(alone_s: float, left_s: float, prompt: int, prompts: int) -> tuple[int, int]:
+    """Return the tokens and the number of prompts, at most these, that take no longer than left_s.
+
+    Fewer prompts come before shorter ones; the shortest are sent whatever they take.
+    """
+    while True:
+        for count in dict.fromkeys((prompts, max(prompts // 2, 1))):
+            if total_s(alone_s, prompt, count) <= left_s:
+                return prompt, count
+        if prompt // 2 < MIN_PROMPT:
+            return prompt, max(prompts // 2, 1)
+        prompt //= 2
+
+
+def sized(args: argparse.Namespace, server: Server, began_s: float) -> argparse.Namespace:
+    """Return `args` with prompts that take no longer than args.minutes. began_s: of all."""
+    start_s = time.monotonic() - began_s
+    alone = argparse.Namespace(**{**vars(args), "prompt": min(MIN_PROMPT, args.prompt)})
+    server.post(prompt_body(alone, -1))  # memory is in use
+    before_s = time.monotonic()
+    server.post(prompt_body(alone, -2))
+    alone_s = (time.monotonic() - before_s) * MIN_PROMPT / alone.prompt
+    left_s = 60.0 * args.minutes - 4.0 * start_s  # three starts, and streams that begin
+    prompt, prompts = fitting(alone_s, left_s, args.prompt, args.prompts)
+    note(f"{MIN_PROMPT} tokens take {alone_s:.2f} s: {prompts} prompts of {prompt} tokens")
+
+    return argparse.Namespace(**{**vars(args), "prompt": prompt, "prompts": prompts})
+
+
 def gaps_beside(
-    server: Server, args: argparse.Namespace, prefill: Server | None = None
+    server: Server, args: argparse.Namespace, until_s: float, prefill: Server | None = None
 ) -> dict[str, Any]:
     """Measure streams beside prompts at one server, which may have its prompts computed.
 
-    prefill: where they are computed; prompts are then sent there too, beside the same streams.
+    until_s: when no further prompt is sent. prefill: where they are computed; prompts are then sent
+    there too, beside the same streams.
     """
     server.post(prompt_body(args, args.prompts))  # memory is in use, and step costs are known
     stop = threading.Event()
@@ -181,12 +234,18 @@ def gaps_beside(
         time.sleep(0.01)
     ttfts_s, tokens, began_s = [], [], time.monotonic()
     for number in range(args.prompts):
+        note(f"prompt {number + 1} of {args.prompts} beside {args.decoding} streams")
         sent_s = time.monotonic()
         answer = server.post(prompt_body(args, number))
         ttfts_s.append(time.monotonic() - sent_s)
         tokens.append(answer["choices"][0]["token_ids"])
+        if time.monotonic() > until_s:
+            break
     ended_s = time.monotonic()
-    alone_s = [] if prefill is None else [prompt_s(prefill, args, at) for at in range(args.prompts)]
+    alone_s = []
+    if prefill is not None:
+        note("the prompts alone at the prefill engine")
+        alone_s = [prompt_s(prefill, args, at) for at in range(len(ttfts_s))]
     stop.set()
     for stream in streams:
         stream.join(60)
@@ -202,6 +261,7 @@ def gaps_beside(
         "most_ms": max(gaps_ms),
         "ttft_s": statistics.median(ttfts_s),
         "num_gaps": len(gaps_ms),
+        "num_prompts": len(ttfts_s),
         **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
     }
 
@@ -215,6 +275,7 @@ def prompt_body(args: argparse.Namespace, number: int) -> dict[str, Any]:
 
 def serving(args: argparse.Namespace) -> dict[str, Any]:
     """Compare one engine on two cores with two engines on one core each."""
+    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         raise SystemExit("two cores are needed")
@@ -223,9 +284,13 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as ending:
         folder = Path(name)
+        note("starting one engine on two cores")
         one = Server(args.model, folder, cores, *context)
-        result["one engine"] = gaps_beside(one, args)
+        args = sized(args, one, began_s)
+        until_s = began_s + 60.0 * args.minutes
+        result["one engine"] = gaps_beside(one, args, began_s + 0.4 * (until_s - began_s))
         one.end()
+        note("starting two engines on one core each")
         key = folder / "key"
         key.touch(0o600)
         key.write_text(secrets.token_hex(32))
@@ -237,12 +302,14 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         flags = ("--role", "decode", "--kv-transfer-peer", address, "--kv-transfer-fetch", "always")
         decode = Server(args.model, folder, cores[1:], *context, *shared, *flags)
         ending.callback(decode.end)
-        result["two engines"] = gaps_beside(decode, args, prefill)
-        result["two engines"] |= transfer_of(decode, args.prompts)
-    if result["one engine"].pop("tokens") != result["two engines"].pop("tokens"):
+        result["two engines"] = gaps_beside(decode, args, until_s, prefill)
+        result["two engines"] |= transfer_of(decode, result["two engines"]["num_prompts"])
+    found = [result[name].pop("tokens") for name in ("one engine", "two engines")]
+    if any(one != two for one, two in zip(*found, strict=False)):
         raise SystemExit("the prompts' first tokens differ: the run is wrong")
     one_ms, two_ms = (result[name]["tpot_ms"]["p99"] for name in ("one engine", "two engines"))
     result["p99_of_one_over_two"] = one_ms / two_ms
+    result |= {"prompt": args.prompt, "prompts": args.prompts}
     return result
 
 
@@ -443,6 +510,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--room", type=int, default=4096, help="tokens of context beside a prompt")
     parser.add_argument("--kv", default="6GiB")
     parser.add_argument("--transfer-size", default="2GiB")
+    parser.add_argument("--minutes", type=float, default=6.0, help="about how long serving takes")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--link-bytes", type=int, default=1 << 30)
     parser.add_argument("--out", type=Path, default=Path("bench/results/disaggregation.json"))
@@ -454,7 +522,7 @@ def main(arguments: list[str]) -> None:
     elif not args.model:
         args.model = str(random_checkpoint(SHAPE))
     content: dict[str, Any] = {"bench": "disaggregation", "machine": machine_card()}
-    content |= {"prompt": args.prompt, "decoding": args.decoding, "model": Path(args.model).name}
+    content |= {"decoding": args.decoding, "model": Path(args.model).name}
     if "links" in args.runs.split(","):
         content["links"] = links(args)
     if "serving" in args.runs.split(","):

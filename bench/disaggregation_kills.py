@@ -7,11 +7,16 @@ transfer, request, block or kept place is left, its books agree, and it has no m
 memory than after its first rounds. Checked at the end: no process, and no file in shared memory or
 the directory of temporary files. Exits with 1 on any difference.
 
+`--store`: both also share a KV store in a directory, half of the prompts begin as an earlier one,
+and in some rounds the store is what is killed: its blocks become unreadable in the middle, and all
+are gone afterwards. At the end no claim and no half-written file may be left in it, once they are
+as old as those of a killed engine have to be to be removed.
+
 Engines are forked from this process (bench/forked_engines.py), which makes a thousand kills in
 minutes. `--servers` kills whole servers instead: the HTTP process and its engine.
 
-Run: python -m bench.disaggregation_kills [--kills 1000] [--servers] [--model FOLDER] [--seed 1]
-     [--backend auto] [--out FILE]
+Run: python -m bench.disaggregation_kills [--kills 1000] [--store | --servers] [--model FOLDER]
+     [--seed 1] [--backend auto] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,9 +26,12 @@ import json
 import os
 import random
 import secrets
+import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +51,7 @@ MAX_GROWTH_DESCRIPTORS, MAX_GROWTH_BYTES = 4, 64 << 20
 MAX_PROBLEMS = 5
 _VOCAB = 1000  # ids that every checkpoint has
 _SETTLE_S = 0.002
+AGED_S = 600.0  # older than any file of a killed engine that is kept
 
 
 @dataclass
@@ -53,6 +62,8 @@ class Side:
     settings: dict[str, Any]
     engine: ForkedEngine | None = None
     first: Holdings | None = None  # after its first round
+    last: Holdings | None = None  # after its last round
+    blocks: Counter[str] = field(default_factory=Counter)  # that came to all its processes
 
     def start(self) -> ForkedEngine:
         """Start it, if it does not run."""
@@ -63,9 +74,17 @@ class Side:
 
     def kill(self) -> None:
         """End its process at once."""
+        self.note_blocks()
         assert self.engine is not None
         self.engine.kill()
         self.engine = None
+
+    def note_blocks(self) -> None:
+        """Count the blocks that its process got."""
+        if self.last is not None:
+            self.blocks["received"] += self.last.received_blocks
+            self.blocks["stored"] += self.last.stored_blocks
+            self.last = None
 
     def left(self) -> list[str]:
         """Return what of a round is left where it lives, after some time."""
@@ -74,26 +93,77 @@ class Side:
             if time.monotonic() > deadline_s:
                 return [f"{self.role}: {found}"]
             time.sleep(_SETTLE_S)
-        self.first = self.first or found
+        self.first, self.last = self.first or found, found
         return [f"{self.role}: {one}" for one in (*found.problems, *_growth(self.first, found))]
+
+
+class KilledStore:
+    """A shared store in a directory, of which the blocks can be taken away and given back."""
+
+    role = "store"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._away = path.with_name("blocks that are gone")
+
+    def kill(self) -> None:
+        """Put a file in the place of the directory of all blocks, which engines may make anew."""
+        blocks, is_killed = self._path / "blocks", False
+        while not is_killed:
+            shutil.rmtree(self._away, ignore_errors=True)
+            with suppress(FileNotFoundError):
+                blocks.rename(self._away)
+            with suppress(FileExistsError):
+                blocks.touch(0o600, exist_ok=False)
+                is_killed = True
+
+    def restore(self) -> None:
+        """Let the store be used again, without any block."""
+        (self._path / "blocks").unlink(missing_ok=True)
+        shutil.rmtree(self._away, ignore_errors=True)
+
+    def age(self, by_s: float) -> None:
+        """Make files of claims, and half-written ones, older."""
+        for file in self._unfinished():
+            with suppress(FileNotFoundError):  # a claim that ends now
+                then_s = file.stat().st_mtime - by_s
+                os.utime(file, (then_s, then_s))
+
+    def note_blocks(self) -> None:
+        """Count the blocks that its process got."""
+        if self.last is not None:
+            self.blocks["received"] += self.last.received_blocks
+            self.blocks["stored"] += self.last.stored_blocks
+            self.last = None
+
+    def left(self) -> list[str]:
+        """Return what should not be there."""
+        return [f"store: {file.relative_to(self._path)}" for file in self._unfinished()]
+
+    def _unfinished(self) -> list[Path]:
+        return [*(self._path / "claims").glob("*"), *(self._path / "partial").glob("*")]
 
 
 @dataclass
 class Drill:
-    """Rounds of kills. num_answers: those of decode engines that lost their prefill engine."""
+    """Rounds of kills. num_answers: those of decode engines that lost their prefill engine, or the
+    store. last: the prompt of the round before."""
 
     chance: random.Random
     prefill: Side
     decode: Side
     whole: ForkedEngine
+    store: KilledStore | None = None
     problems: list[str] = field(default_factory=list)
     num_answers: int = 0
+    last: Request | None = None
 
     def round(self) -> None:
-        """Kill one side in the middle of a transfer; note what is wrong."""
-        request = _drawn(self.chance)
-        victim = self.chance.choice([self.prefill, self.decode])
-        survivor = self.decode if victim is self.prefill else self.prefill
+        """Kill one side, or the store, in the middle of a transfer; note what is wrong."""
+        begins_as = self.last if self.store is not None and self.chance.random() < 0.5 else None
+        request = self.last = _drawn(self.chance, begins_as)
+        others = [] if self.store is None else [self.store]
+        victim = self.chance.choice([self.prefill, self.decode, *others])
         self.whole.start(request)
         handing, fetching = self.prefill.start(), self.decode.start()
         transfer_id = self.chance.randbytes(16).hex()
@@ -113,25 +183,50 @@ class Drill:
         fetching.wait(self.chance.random() * 0.02)
         victim.kill()
         wanted = self.whole.finish(request, ANSWER_S)
-        if victim is self.prefill:
-            self._compare(fetching, request, wanted)
-        self.problems += survivor.left()
+        if victim is not self.decode:
+            self._compare(victim.role, fetching, request, wanted)
+        for side in (self.prefill, self.decode):
+            if side is not victim:
+                self.problems += side.left()
+        if victim is self.store:
+            self.store.restore()
 
-    def _compare(self, fetching: ForkedEngine, request: Request, wanted: Answer) -> None:
+    def last_round(self) -> None:
+        """Note what the rounds left in the store."""
+        if self.store is None:
+            return
+        self.store.age(AGED_S)
+        prompt = replace(_drawn(self.chance, None), transfer=None)
+        self.decode.start()
+        self.decode.kill()  # a new process, which does not count on what it saw of the store
+        self.decode.start().start(prompt)
+        self.decode.start().finish(prompt, ANSWER_S)
+        self.problems += self.decode.left()
+        deadline_s = time.monotonic() + QUIET_S
+        while (left := self.store.left()) and time.monotonic() < deadline_s:
+            time.sleep(_SETTLE_S)  # a thread of the engine ends its claim
+        self.problems += left
+
+    def _compare(
+        self, victim: str, fetching: ForkedEngine, request: Request, wanted: Answer
+    ) -> None:
         try:
             found = fetching.finish(request, ANSWER_S)
         except EngineGone as error:
-            self.problems.append(f"prefill killed: the decode engine did not answer: {error}")
+            self.problems.append(f"{victim} killed: the decode engine did not answer: {error}")
             return
         self.num_answers += 1
         if found != wanted:
-            self.problems.append("prefill killed: the answer differs")
+            self.problems.append(f"{victim} killed: the answer differs")
 
 
-def _drawn(chance: random.Random) -> Request:
-    """Return a drawn request."""
+def _drawn(chance: random.Random, begins_as: Request | None) -> Request:
+    """Return a drawn request. begins_as: its prompt begins as that of this one."""
     draw = np.random.default_rng(chance.randrange(1 << 30))
     prompt = draw.integers(2, _VOCAB, chance.randrange(60, 480)).astype(np.int32)
+    if begins_as is not None:
+        beginning = begins_as.prompt_ids[: chance.randrange(len(begins_as.prompt_ids))]
+        prompt = np.concatenate((beginning, prompt))[:480]
     sampling = SamplingParams(
         max_tokens=chance.randrange(2, 12),
         seed=chance.randrange(1 << 30),
@@ -178,15 +273,25 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "kv_cache_memory": "64MiB",
         "kv_touch_ahead": 0,
     }
-    exchange = {
+    exchange: dict[str, Any] = {
         "kv_transfer_key_file": str(folder / "key"),
         "kv_transfer_size": "16MiB",
         "kv_transfer_timeout": 0.5,  # how long the lease of a killed engine is kept
         "kv_transfer_backend": args.backend,
     }
+    store = None
+    if args.store:
+        store = KilledStore(folder / "store")
+        exchange |= {
+            "kv_store": str(folder / "store"),
+            "kv_store_size": "64MiB",
+            "kv_store_buffer_size": "16MiB",
+            "kv_store_fetch": "always",
+            "kv_store_timeout": 0.3,  # how long the claim of a killed engine is waited for
+        }
     whole = ForkedEngine(shared)
     sides = [Side(role, {**shared, **exchange}) for role in ("prefill", "decode")]
-    drill = Drill(random.Random(args.seed), *sides, whole)
+    drill = Drill(random.Random(args.seed), *sides, whole, store)
     began_s = time.monotonic()
     try:
         for number in range(args.kills):
@@ -196,6 +301,9 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 print(*drill.problems, sep="\n", end="", flush=True)
             if len(drill.problems) > MAX_PROBLEMS:
                 break
+        drill.last_round()
+        for side in sides:
+            side.note_blocks()
         seconds = time.monotonic() - began_s
     finally:
         for engine in (whole, *(side.engine for side in sides if side.engine is not None)):
@@ -204,6 +312,7 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": seconds,
         "problems": drill.problems,
         "compared_answers": drill.num_answers,
+        "blocks": {name: sum(one.blocks[name] for one in sides) for name in ("received", "stored")},
     }
 
 
@@ -223,7 +332,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             result["problems"].append(f"left in the directory of temporary files: {left}")
     if new := set(os.listdir("/dev/shm")) - shared_before:
         result["problems"].append(f"left in shared memory: {sorted(new)}")
-    of = "servers" if args.servers else "engines"
+    of = "servers" if args.servers else "engines and store" if args.store else "engines"
     return {"kills": args.kills, "of": of, "seed": args.seed, **result}
 
 
@@ -235,7 +344,9 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--servers", action="store_true", help="kill whole servers")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--store", action="store_true", help="share a KV store, and kill it too")
+    which.add_argument("--servers", action="store_true", help="kill whole servers")
     parser.add_argument("--model", default="")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=1)

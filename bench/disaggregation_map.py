@@ -1,7 +1,8 @@
 """When prefill and decode in engines of their own pay: prompt length by load by link, simulated.
 
     python -m bench.disaggregation_map                 the map; writes JSON and a picture
-    python -m bench.disaggregation_map --confirm       three points on real engines (minutes)
+    python -m bench.disaggregation_map --engines 8     prompts of 8k tokens on eight devices
+    python -m bench.disaggregation_map --confirm       three points on real engines (6 minutes)
 
 The map: Llama-3.1-8B's shape on four described devices, as four engines of both roles and divided
 in each way; the division with the shortest gap between tokens at p99 is kept. Load: the prompts'
@@ -9,7 +10,8 @@ computing time as a share of what the four devices have. Times are computed, not
 
 --confirm: the serving part of bench.disaggregation on two cores, beside a simulation of the same
 requests with steps measured on one core and on two: the gap between tokens at p99 of one engine
-over that of the pair, and the prompts' time to first token. Run nothing else meanwhile.
+over that of the pair, and the prompts' time to first token. Prompts are shorter where those of 8k
+tokens would take longer than --minutes; the result names them. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -49,10 +52,13 @@ GB_PER_S, GFLOP_PER_S, FIXED_MS = 2600.0, 500_000.0, 1.0  # of each device
 PROMPTS = (512, 2048, 8192, 16_384)
 LOADS = (0.2, 0.4, 0.6)
 LINKS_GB_PER_S = (1.0, 10.0, 50.0)
+ONE_PROMPT = 8192  # of maps of other numbers of devices
 OUTPUT_TOKENS, NUM_REQUESTS = 200, 120
 # --confirm: streams that decode, their prompts and most tokens, beside prompts one after another.
 CONFIRMED_SHAPE, CONFIRMED_PROMPTS, NUM_PROMPTS = "qwen3-0.1b", (1024, 4096, 8192), 3
 DECODING, STREAM_PROMPT, ROOM = 16, disaggregation.DECODING_PROMPT, 4096
+# The shortest first point, and about how long the engines of a point take to start.
+MIN_CONFIRMED, STARTS_S = 128, 20.0
 GOALS = Goals(ttft_s=2.0, tpot_s=0.05)
 
 
@@ -102,13 +108,13 @@ def drawn(prompt_tokens: int, per_s: float) -> list[TraceRequest]:
 
 
 def points_of(
-    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float
+    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float, num_engines: int
 ) -> Iterator[dict[str, Any]]:
     """Yield a point for each link: both roles everywhere, and the best division."""
-    per_s = load * NUM_ENGINES * 1e3 / (prompt_tokens * machine.linear.token_ms)
+    per_s = load * num_engines * 1e3 / (prompt_tokens * machine.linear.token_ms)
     requests = drawn(prompt_tokens, per_s)
     defaults = RequestDefaults(max_tokens=OUTPUT_TOKENS, max_model_len=machine.max_model_len)
-    fleet = Fleet(num_engines=NUM_ENGINES, routing="turn", store=None)
+    fleet = Fleet(num_engines=num_engines, routing="turn", store=None)
     gaps = Gaps(machine, 1)
     runs, _ = simulate_fleet(requests, defaults, replace(machine, cost=gaps), config, fleet)
     whole = _times(joined(runs), requests, gaps)
@@ -120,10 +126,10 @@ def points_of(
             "gb_per_s": gb_per_s,
             "both": whole,
         }
-        for num_prefill in range(1, NUM_ENGINES):
+        for num_prefill in range(1, num_engines):
             spec = RolesSpec(
                 num_prefill=num_prefill,
-                num_decode=NUM_ENGINES - num_prefill,
+                num_decode=num_engines - num_prefill,
                 gb_per_s=gb_per_s,
                 latency_ms=1.0,
             )
@@ -140,6 +146,15 @@ def points_of(
             if "divided" not in found or divided["gap_ms"] < found["divided"]["gap_ms"]:
                 found["divided"] = divided
         yield found
+
+
+def computed(
+    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float, num_engines: int
+) -> list[dict[str, Any]]:
+    """Return the points of one load, and say that they are computed."""
+    devices = f"{num_engines} devices at {100 * load:.0f} %"
+    disaggregation.note(f"prompts of {prompt_tokens} tokens, {devices}")
+    return list(points_of(machine, config, prompt_tokens, load, num_engines))
 
 
 def _times(run: Run, requests: list[TraceRequest], gaps: Gaps) -> dict[str, Any]:
@@ -189,22 +204,55 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def confirmed(model: str, prompt_tokens: int, scratch: Path) -> dict[str, Any]:
-    """Return one point of real engines beside its simulation."""
+def confirmed_points(model: str, minutes: float, scratch: Path) -> list[dict[str, Any]]:
+    """Return the points of real engines beside their simulations, in about `minutes`.
+
+    Where a prompt takes long, all points have shorter ones.
+    """
+    began_s, prompts = time.monotonic(), CONFIRMED_PROMPTS
+    machines = {}
+    for threads in (2, 1):
+        disaggregation.note(f"measuring the steps of an engine on {threads} cores")
+        machines[threads] = _measured(model, threads, prompts[-1] + ROOM, scratch)
+    alone_s = disaggregation.MIN_PROMPT * machines[2].linear.token_ms / 1e3
+
+    def seconds(prompt_tokens: int) -> float:
+        return STARTS_S + disaggregation.total_s(alone_s, prompt_tokens, NUM_PROMPTS)
+
+    def left_s() -> float:
+        return 60.0 * minutes - (time.monotonic() - began_s)
+
+    while sum(map(seconds, prompts)) > left_s() and prompts[0] // 2 >= MIN_CONFIRMED:
+        prompts = tuple(tokens // 2 for tokens in prompts)
+    points = []
+    for at, tokens in enumerate(prompts):
+        share = seconds(tokens) / sum(map(seconds, prompts[at:]))
+        disaggregation.note(f"point {at + 1} of {len(prompts)}: prompts of {tokens} tokens")
+        points.append(
+            confirmed(model, tokens, machines, max(left_s(), 60.0) * share / 60.0, scratch)
+        )
+    return points
+
+
+def confirmed(
+    model: str, prompt_tokens: int, machines: Mapping[int, Machine], minutes: float, scratch: Path
+) -> dict[str, Any]:
+    """Return one point of real engines beside its simulation. machines: by threads."""
     out = scratch / "serving.json"
     sizes = ["--prompt", str(prompt_tokens), "--prompts", str(NUM_PROMPTS), "--room", str(ROOM)]
-    sizes += ["--decoding", str(DECODING)]
+    sizes += ["--decoding", str(DECODING), "--minutes", str(minutes)]
     disaggregation.main(["--runs", "serving", "--model", model, *sizes, "--out", str(out)])
     real = json.loads(out.read_text())["serving"]
+    prompt_tokens = real["prompt"]
     found: dict[str, Any] = {"prompt_tokens": prompt_tokens}
     for name, threads in (("one engine", 2), ("two engines", 1)):
-        length = prompt_tokens + ROOM
-        machine = _measured(model, threads, length, scratch)
         settings = {"kv_cache_memory": "6GiB", "max_num_seqs": DECODING + 2}
+        length = prompt_tokens + ROOM
         config = engine_config({"model": model, **settings, "max_model_len": length})
         found[name] = {
             "real": {"tpot_p99_ms": real[name]["tpot_ms"]["p99"], "ttft_s": real[name]["ttft_s"]},
-            "simulated": _beside(machine, config, prompt_tokens, real, pair=threads == 1),
+            "prompts": real[name]["num_prompts"],
+            "simulated": _beside(machines[threads], config, real, name),
         }
     for kind in ("real", "simulated"):
         one, two = (found[name][kind]["tpot_p99_ms"] for name in ("one engine", "two engines"))
@@ -224,9 +272,14 @@ def _measured(model: str, threads: int, length: int, scratch: Path) -> Machine:
 
 
 def _beside(
-    machine: Machine, config: EngineConfig, prompt_tokens: int, real: dict[str, Any], *, pair: bool
+    machine: Machine, config: EngineConfig, real: Mapping[str, Any], name: str
 ) -> dict[str, float]:
-    """Simulate streams and prompts one after another, each when the one before has ended."""
+    """Simulate streams and prompts one after another, each when the one before has ended.
+
+    real: what was measured, with as many prompts; name: of one engine or of two there.
+    """
+    prompt_tokens, num_prompts = real["prompt"], real[name]["num_prompts"]
+    pair = name == "two engines"
     spec = RolesSpec(
         num_prefill=1,
         num_decode=1,
@@ -248,7 +301,7 @@ def _beside(
             run = simulate(requests, defaults, recorded, config)
         prompts = [one for one in run.finished if one.request.output_tokens == 1]
         prompts.sort(key=lambda one: one.request.arrival_ms)
-        if len(arrivals_ms) == NUM_PROMPTS:
+        if len(arrivals_ms) == num_prompts:
             break
         arrivals_ms.append(prompts[-1].first_token_ms)
     ttfts_s = [(one.first_token_ms - one.request.arrival_ms) / 1e3 for one in prompts]
@@ -271,6 +324,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--confirm", action="store_true")
+    parser.add_argument("--minutes", type=float, default=6.0, help="about how long --confirm takes")
+    parser.add_argument("--engines", type=int, default=NUM_ENGINES, help="of the map; 4: all of it")
     parser.add_argument("--out", type=Path, default=RESULTS / "disaggregation-map.json")
     parser.add_argument("--picture", type=Path, help="default: beside --out")
     args = parser.parse_args()
@@ -278,11 +333,15 @@ def main() -> None:
     if args.confirm:
         model = str(random_checkpoint(CONFIRMED_SHAPE))
         with tempfile.TemporaryDirectory() as name:
-            known["confirmed"] = [
-                confirmed(model, tokens, Path(name)) for tokens in CONFIRMED_PROMPTS
-            ]
+            known["confirmed"] = confirmed_points(model, args.minutes, Path(name))
         known["confirmed_shape"], known["machine"] = CONFIRMED_SHAPE, machine_card()
         print(json.dumps(known["confirmed"], indent=1))
+    elif args.engines != NUM_ENGINES:
+        machine, config = mapped_machine()
+        points = []
+        for load in LOADS:
+            points += computed(machine, config, ONE_PROMPT, load, args.engines)
+        known[f"{args.engines} engines"] = points
     else:
         machine, config = mapped_machine()
         known |= {
@@ -293,10 +352,8 @@ def main() -> None:
             "output_tokens": OUTPUT_TOKENS,
             "points": [],
         }
-        grid = list(product(PROMPTS, LOADS))
-        for number, (prompt_tokens, load) in enumerate(grid, 1):
-            print(f"[{number}/{len(grid)}] {prompt_tokens} tokens", file=sys.stderr, flush=True)
-            known["points"] += points_of(machine, config, prompt_tokens, load)
+        for prompt_tokens, load in product(PROMPTS, LOADS):
+            known["points"] += computed(machine, config, prompt_tokens, load, NUM_ENGINES)
         draw(known["points"], args.picture or args.out.with_suffix(".png"))
     args.out.write_text(json.dumps(known, indent=1) + "\n")
 

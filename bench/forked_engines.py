@@ -34,23 +34,34 @@ _ENDS: set[Connection] = set()
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What an engine has. kept: places of the exchange that are kept for a lease or a request."""
+    """What an engine has.
+
+    fetching: jobs, of other engines and of a store. publishing: prompts, blocks and claims of a
+    store. kept: places that are kept for a lease, a request or a store. received_blocks: those of
+    other engines so far; stored_blocks: those of a store.
+    """
 
     running: int
     waiting: int
     leases: int
     fetching: int
+    publishing: int
     kept: int
     used_blocks: int
     descriptors: int
     num_bytes: int
+    received_blocks: int
+    stored_blocks: int
     problems: tuple[str, ...]
 
     @property
     def is_quiet(self) -> bool:
         """Whether nothing of a request or a transfer is left."""
         return not any(
-            (self.running, self.waiting, self.leases, self.fetching, self.kept, self.used_blocks)
+            (
+                *(self.running, self.waiting, self.leases, self.fetching, self.publishing),
+                *(self.kept, self.used_blocks),
+            )
         )
 
 
@@ -161,15 +172,16 @@ def _serve_pipe(settings: dict[str, Any], pipe: Connection) -> None:
 
     emit: Callable[[FromEngine], None] = take
     watched: Any = inbox
-    if engine.exchange is not None:
-        emit, watched = engine.exchange.watch(take), engine.exchange.watched(inbox)
+    if engine.outside is not None:
+        blocks = engine.outside.blocks
+        emit, watched = blocks.watch(take), blocks.watched(inbox)
     probing = _ProbedInbox(watched, inbox, engine, send)
     threading.Thread(target=_read, args=(pipe, inbox, probing), daemon=True).start()
     offer = engine.card.transfer
     send("ready", None if offer is None else asdict(offer))
     serve(engine.core, probing, emit, clock.now_ms)
-    if engine.exchange is not None:
-        engine.exchange.close()
+    if engine.outside is not None:
+        engine.outside.blocks.close()
     engine.core.runner.close()
 
 
@@ -218,18 +230,23 @@ class _ProbedInbox:
 
 
 def _holdings(engine: Engine) -> Holdings:
-    scheduler, exchange = engine.core.scheduler, engine.exchange
+    scheduler, outside = engine.core.scheduler, engine.outside
     stats = scheduler.stats()
-    assert exchange is not None, "engines of these benchmarks exchange blocks"
-    transfer = exchange.stats()
+    assert outside is not None, "engines of these benchmarks exchange blocks"
+    assert outside.exchange is not None, "engines of these benchmarks exchange blocks"
+    transfer, client = outside.exchange.stats(), outside.store_client
+    publishing = 0 if client is None else len(client.publishing) + client.publishing.num_putting
     return Holdings(
         running=stats.running,
         waiting=stats.waiting,
         leases=transfer.leases,
-        fetching=transfer.fetching,
-        kept=exchange.handing.num_kept,
+        fetching=transfer.fetching + (0 if client is None else len(client.fetches)),
+        publishing=publishing + (0 if client is None else len(client.claims)),
+        kept=outside.exchange.handing.num_kept,
         used_blocks=stats.blocks_used,
         descriptors=len(os.listdir("/proc/self/fd")),
         num_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        received_blocks=transfer.received_blocks_total,
+        stored_blocks=0 if client is None else client.stats().fetched_blocks_total,
         problems=tuple(scheduler.check_integrity()),
     )

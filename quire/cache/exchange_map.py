@@ -2,8 +2,8 @@
 
 Blocks come from the pool, for another engine, or from another engine, for the pool. Nothing else
 is saved here: what the pool evicts and what preempted requests hold is recomputed. Always holds: a
-block that is wanted is saved even while the pool evicts it; `on_landed` is called for each block
-that can be found from then on.
+block that is wanted is saved even while the pool evicts it; each of `listeners` is called for each
+block that can be found from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Int32s = NDArray[np.int32]
 
 
 class ExchangeMap(TierMap):
-    """`num_blocks` places in memory of the host. on_landed: called with a digest and its place."""
+    """`num_blocks` places in memory of the host. listeners: called with a digest and its place."""
 
     keeps_evicted = False
     exchanges = True
@@ -29,12 +29,16 @@ class ExchangeMap(TierMap):
     def __init__(self, num_blocks: int, *, max_saving: int) -> None:
         super().__init__(num_blocks, Tier.HOST, block_ms=0.0, max_saving=max_saving)
         self._wanted: Counter[bytes] = Counter()
-        self.on_landed: Callable[[bytes, int], None] = lambda key, place: None
+        self.listeners: list[Callable[[bytes, int], None]] = []
 
     @property
     def num_kept(self) -> int:
         """Places that stay as they are: held, or being fetched."""
         return int(np.count_nonzero(self._fetching))
+
+    def is_awaited(self, key: bytes) -> bool:
+        """Return whether a block is on its way here."""
+        return key in self._awaited_keys
 
     def want(self, keys: Iterable[bytes]) -> None:
         """Save these blocks when the pool has them."""
@@ -62,7 +66,8 @@ class ExchangeMap(TierMap):
         if key is not None and arrived:
             found = self._place_of.get(key)
             if found is not None:
-                self.on_landed(key, found)
+                for listener in self.listeners:
+                    listener(key, found)
 
     def hold(self, places: Iterable[int]) -> None:
         """Keep these places as they are until `end_fetch` of each."""

@@ -21,10 +21,6 @@ class StoreMap(ExchangeMap):
         """Return whether a block need not be saved: it is here, or no store lacks it."""
         return super().knows(key) or not self.wants(key)
 
-    def is_awaited(self, key: bytes) -> bool:
-        """Return whether a block is on its way here."""
-        return key in self._awaited_keys
-
     def land(self, place: int, *, arrived: bool) -> None:
         """See TierMap."""
         is_current = place not in self._quarantined

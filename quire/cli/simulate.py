@@ -161,6 +161,12 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
             help=f"simulate so many {role} engines, beside as many engines in all of both roles",
         )
     section.add_argument(
+        "--prefill-profile",
+        default="",
+        metavar="FILE",
+        help="a saved machine profile of the prefill engines (default: the machine of the others)",
+    )
+    section.add_argument(
         "--transfer-gb-per-s",
         type=float,
         default=5.0,
@@ -251,6 +257,12 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--policy has {policy!r}; allowed: {', '.join(SCHEDULING_POLICIES)}, as in "
                 "--policy fcfs,sjf"
             )
+    has_roles = arguments.prefill_engines is not None or arguments.decode_engines is not None
+    if arguments.prefill_profile and not has_roles and arguments.engines == 1:
+        raise SettingError(
+            "--prefill-profile is given and there are no prefill engines; add --prefill-engines "
+            "and --decode-engines, or leave it out"
+        )
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
@@ -267,7 +279,6 @@ def run(arguments: argparse.Namespace) -> int:
         ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
         tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
     )
-    has_roles = arguments.prefill_engines is not None or arguments.decode_engines is not None
     if arguments.engines > 1 or has_roles:
         return _compare_engines(arguments, machine, config, trace, defaults, goals)
     comparison = Comparison(
@@ -305,6 +316,7 @@ def _compare_engines(
     from quire.sim.compare import with_policy
     from quire.sim.fleet import compare_stores, stores_text
     from quire.sim.load import trace_requests
+    from quire.sim.profile import read_machine
     from quire.sim.roles import RolesSpec, compare_roles, roles_text
     from quire.sim.shared_store import StoreSpec
 
@@ -329,6 +341,7 @@ def _compare_engines(
                 should_stop=should_stop,
             )
         else:
+            path = arguments.prefill_profile
             outcome = compare_roles(
                 requests,
                 defaults,
@@ -341,6 +354,7 @@ def _compare_engines(
                     latency_ms=arguments.transfer_latency_ms,
                 ),
                 goals=goals,
+                prefill_machine=read_machine(Path(path)) if path else None,
                 should_stop=should_stop,
             )
     if not outcome["runs"]:
@@ -365,6 +379,7 @@ def _check_engines(arguments: argparse.Namespace, num_stages: int) -> None:
         flag
         for flag, is_given in (
             ("--prefill-engines", arguments.engines > 1 and roles != (None, None)),
+            ("--prefill-profile", arguments.engines > 1 and arguments.prefill_profile),
             ("--light", arguments.light),
             ("--draft-acceptance", arguments.draft_acceptance),
             ("--png", arguments.png),

@@ -436,12 +436,6 @@ class EngineConfig:
                 "leave one of them out",
             ),
             (
-                self.transfer.is_on,
-                "kv_transfer_key_file is given",
-                "an engine fetches blocks in one of these ways for now",
-                "leave one of them out (engines of a pair may share a store without the exchange)",
-            ),
-            (
                 cache.kv_tier_fetch != "cost",
                 f"kv_tier_fetch is {cache.kv_tier_fetch}",
                 "kv_store_fetch decides for the disk tier too",

@@ -180,20 +180,31 @@ def simulate_roles(
     config: EngineConfig,
     spec: RolesSpec,
     *,
+    prefill_machine: Machine | None = None,
     prefill_config: EngineConfig | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> RolesRun:
-    """Run `requests` until all have ended. prefill_config: of the prefill engines; None: the same.
+    """Run `requests` until all have ended.
+
+    prefill_machine, prefill_config: of the prefill engines; None: the same. Raises SettingError
+    where the machines were measured with different blocks.
 
     Raises what `simulate` raises.
     """
+    prefill_machine = prefill_machine or machine
+    if prefill_machine.token_bytes != machine.token_bytes:
+        raise SettingError(
+            f"a token takes {prefill_machine.token_bytes} bytes at {prefill_machine.name} "
+            f"and {machine.token_bytes} at {machine.name}; measure both profiles with one model, "
+            "--dtype and --kv-cache-dtype"
+        )
     engines = [
-        PrefillEngine(requests, defaults, machine, prefill_config or config, number)
+        PrefillEngine(requests, defaults, prefill_machine, prefill_config or config, number)
         for number in range(spec.num_prefill)
     ]
     block_size, links = config.kv_block_tokens, []
     block_bytes = block_size * machine.token_bytes
-    step_blocks = -(-machine.step_tokens_of(prefill_config or config) // block_size)
+    step_blocks = -(-prefill_machine.step_tokens_of(prefill_config or config) // block_size)
     decoding: list[TraceReplay] = []
     for number, part in enumerate(divided(requests, spec.num_decode, "turn")):
 
@@ -269,9 +280,13 @@ def compare_roles(
     *,
     spec: RolesSpec,
     goals: Goals,
+    prefill_machine: Machine | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
-    """Return times of as many engines in all, each of both roles, and of the divided ones."""
+    """Return times of as many engines in all, each of both roles, and of the divided ones.
+
+    prefill_machine: of the prefill engines; None: the machine of all others.
+    """
     num_engines = spec.num_prefill + spec.num_decode
     fleet = Fleet(num_engines=num_engines, routing="turn", store=None)
     whole, _ = simulate_fleet(requests, defaults, machine, config, fleet, should_stop=should_stop)
@@ -281,7 +296,8 @@ def compare_roles(
         share = both.busy_ms / max(both.end_ms, 1e-9)
         runs.append(
             {
-                "roles": f"{num_engines} of both roles",
+                "roles": f"{num_engines} of both roles"
+                + (", as decode" if prefill_machine else ""),
                 "complete": both.complete,
                 "summary": summary_of(both, requests, goals),
                 "busy": {"both": share},
@@ -289,7 +305,15 @@ def compare_roles(
             }
         )
     if both.complete:
-        found = simulate_roles(requests, defaults, machine, config, spec, should_stop=should_stop)
+        found = simulate_roles(
+            requests,
+            defaults,
+            machine,
+            config,
+            spec,
+            prefill_machine=prefill_machine,
+            should_stop=should_stop,
+        )
         if found.run.finished:
             runs.append(
                 {
@@ -307,6 +331,7 @@ def compare_roles(
         "bench": "simulate roles",
         "settings": {
             "machine": machine.name,
+            "prefill_machine": (prefill_machine or machine).name,
             "num_requests": len(requests),
             "roles": asdict(spec),
             "goals": asdict(goals),

@@ -108,7 +108,7 @@ class StoreLink(VirtualLink):
         self._ending: list[tuple[bytes, ...]] = []
         self._put_ms = 0.0  # when the link is free for the next blocks to be put
         self.put_blocks_total = 0
-        tier.on_landed = self._landed
+        tier.listeners.append(self._landed)
 
     def ended(self) -> CopiesEnded | None:
         """See VirtualLink."""

@@ -65,7 +65,7 @@ class Engine:
             }
         )
         self._thread = EngineThread(config, self._take)
-        self._wait(lambda: self.card is not None)
+        self.wait(lambda: self.card is not None)
 
     def start(self, requests: Sequence[Request]) -> None:
         """Submit the streams of one request."""
@@ -75,13 +75,14 @@ class Engine:
 
     def finish(self, ids: Sequence[str]) -> None:
         """Wait until these streams have ended."""
-        self._wait(lambda: all(self.streams[id_].finish_reason is not None for id_ in ids))
+        self.wait(lambda: all(self.streams[id_].finish_reason is not None for id_ in ids))
 
     def end(self) -> None:
         """Stop the engine."""
         self._thread.end()
 
-    def _wait(self, condition: Any) -> None:
+    def wait(self, condition: Any) -> None:
+        """Wait until a condition holds; it is looked at with each output."""
         with self._changed:
             done = self._changed.wait_for(lambda: condition() or self.failed, GIVE_UP_S)
         assert not self.failed, self.failed

@@ -84,10 +84,10 @@ def _compare(
         one.start(streams)
     if random.random() < 0.7:  # else both begin at once, and one waits for the other
         one.finish([request.request_id for streams in first for request in streams])
-        _tamper(path, random)
+        tamper(path, random)
     for streams in requests:
         other.start(streams)
-        _tamper(path, random)
+        tamper(path, random)
     other.finish(ids)
     one.finish([request.request_id for streams in first for request in streams])
     whole.finish(ids)
@@ -112,7 +112,7 @@ def _renamed(streams: Sequence[Request]) -> tuple[Request, ...]:
     )
 
 
-def _tamper(path: Path, random: Random) -> None:
+def tamper(path: Path, random: Random) -> None:
     """Cut, change, exchange or delete some files of a store."""
     files = sorted((path / "blocks").glob("*/*"))
     for file in random.sample(files, len(files) // 6):

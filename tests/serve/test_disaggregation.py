@@ -8,12 +8,10 @@ whole request alone, under a cache salt of its own.
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +22,7 @@ from quire import _native
 from tests.certificates import authority, key_of, signed
 from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_router import RunningRouter
-from tests.serve.running_server import RunningServer, alive, kill
+from tests.serve.running_server import RunningServer
 from tests.tiny_models import write_tiny_llama
 
 PARAMS = "kv_transfer_params"
@@ -354,36 +352,6 @@ def test_a_store_without_room_fetches_what_fits(folder: Path, prefill: RunningSe
         _, params = handed_over(prefill, body)
         assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
         assert failures(server)["no_room"] == 1
-
-
-def test_random_kills_of_either_side_change_no_answer(
-    folder: Path, prefill: RunningServer, decode: RunningServer
-) -> None:
-    """A few of the kills that bench/disaggregation_kills.py makes by the thousand."""
-    random = Random(11)
-    for number, role in enumerate(("prefill", "decode")):
-        body = drawn(random, random.randrange(300, 900))
-        wanted = alone(prefill, body, f"kill {number}")
-        victim = start(folder, role)
-        pid = victim.engine_pid
-        timer = threading.Timer(random.random() * 0.03, kill, (pid,))
-        try:
-            _, params = handed_over(victim if role == "prefill" else prefill, body)
-            timer.start()
-            if role == "prefill":  # the handing side dies while or before it is asked
-                answer = decode.post("/v1/completions", {**body, PARAMS: params})
-                assert answer_of(answer) == wanted
-            else:
-                with suppress(OSError, ValueError):
-                    victim.post("/v1/completions", {**body, PARAMS: params})
-                again = handed_over(prefill, body)[0]["choices"][0]
-                assert again["token_ids"] == wanted["token_ids"][:1]
-        finally:
-            timer.join()
-            victim.kill()
-        assert not alive(pid)
-    decode.until(lambda: decode.metric("quire_kv_transfer_fetching") == 0, "nothing is fetched")
-    assert not [name for name in os.listdir("/dev/shm") if "quire" in name]
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,8 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.structured.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
-    from quire.engine.assembly.exchange import ExchangePort
-    from quire.engine.assembly.kv_store import StorePort
+    from quire.engine.assembly.outside import Outside, OutsidePorts
     from quire.engine.kv_events.publisher import KVEventPublisher
-    from quire.engine.kv_store.store_client import StoreClient
-    from quire.engine.transfer.exchange import Exchange
     from quire.transfer.folder import TierFolder
 
 
@@ -66,8 +63,7 @@ class Engine:
     watched: Callable[[Inbox], Inbox]  # an inbox that also ends where a rank is lost
     trace: TraceFile | None = None
     kv_events: KVEventPublisher | None = None
-    exchange: Exchange | None = None  # of KV blocks with other engines
-    store_client: StoreClient | None = None  # of a KV store that engines share
+    outside: Outside | None = None  # sources of KV blocks: other engines, a shared store
 
 
 def assemble(
@@ -97,18 +93,12 @@ def assemble(
             tier_folder = TierFolder(user_path(config.cache.kv_tier_path))
             undo.callback(tier_folder.close)
             tier_folder.check_room(config.cache.kv_tier_bytes)
-        exchange_port = None
-        if config.transfer.is_on:  # likewise
-            from quire.engine.assembly.exchange import ExchangePort
+        outside_ports = None
+        if config.transfer.is_on or config.kv_store.is_on:  # likewise
+            from quire.engine.assembly.outside import OutsidePorts
 
-            exchange_port = ExchangePort(config.transfer)
-            undo.callback(exchange_port.close)
-        store_port = None
-        if config.kv_store.is_on:  # likewise
-            from quire.engine.assembly.kv_store import StorePort
-
-            store_port = StorePort(config, tier_folder)
-            undo.callback(store_port.close)
+            outside_ports = OutsidePorts(config, tier_folder)
+            undo.callback(outside_ports.close)
         engine = _assembled(
             config,
             clock=clock,
@@ -116,8 +106,7 @@ def assemble(
             progress=progress,
             record=record,
             tier_folder=tier_folder,
-            exchange_port=exchange_port,
-            store_port=store_port,
+            outside_ports=outside_ports,
         )
         undo.pop_all()
         if trace is None:
@@ -135,8 +124,7 @@ def _assembled(
     progress: Progress | None,
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
-    exchange_port: ExchangePort | None,
-    store_port: StorePort | None,
+    outside_ports: OutsidePorts | None,
 ) -> Engine:
     pack_cache = open_pack_cache(config.executor)
     model = sized_model(config)
@@ -145,13 +133,11 @@ def _assembled(
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = engine_fingerprint(config, program, executor)
-    if store_port is None:
-        tier = features.tier(
-            config, executor, tier_folder, exchange_port, fingerprint, clock, report
-        )
+    if outside_ports is None:
+        tier = features.tier(config, executor, tier_folder, fingerprint, clock, report)
     else:
-        fingerprint = store_port.fingerprint(fingerprint)
-        tier = store_port.open_tier(executor, program, fingerprint, clock, report)
+        fingerprint = outside_ports.fingerprint(fingerprint)
+        tier = outside_ports.open_tier(executor, program, fingerprint, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.proposer is None else model.proposer.taps(limits.max_num_seqs)
     constraints = OutputConstraints(matchers=compiler, watches=texts)
@@ -187,13 +173,10 @@ def _assembled(
     core.expert_loads = features.expert_loads(program, executor)
     core.waited_ms = features.stage_wait(executor)
     card = model_card(config, model, executor, max_num_seqs=limits.max_num_seqs)
-    exchange, store_client = None, None
-    if exchange_port is not None:
-        exchange, card = features.start_exchange(
-            tier, core, card, config, fingerprint, clock, report
-        )
-    if store_port is not None:
-        store_client, card = store_port.start(tier, core, card, clock, report)
+    outside = None
+    if outside_ports is not None:
+        outside = outside_ports.start(tier, core, card, fingerprint, clock, report)
+        card = outside.card
     return Engine(
         core=core,
         card=card,
@@ -204,8 +187,7 @@ def _assembled(
         close_drafts=_nothing if drafter is None else drafter.close,
         watched=features.watched(config, executor),
         kv_events=kv_events,
-        exchange=exchange,
-        store_client=store_client,
+        outside=outside,
     )
 
 

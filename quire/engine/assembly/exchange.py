@@ -22,9 +22,11 @@ from quire.base.log import Log
 from quire.base.report import Report
 from quire.cache.exchange_beside_tier import TierBesideExchange
 from quire.cache.exchange_map import ExchangeMap
+from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.transfer import TransferConfig, peer_address
+from quire.engine.assembly.memory_tier import Levels, MemoryTier
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
@@ -35,6 +37,7 @@ from quire.engine.transfer.peers import Peers
 from quire.execute.executor import Executor
 from quire.runner.mover_pair import MoverPair
 from quire.runner.tier_mover import TierMover, num_buffers
+from quire.scheduler.scheduler import Scheduler
 from quire.transfer.folder import TierFolder
 from quire.transfer.host import HostStore
 from quire.transfer.links.block_client import BlockClient
@@ -73,6 +76,90 @@ class ExchangePort:
         """The port; 0 where nothing is handed over."""
         return 0 if self.listening is None else int(self.listening.getsockname()[1])
 
+    def open_tier(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        folder: TierFolder | None,
+        levels: Levels | None,
+        *,
+        fingerprint: bytes,
+        clock: Clock,
+        report: Report,
+    ) -> ExchangeStore:
+        """Allocate the memory for blocks on their way, and open the tier in `folder` beside it.
+
+        levels: of a shared store, which has the tier as one of them; its blocks pass the same
+        memory. Raises SettingError and CapacityError.
+        """
+        settings, block_bytes = config.transfer, executor.block_bytes
+        num_blocks = settings.kv_transfer_bytes // block_bytes
+        if not num_blocks:
+            raise SettingError(
+                f"kv_transfer_bytes is {settings.kv_transfer_bytes}, and a block takes "
+                f"{block_bytes}: raise --kv-transfer-size to some blocks for each prompt at least"
+            )
+        note = _note(settings, self, num_blocks * config.kv_block_tokens)
+        if levels is not None:
+            num_blocks, note = num_blocks + levels.num_blocks, f"{note}\n{levels.note}"
+        memory, segment = _memory(settings, num_blocks * block_bytes)
+        store = HostStore([memory], block_bytes)
+        make = ExchangeMap if levels is None else StoreMap
+        exchange = make(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
+        mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
+        opened = ExchangeStore(
+            tier=exchange,
+            mover=mover,
+            hash_key=self.hash_key,
+            note=note,
+            store=store,
+            levels=levels,
+            exchange=exchange,
+            memory=memory,
+            segment=segment,
+        )
+        if levels is not None or not config.cache.has_tier:
+            return opened
+        own = open_tier(
+            folder,
+            config.cache,
+            executor,
+            fingerprint=fingerprint,
+            clock=clock,
+            report=report,
+            exchange=exchange,
+        )
+        assert isinstance(own.tier, TierBesideExchange), "opened with an exchange"
+        assert isinstance(own.mover, TierMover), "of one store"
+        pair = MoverPair(own.mover, mover, first=own.tier.first, on_lost=own.tier.forget_tier)
+        return replace(opened, tier=own.tier, mover=pair, note=f"{opened.note}\n{own.note}")
+
+    def start(
+        self,
+        opened: OpenTier,
+        core: EngineCore,
+        card: ModelCard,
+        config: EngineConfig,
+        fingerprint: bytes,
+        clock: Clock,
+        report: Report,
+    ) -> tuple[Exchange, ModelCard]:
+        """Connect memory, scheduler and sockets; return the exchange, and the card that names it.
+
+        opened: by open_tier.
+        """
+        assert isinstance(opened, ExchangeStore), "opened before the scheduler was made"
+        return _started(
+            self,
+            opened,
+            core.scheduler,
+            card,
+            config.transfer,
+            fingerprint=fingerprint,
+            clock=clock,
+            report=report,
+        )
+
     def close(self) -> None:
         """Close the socket."""
         if self.listening is not None:
@@ -80,89 +167,33 @@ class ExchangePort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeStore(OpenTier):
-    """The store as a tier, or as a part of one. exchange: the map of its own places. memory: all of
-    it; segment: the same, where other processes may map it."""
+class ExchangeStore(MemoryTier):
+    """The memory as a tier, or as a part of one. exchange: the map of its own places. memory: all
+    of it; segment: the same, where other processes may map it."""
 
-    port: ExchangePort
-    store: HostStore
     exchange: ExchangeMap
     memory: NDArray[np.uint8]
     segment: OwnSegment | None
 
 
-def open_store(
-    config: EngineConfig,
+def _started(
     port: ExchangePort,
-    executor: Executor,
-    folder: TierFolder | None,
-    *,
-    fingerprint: bytes,
-    clock: Clock,
-    report: Report,
-) -> ExchangeStore:
-    """Allocate the memory for blocks on their way, and open the tier in `folder` beside it.
-
-    Raises SettingError and CapacityError.
-    """
-    settings, block_bytes = config.transfer, executor.block_bytes
-    num_blocks = settings.kv_transfer_bytes // block_bytes
-    if not num_blocks:
-        raise SettingError(
-            f"kv_transfer_bytes is {settings.kv_transfer_bytes}, and a block takes {block_bytes}: "
-            "raise --kv-transfer-size to some blocks for each prompt at least"
-        )
-    memory, segment = _memory(settings, num_blocks * block_bytes)
-    store = HostStore([memory], block_bytes)
-    exchange = ExchangeMap(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
-    mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
-    opened = ExchangeStore(
-        tier=exchange,
-        mover=mover,
-        hash_key=port.hash_key,
-        note=_note(settings, port, num_blocks * config.kv_block_tokens),
-        port=port,
-        store=store,
-        exchange=exchange,
-        memory=memory,
-        segment=segment,
-    )
-    if not config.cache.has_tier:
-        return opened
-    own = open_tier(
-        folder,
-        config.cache,
-        executor,
-        fingerprint=fingerprint,
-        clock=clock,
-        report=report,
-        exchange=exchange,
-    )
-    assert isinstance(own.tier, TierBesideExchange), "opened with an exchange"
-    assert isinstance(own.mover, TierMover), "of one store"
-    pair = MoverPair(own.mover, mover, first=own.tier.first, on_lost=own.tier.forget_tier)
-    return replace(opened, tier=own.tier, mover=pair, note=f"{opened.note}\n{own.note}")
-
-
-def start_exchange(
     opened: ExchangeStore,
-    core: EngineCore,
+    scheduler: Scheduler,
     card: ModelCard,
-    config: EngineConfig,
+    settings: TransferConfig,
     *,
     fingerprint: bytes,
     clock: Clock,
     report: Report,
 ) -> tuple[Exchange, ModelCard]:
-    """Connect store, scheduler and sockets; return the exchange, and the card that names it."""
-    settings, port = config.transfer, opened.port
     addresses = [peer_address(peer) for peer in settings.kv_transfer_peer]
     engine_id = secrets.token_hex(8)
     ways = _ways(settings, opened, engine_id)
     leases = LeaseBook(clock.now_ms, 1000.0 * settings.kv_transfer_timeout_s)
-    assert core.scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
+    assert scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
     handing = Handing(
-        hand_overs=core.scheduler.hand_overs,
+        hand_overs=scheduler.hand_overs,
         tier=opened.exchange,
         leases=leases,
         vocab_size=card.vocab_size,
@@ -170,7 +201,7 @@ def start_exchange(
         report=report,
     )
     fetching = Fetching(
-        scheduler=core.scheduler,
+        scheduler=scheduler,
         store=opened.store,
         tier=opened.exchange,
         peers=Peers([(host, number) for host, number in addresses if number]),
@@ -183,8 +214,6 @@ def start_exchange(
         report=report,
     )
     exchange = Exchange(
-        scheduler=core.scheduler,
-        mover=opened.mover,
         handing=handing,
         fetching=fetching,
         block_bytes=card.block_bytes,
@@ -210,7 +239,6 @@ def start_exchange(
             openers=ways.openers,
             timeout_s=settings.kv_transfer_timeout_s,
         )
-    core.tier = exchange
     Log("engine").event(
         "KV blocks are exchanged",
         role=settings.role,

@@ -20,8 +20,7 @@ from quire.engine.assembly.drafter import make_drafter
 from quire.engine.assembly.executor_choice import class_beside, open_pack_cache
 from quire.engine.assembly.model_files import model_name
 from quire.engine.assembly.sized_model import SizedModel
-from quire.engine.core import EngineCore, Inbox
-from quire.engine.model_card import ModelCard
+from quire.engine.core import Inbox
 from quire.execute.executor import Executor, ExecutorOptions, PipelinedExecutor
 from quire.program.expert_parallel import mixtures
 from quire.program.program import Program
@@ -30,11 +29,9 @@ from quire.scheduler.limits import SchedulerLimits
 from quire.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
-    from quire.engine.assembly.exchange import ExchangePort
     from quire.engine.assembly.expert_loads import ExpertLoads
     from quire.engine.assembly.tier import OpenTier
     from quire.engine.kv_events.publisher import KVEventPublisher
-    from quire.engine.transfer.exchange import Exchange
     from quire.runner.tapped_runner import Taps
     from quire.transfer.folder import TierFolder
 
@@ -43,42 +40,17 @@ def tier(
     config: EngineConfig,
     executor: Executor,
     folder: TierFolder | None,
-    port: ExchangePort | None,
     fingerprint: bytes,
     clock: Clock,
     report: Report,
 ) -> OpenTier | None:
-    """Open what keeps blocks beside the pool: a tier, the store of an exchange, or both."""
-    if port is not None:
-        from quire.engine.assembly.exchange import open_store
-
-        return open_store(
-            config, port, executor, folder, fingerprint=fingerprint, clock=clock, report=report
-        )
+    """Open a KV tier, if there is one."""
     if not config.cache.has_tier:
         return None
     from quire.engine.assembly.tier import open_tier
 
     return open_tier(
         folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
-    )
-
-
-def start_exchange(
-    tier: OpenTier | None,
-    core: EngineCore,
-    card: ModelCard,
-    config: EngineConfig,
-    fingerprint: bytes,
-    clock: Clock,
-    report: Report,
-) -> tuple[Exchange, ModelCard]:
-    """Start the exchange of KV blocks; return it, and the card with its address."""
-    from quire.engine.assembly import exchange
-
-    assert isinstance(tier, exchange.ExchangeStore), "opened before the scheduler was made"
-    return exchange.start_exchange(
-        tier, core, card, config, fingerprint=fingerprint, clock=clock, report=report
     )
 
 

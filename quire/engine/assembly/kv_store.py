@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
+from quire.engine.assembly.memory_tier import Levels, MemoryTier
 from quire.engine.assembly.tier import OpenTier
 from quire.engine.core import EngineCore
 from quire.engine.kv_store.costs import StoreSettings
@@ -98,20 +99,25 @@ class StorePort:
         named = fingerprint + b"\0transfer " + encoding.encode()
         return hashlib.blake2b(named, digest_size=len(fingerprint)).digest()
 
-    def open_tier(
+    def open_levels(
         self,
         executor: Executor,
         program: Program,
         fingerprint: bytes,
         clock: Clock,
         report: Report,
-    ) -> StoreTier:
-        """Allocate host memory and open the levels. fingerprint: of the engine's blocks.
+    ) -> Levels:
+        """Open the store, and the disk tier before it. fingerprint: of the engine's blocks.
 
-        Raises SettingError and CapacityError.
+        Raises SettingError.
         """
-        settings, block_bytes, folder = self.config, executor.block_bytes, self._folder
-        store = _host_memory(settings, block_bytes)
+        settings, block_bytes = self.config, executor.block_bytes
+        num_blocks = settings.kv_store_buffer_bytes // block_bytes
+        if not num_blocks:
+            raise SettingError(
+                f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}, and a block takes "
+                f"{block_bytes}: raise --kv-store-buffer-size to some blocks at least"
+            )
         encoding = _encoding(settings, program, block_bytes)
         entries = EntryFormat(
             fingerprint=fingerprint,
@@ -127,31 +133,41 @@ class StorePort:
             timeout_ms=1000.0 * settings.kv_store_timeout_s,
             report=report,
         )
-        disk = None
-        if folder is not None:
+        disk, on_disk = None, ""
+        if self._folder is not None:
             files = DiskStore(
-                folder,
+                self._folder,
                 max_bytes=self._cache.kv_tier_bytes,
                 block_bytes=block_bytes,
                 fingerprint=fingerprint,
             )
-            disk = DiskLevel(files, report)
-        num_tokens = store.num_blocks * self._cache.block_size
-        on_disk = "" if folder is None else f"; a tier in {folder.path} before it"
-        return StoreTier(
+            disk, on_disk = DiskLevel(files, report), f"; a tier in {self._folder.path} before it"
+        return Levels(
+            shared=shared,
+            disk=disk,
+            num_blocks=num_blocks,
+            note=f"shared KV store: {self.note}; room for {num_blocks * self._cache.block_size} "
+            f"tokens on their way{on_disk}",
+        )
+
+    def open_tier(
+        self, levels: Levels, executor: Executor, clock: Clock, report: Report
+    ) -> OpenTier:
+        """Allocate host memory for blocks of `levels`. Raises CapacityError."""
+        block_bytes = executor.block_bytes
+        store = _host_memory(self.config, levels.num_blocks, block_bytes)
+        return MemoryTier(
             tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),
             mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
             hash_key=self.hash_key,
-            note=f"shared KV store: {self.note}; room for {num_tokens} tokens on their way"
-            + on_disk,
+            note=levels.note,
             store=store,
-            shared=shared,
-            disk=disk,
+            levels=levels,
         )
 
     def start(
         self,
-        opened: OpenTier | None,
+        opened: OpenTier,
         core: EngineCore,
         card: ModelCard,
         clock: Clock,
@@ -161,18 +177,17 @@ class StorePort:
 
         With an encoding answers depend on it, so that the card has another fingerprint.
         """
-        assert isinstance(opened, StoreTier), "opened before the scheduler was made"
-        assert isinstance(opened.tier, StoreMap), "made by open_tier"
-        assert isinstance(opened.mover, TierMover), "of one store"
-        block_bytes = card.block_bytes
-        disk_ms = [] if opened.disk is None else [block_bytes / _DISK_BYTES_A_MS]
+        assert isinstance(opened, MemoryTier), "opened with levels"
+        assert isinstance(opened.tier, StoreMap), "made with levels"
+        levels, block_bytes = opened.levels, card.block_bytes
+        assert levels is not None, "opened with levels"
+        disk_ms = [] if levels.disk is None else [block_bytes / _DISK_BYTES_A_MS]
         client = StoreClient(
             scheduler=core.scheduler,
-            mover=opened.mover,
             store=opened.store,
             tier=opened.tier,
-            shared=opened.shared,
-            disk=opened.disk,
+            shared=levels.shared,
+            disk=levels.disk,
             settings=StoreSettings(
                 block_size=self._cache.block_size,
                 fetch=self.config.kv_store_fetch,
@@ -182,7 +197,6 @@ class StorePort:
             now_ms=clock.now_ms,
             report=report,
         )
-        core.tier = client
         named = self.fingerprint(card.fingerprint.encode())
         if named != card.fingerprint.encode():
             card = replace(card, fingerprint=f"fp_{named.hex()[:16]}")
@@ -203,22 +217,7 @@ class StorePort:
             self._files.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreTier(OpenTier):
-    """Host memory as a tier, and the levels below it."""
-
-    store: HostStore
-    shared: SharedLevel
-    disk: DiskLevel | None
-
-
-def _host_memory(settings: KVStoreConfig, block_bytes: int) -> HostStore:
-    num_blocks = settings.kv_store_buffer_bytes // block_bytes
-    if not num_blocks:
-        raise SettingError(
-            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}, and a block takes "
-            f"{block_bytes}: raise --kv-store-buffer-size to some blocks at least"
-        )
+def _host_memory(settings: KVStoreConfig, num_blocks: int, block_bytes: int) -> HostStore:
     try:
         memory = np.empty(num_blocks * block_bytes, np.uint8)
     except MemoryError as error:

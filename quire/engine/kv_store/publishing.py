@@ -53,7 +53,7 @@ class Publishing:
         self._published: dict[str, _Published] = {}
         self._putting: dict[bytes, int] = {}  # places
         self._stored: OrderedDict[bytes, None] = OrderedDict()
-        tier.on_landed = self._landed
+        tier.listeners.append(self._landed)
 
     def __len__(self) -> int:
         """How many prompts are published."""
@@ -147,15 +147,14 @@ class Publishing:
         return self._threads.can_put() and 2 * len(self._putting) <= self._tier.num_blocks
 
     def _landed(self, key: bytes, place: int) -> None:
-        """Put a block that is in host memory now, if a store lacks it."""
-        if not self._tier.wants(key):
-            return
-        is_new = key not in self._putting
+        """Put a block that is in host memory now, if a prompt that has it is published."""
+        is_pending = False
         for published in self._published.values():
             if key in published.pending:
                 published.pending.discard(key)
                 published.putting.add(key)
-        if is_new:
+                is_pending = True
+        if is_pending and key not in self._putting:
             self._tier.hold((place,))
             self._putting[key] = place
             self._threads.put(key, self._store.room(place))

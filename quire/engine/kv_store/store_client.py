@@ -1,9 +1,9 @@
 """StoreClient: the shared KV store, as the engine's thread sees it.
 
 Follows the outputs of requests, hands ended jobs to the parts that began them (waiting.py,
-publishing.py, claims.py), and counts. Knows messages, the mover and these parts; no block. Always
-holds: all but the threads' calls is called in the engine's thread; whatever fails, missing blocks
-are computed.
+publishing.py, claims.py), and counts. Knows messages and these parts; no block. Always holds: all
+but the threads' calls is called in the engine's thread; whatever fails, missing blocks are
+computed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from quire.base.block_copies import CopiesEnded
 from quire.base.kv_store import KVStoreStats, StoreFailure
 from quire.base.report import Report
 from quire.cache.store_map import StoreMap
-from quire.engine.core import Inbox
 from quire.engine.kv_store.claims import Claims
 from quire.engine.kv_store.costs import FetchCosts, StoreSettings
 from quire.engine.kv_store.disk_level import DiskLevel
@@ -24,11 +22,9 @@ from quire.engine.kv_store.job_threads import JobThreads
 from quire.engine.kv_store.jobs import FetchJob, Lookup
 from quire.engine.kv_store.publishing import Publishing
 from quire.engine.kv_store.waiting import WaitingRequests
-from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox
 from quire.engine.process.message_routing import id_prefix
 from quire.engine.process.messages import FromEngine, Leave, Outputs, Refused, ToEngine
 from quire.kv_store.level import SharedLevel
-from quire.runner.tier_mover import TierMover
 from quire.scheduler.scheduler import Scheduler
 from quire.transfer.host import HostStore
 
@@ -37,7 +33,7 @@ LOOK_EVERY_S = 0.5
 
 
 class StoreClient:
-    """A TierEnd, and what watches an engine's messages.
+    """A BlockSource.
 
     disk: a level before the shared one. level_ms: what a block of each level takes, the nearest
     first, until it is measured.
@@ -47,7 +43,6 @@ class StoreClient:
         self,
         *,
         scheduler: Scheduler,
-        mover: TierMover,
         store: HostStore,
         tier: StoreMap,
         shared: SharedLevel,
@@ -59,7 +54,6 @@ class StoreClient:
     ) -> None:
         hand_overs = scheduler.hand_overs
         assert hand_overs is not None, "the scheduler has a StoreMap"
-        self._scheduler, self._mover = scheduler, mover
         self._shared, self._disk, self._now_ms = shared, disk, now_ms
         self.threads = JobThreads([] if disk is None else [disk], shared, now_ms, report)
         self.costs = FetchCosts(settings, scheduler.speed, level_ms)
@@ -83,66 +77,54 @@ class StoreClient:
             now_ms=now_ms,
         )
         scheduler.add_gate(self.waiting)
-        self._wake: Callable[[], None] = lambda: None
-        self._emit: Callable[[FromEngine], None] = lambda message: None
         self._reported = KVStoreStats()
 
-    # ---- TierEnd: what the core asks once a step
+    # ---- BlockSource
 
     @property
     def wake(self) -> Callable[[], None]:
         """Called in a thread of its own when there is something to take in."""
-        return self._wake
+        return self.threads.wake
 
     @wake.setter
     def wake(self, wake: Callable[[], None]) -> None:
-        self._wake = self._mover.wake = self.threads.wake = wake
+        self.threads.wake = wake
 
-    def ended(self) -> CopiesEnded | None:
-        """See TierEnd; blocks that arrived from stores are in the map already."""
+    @property
+    def has_unreported(self) -> bool:
+        """See BlockSource."""
+        return self.stats() != self._reported
+
+    def take_news(self) -> bool:
+        """See BlockSource."""
         self._take_in()
-        copies = self._mover.ended()
-        if copies is None and self.waiting.has_news:
-            copies = NOTHING_MOVED
-        self.waiting.has_news = False
-        return copies
+        has_news, self.waiting.has_news = self.waiting.has_news, False
+        return has_news
 
     def clear(self) -> None:
-        """See TierEnd: host memory and disk are emptied; the shared store is others' too."""
-        self._mover.clear()
+        """See BlockSource: host memory and disk are emptied; the shared store is others' too."""
         self.publishing.forget_all()
         self.waiting.clear()
         if self._disk is not None:
             self.threads.putter.put(self._disk.clear)
 
-    # ---- messages of the engine
-
-    def watched(self, inbox: Inbox) -> Inbox:
-        """Return an inbox that lets this take in what threads have done."""
-        return SourceInbox(self, inbox)
-
-    def watch(self, emit: Callable[[FromEngine], None]) -> Callable[[FromEngine], None]:
-        """Return an `emit` that notices what became of requests."""
-
-        def watched(message: FromEngine) -> None:
-            if isinstance(message, Refused):
-                for request_id in message.request_ids:
-                    self._finished(request_id)
-            elif isinstance(message, Outputs):
-                message.stats.kv_store = self._reported = self.stats()
-                if message.outputs is not None:
-                    for event in message.outputs.events:
-                        if event.finish_reason is not None:
-                            self._finished(event.request_id)
-                        elif event.token_ids:
-                            self.waiting.forget(event.request_id)
-            emit(message)
-
-        self._emit = watched
-        return watched
+    def seen(self, message: FromEngine) -> FromEngine | None:
+        """See BlockSource."""
+        if isinstance(message, Refused):
+            for request_id in message.request_ids:
+                self._finished(request_id)
+        elif isinstance(message, Outputs):
+            message.stats.kv_store = self._reported = self.stats()
+            if message.outputs is not None:
+                for event in message.outputs.events:
+                    if event.finish_reason is not None:
+                        self._finished(event.request_id)
+                    elif event.token_ids:
+                        self.waiting.forget(event.request_id)
+        return message
 
     def shortened(self, wait_s: float | None) -> float | None:
-        """Return how long an idle engine may wait: claims are kept alive, and ended."""
+        """See BlockSource: claims are kept alive, and ended."""
         if not len(self.claims) and not len(self.publishing):
             return wait_s
         return LOOK_EVERY_S if wait_s is None else min(wait_s, LOOK_EVERY_S)
@@ -156,8 +138,6 @@ class StoreClient:
                     if request_id.startswith(prefix):  # no output says that it has ended
                         self._finished(request_id)
         self._take_in()
-        if not messages and not self._scheduler.has_work and self.stats() != self._reported:
-            self._emit(Outputs(outputs=None, stats=self._scheduler.stats()))
         return messages
 
     def stats(self) -> KVStoreStats:

@@ -5,9 +5,11 @@ stored is fetched into host memory if that is predicted to be faster than comput
 engine has claimed is waited for, if that is: blocks are fetched as they come, so that the request
 begins when the other engine has finished, and no progress is waited for longer than computing
 takes. A fetch goes on while its rest is faster than computing; otherwise it is cancelled, what has
-arrived is used, and the rest computed. Knows the scheduler, the map of places, and jobs; files and
-sockets are the levels'. Always holds: maps are used in the engine's thread only; every wait has a
-limit; a request that begins has no fetch under way for it alone.
+arrived is used, and the rest computed. A request with a link to another engine is looked up as it
+comes: the link brings what is not stored, or all where that is faster, and nothing is claimed or
+waited for; what it fails to bring is looked up again. Knows the scheduler, the map of places, and
+jobs; files and sockets are the levels'. Always holds: maps are used in the engine's thread only;
+every wait has a limit; a request that begins has no fetch under way for it alone.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from quire.engine.kv_store.fetches import Fetches
 from quire.engine.kv_store.job_threads import JobThreads
 from quire.engine.kv_store.jobs import ENGINE_ID_BYTES, FetchJob, Lookup
 from quire.engine.kv_store.publishing import Publishing
-from quire.engine.outside_blocks import can_use_outside_blocks
+from quire.engine.outside_blocks import Link, can_use_outside_blocks
 from quire.kv_store.level import Fetched
 from quire.scheduler.prefill.hand_over import HandOvers
 from quire.scheduler.running_batch import RunningBatch
@@ -41,37 +43,42 @@ class _Waiting:
     """A request that has not begun. keys: of the blocks that the pool lacks; before: those of its
     chain before them.
 
-    lookup: under way. levels: of the leading keys that are stored, which level has each. awaited:
-    leading keys that are stored when another engine has computed them; 0: none is waited for.
-    num_seen: of these, stored when the limit was set. num_asked: leading keys of which fetching has
-    begun. jobs: that bring them. num_left: blocks that these lacked at since_ms, when the limit was
-    set. held: places kept for it. until_ms: the limit of the present wait. poll_ms: when to look
-    again for what another engine computes. is_ending: its jobs were given up.
+    link: to an engine that was not asked yet. lookup: under way. levels: of the leading keys that
+    are stored, which level has each. awaited: leading keys that are stored when another engine has
+    computed them; 0: none is waited for. num_seen: of these, stored when the limit was set.
+    num_asked: leading keys of which fetching has begun; num_linked: keys after these that the link
+    brings. jobs: of levels. num_left: blocks that these lacked at since_ms, when the limit was set.
+    held: places kept for it. until_ms: the limit of the present wait. poll_ms: when to look again
+    for what another engine computes. is_ending: its jobs were given up. lost_link: the link has
+    failed, while jobs were under way.
     """
 
     request: Request
     keys: tuple[bytes, ...]
     before: tuple[bytes, ...]
     until_ms: float
+    link: Link | None = None
     lookup: Lookup | None = None
     levels: list[int] = field(default_factory=list)
     awaited: int = 0
     num_seen: int = 0
     num_asked: int = 0
+    num_linked: int = 0
     jobs: set[FetchJob] = field(default_factory=set)
     num_left: int = 0
     since_ms: float = 0.0
     held: list[int] = field(default_factory=list)
     poll_ms: float = 0.0
     is_ending: bool = False
+    lost_link: bool = False
     is_over: bool = False
 
 
 class WaitingRequests:
-    """A Gate. Everything is called in the engine's thread.
+    """A Gate, and the Levels (see outside_blocks.py) of an exchange with other engines.
 
-    counts: of lookups, hits, misses, waits, those in vain, and slow calls. has_news: whether a
-    request may begin since this was reset.
+    Everything is called in the engine's thread. counts: of lookups, hits, misses, waits, those in
+    vain, and slow calls. has_news: whether a request may begin since this was reset.
     """
 
     until_event = True
@@ -117,6 +124,25 @@ class WaitingRequests:
             self._waiting[request.request_id] = waiting
         return not waiting.is_over
 
+    # ---- Levels: of requests for which another engine may have blocks
+
+    def begin(self, request: Request, link: Link) -> None:
+        """See Levels."""
+        self._waiting[request.request_id] = self._begin(request, request.known_ids, link)
+
+    def look_again(self, request_id: str) -> None:
+        """See Levels; after what is still on its way from levels."""
+        lost = self._waiting.get(request_id)
+        if lost is None:
+            return
+        if not lost.is_over:
+            lost.lost_link = True
+            return
+        waiting = self._begin(lost.request, lost.request.known_ids)
+        waiting.held = lost.held
+        self._waiting[request_id] = waiting
+        self.has_news |= waiting.is_over
+
     # ---- requests
 
     def forget(self, request_id: str) -> None:
@@ -133,9 +159,11 @@ class WaitingRequests:
         """Let all requests begin without what is on its way: host memory is emptied."""
         self._fetches.forget_all()
         for waiting in self._waiting.values():
+            waiting.link = None
+            waiting.lost_link = False
             self._open(waiting)
 
-    def _begin(self, request: Request, token_ids: Int32s) -> _Waiting:
+    def _begin(self, request: Request, token_ids: Int32s, link: Link | None = None) -> _Waiting:
         """Look up what the pool lacks of a request, if that is worth it."""
         chain = self._hand_overs.chain(request, token_ids)
         keys = self._hand_overs.lacking(chain)
@@ -149,14 +177,28 @@ class WaitingRequests:
             keys=keys,
             before=chain.keys[:first],
             until_ms=self._now_ms() + self._costs.limit_ms(compute_ms),
+            link=link,
         )
         can_ask = self._threads.can_ask(hangs=any(self._lookups.values()))
         if keys and can_ask and self._costs.lookup_pays(compute_ms):
             self._look_up(waiting)
         else:
             waiting.is_over = True
-            self._publish(request, keys)
+            self._use_link(waiting)
+            self._publish_rest(waiting)
         return waiting
+
+    def _use_link(self, waiting: _Waiting) -> bool:
+        """Have the link bring what levels do not; return whether it brings anything of that."""
+        link, waiting.link = waiting.link, None
+        if link is not None:
+            waiting.num_linked = link.begin(waiting.num_asked)
+        return waiting.num_linked > 0
+
+    def _publish_rest(self, waiting: _Waiting) -> None:
+        """Have blocks put that are neither stored nor come from an engine, which puts its own."""
+        num_there = max(len(waiting.levels), waiting.num_asked + waiting.num_linked)
+        self._publish(waiting.request, waiting.keys[num_there:])
 
     def _publish(self, request: Request, keys: tuple[bytes, ...]) -> None:
         """Have blocks put; a claim ends where nothing of the request is: no engine waits for it."""
@@ -164,12 +206,14 @@ class WaitingRequests:
             self._claims.end(request.request_id)
 
     def _open(self, waiting: _Waiting) -> None:
-        """Let a request begin."""
+        """Let a request begin, unless its link has failed: then it is looked up again."""
         if waiting.lookup is not None:
             waiting.lookup.is_abandoned = True
             waiting.lookup = None
         if not waiting.is_over:
             waiting.is_over = self.has_news = True
+            if waiting.lost_link:
+                self.look_again(waiting.request.request_id)
 
     # ---- lookups, and waits for other engines
 
@@ -182,7 +226,7 @@ class WaitingRequests:
             keys=waiting.keys[num_found:],
             before=(*waiting.before, *waiting.keys[:num_found]),
             owner=self._engine_id + secrets.token_bytes(ENGINE_ID_BYTES),
-            may_claim=self._costs.claim_pays(compute_ms),
+            may_claim=waiting.link is None and self._costs.claim_pays(compute_ms),
             began_ms=self._now_ms(),
         )
         self._lookups[lookup] = False
@@ -207,12 +251,13 @@ class WaitingRequests:
         is_first = not waiting.awaited
         if is_first:
             self.counts["lookups"] += 1
-        if not lookup.num_elsewhere or not self._waiting_pays(waiting, lookup.num_elsewhere):
+        num_elsewhere = 0 if waiting.link is not None else lookup.num_elsewhere
+        if not num_elsewhere or not self._waiting_pays(waiting, num_elsewhere):
             self._fetch(waiting)
             return
         if is_first:
             self.counts["waited"] += 1
-            waiting.awaited = len(waiting.levels) + lookup.num_elsewhere
+            waiting.awaited = len(waiting.levels) + num_elsewhere
             self._limit_wait(waiting)
         waiting.poll_ms = self._now_ms() + POLL_MS
         self._fetch_early(waiting)
@@ -259,20 +304,44 @@ class WaitingRequests:
             self._begin_fetch(waiting)
 
     def _fetch(self, waiting: _Waiting) -> None:
-        """Fetch what is stored, if that is cheaper; publish what is not."""
+        """Fetch what is stored, and what a link has, if that is cheaper; publish what neither has.
+
+        A request of which its link brings nothing goes on as one without.
+        """
         waiting.awaited = 0
-        num_stored = len(waiting.levels)
-        self.counts["hits"] += num_stored
-        self.counts["misses"] += len(waiting.keys) - num_stored
-        self._publish(waiting.request, waiting.keys[num_stored:])
         levels = waiting.levels[waiting.num_asked :]
-        if self._costs.fetch_pays(levels, self._compute_ms(waiting, waiting.num_asked, num_stored)):
+        if self._levels_pay(waiting, levels):
             self._begin_fetch(waiting)
         else:
             self._costs.fade(levels)
+        num_stored = len(waiting.levels)
+        num_missing = len(waiting.keys) - num_stored
+        had_link = waiting.link is not None
+        if not self._use_link(waiting) and had_link and num_missing:
+            compute_ms = self._compute_ms(waiting, num_stored, len(waiting.keys))
+            waiting.until_ms = self._now_ms() + self._costs.limit_ms(compute_ms)
+            self._look_up(waiting)
+            return
+        self.counts["hits"] += num_stored
+        self.counts["misses"] += num_missing
+        self._go_on(waiting)
+
+    def _go_on(self, waiting: _Waiting) -> None:
+        """Publish what is computed, and wait for what is on its way."""
+        self._publish_rest(waiting)
         self._limit_fetch(waiting)
         if not self._fetches.live(waiting.jobs):
             self._open(waiting)
+
+    def _levels_pay(self, waiting: _Waiting, levels: list[int]) -> bool:
+        """Return whether to fetch blocks from these levels: they are faster than computing, and
+        than the link, if it has the blocks too."""
+        link, move_ms = waiting.link, self._costs.move_ms(levels)
+        is_slower = link is not None and len(levels) * link.block_ms < move_ms
+        if is_slower and not self._costs.is_forced:
+            return False
+        end = waiting.num_asked + len(levels)
+        return self._costs.fetch_pays(levels, self._compute_ms(waiting, waiting.num_asked, end))
 
     def _begin_fetch(self, waiting: _Waiting) -> None:
         """Fetch the blocks that are stored and not asked for yet, as far as there is room."""
@@ -371,8 +440,10 @@ class WaitingRequests:
         elif waiting.lookup is not None:
             if now_ms >= waiting.until_ms:
                 self.counts["slow"] += 1
-                self._publish(waiting.request, waiting.keys)
-                self._open(waiting)
+                waiting.lookup.is_abandoned = True
+                waiting.lookup = None
+                self._use_link(waiting)
+                self._go_on(waiting)
         elif not self._fetches.live(waiting.jobs):
             self._open(waiting)
         elif now_ms >= waiting.until_ms:

@@ -61,12 +61,10 @@ def run_engine(
             engine.trace.start()
             ending.callback(engine.trace.close)
         inbox = engine.watched(inbox)
-        if engine.exchange is not None:
-            emit, inbox = engine.exchange.watch(emit), engine.exchange.watched(inbox)
-            ending.callback(engine.exchange.close)
-        if engine.store_client is not None:
-            emit, inbox = engine.store_client.watch(emit), engine.store_client.watched(inbox)
-            ending.callback(engine.store_client.close)
+        if engine.outside is not None:
+            blocks = engine.outside.blocks
+            emit, inbox = blocks.watch(emit), blocks.watched(inbox)
+            ending.callback(blocks.close)
         emit(Outputs(outputs=None, stats=core.stats()))  # gauges are right before the first step
         emit(Ready(card=engine.card, notes=engine.notes))
         serve(core, inbox, emit, clock.now_ms)

@@ -1,9 +1,9 @@
 """Exchange: KV blocks that this engine hands over or fetches, as the engine's loop sees it.
 
 Notices transfers as requests pass the inbox, follows them in the outputs, and passes both on to the
-side that they concern (handing.py, fetching.py). Knows messages, the mover and both sides; no
-block. Always holds: requests of other engines are not shown to clients; all of both sides but the
-PrefillDesk is called in the engine's thread only.
+side that they concern (handing.py, fetching.py). Knows messages and both sides; no block. Always
+holds: requests of other engines are not shown to clients; all of both sides but the PrefillDesk is
+called in the engine's thread only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from quire.base.block_copies import CopiesEnded
 from quire.base.kv_transfer import Failure, TransferStats
-from quire.engine.core import Inbox
-from quire.engine.outside_blocks import NOTHING_MOVED, SourceInbox
 from quire.engine.process.message_routing import id_prefix
 from quire.engine.process.messages import (
     Abort,
@@ -28,8 +25,6 @@ from quire.engine.process.messages import (
 )
 from quire.engine.transfer.fetching import Fetching
 from quire.engine.transfer.handing import OWN_PREFIX, Handing
-from quire.runner.tier_mover import BlockMover
-from quire.scheduler.scheduler import Scheduler
 from quire.transfer.links.block_server import BlockServer
 
 # How often an idle engine looks for leases that have ended.
@@ -44,30 +39,26 @@ class Shared(Protocol):
 
 
 class Exchange:
-    """A TierEnd, and what watches an engine's messages. server: of connections, where blocks are
-    handed over; shared: closed with the exchange, after all connections."""
+    """A BlockSource. server: of connections, where blocks are handed over; shared: closed with the
+    exchange, after all connections."""
 
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
-        mover: BlockMover,
         handing: Handing,
         fetching: Fetching,
         block_bytes: int,
         shared: Sequence[Shared] = (),
     ) -> None:
-        self._scheduler, self._mover = scheduler, mover
         self.handing, self.fetching = handing, fetching
         self._block_bytes = block_bytes
         self._shared = shared
         self.server: BlockServer | None = None
         self._wake: Callable[[], None] = lambda: None
         self._has_news = False
-        self._emit: Callable[[FromEngine], None] = lambda message: None
         self._reported = TransferStats()
 
-    # ---- TierEnd: what the core asks once a step
+    # ---- BlockSource
 
     @property
     def wake(self) -> Callable[[], None]:
@@ -76,47 +67,38 @@ class Exchange:
 
     @wake.setter
     def wake(self, wake: Callable[[], None]) -> None:
-        self._wake = self._mover.wake = self.handing.wake = wake
+        self._wake = self.handing.wake = wake
 
-    def ended(self) -> CopiesEnded | None:
-        """See TierEnd; blocks that arrived from other engines are in the map already."""
-        copies = self._mover.ended()
-        if copies is None and self._has_news:
-            copies = NOTHING_MOVED
-        self._has_news = False
-        return copies
+    @property
+    def has_unreported(self) -> bool:
+        """See BlockSource."""
+        return self.stats() != self._reported
+
+    def take_news(self) -> bool:
+        """See BlockSource."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def clear(self) -> None:
-        """See TierEnd."""
-        self._mover.clear()
+        """See BlockSource."""
         self.handing.clear()
         self.fetching.clear()
+        self._has_news = True  # what waited for a job may begin
 
-    # ---- messages of the engine
-
-    def watched(self, inbox: Inbox) -> Inbox:
-        """Return an inbox that also gives requests of other engines, and notices transfers."""
-        return SourceInbox(self, inbox)
-
-    def watch(self, emit: Callable[[FromEngine], None]) -> Callable[[FromEngine], None]:
-        """Return an `emit` that notices what became of requests; own ones are not passed on."""
-
-        def watched(message: FromEngine) -> None:
-            if isinstance(message, Refused):
-                for request_id in message.request_ids:
-                    self._refused(request_id, message.fault.message)
-                if message.request_ids[0].startswith(OWN_PREFIX):
-                    return
-            elif isinstance(message, Outputs):
-                message.stats.transfer = self._reported = self.stats()
-                message = self._seen(message)
-            emit(message)
-
-        self._emit = watched
-        return watched
+    def seen(self, message: FromEngine) -> FromEngine | None:
+        """See BlockSource; what became of requests of other engines is not passed on."""
+        if isinstance(message, Refused):
+            for request_id in message.request_ids:
+                self._refused(request_id, message.fault.message)
+            if message.request_ids[0].startswith(OWN_PREFIX):
+                return None
+        elif isinstance(message, Outputs):
+            message.stats.transfer = self._reported = self.stats()
+            return self._seen(message)
+        return message
 
     def shortened(self, wait_s: float | None) -> float | None:
-        """Return how long an idle engine may wait: leases end by time."""
+        """See BlockSource: leases end by time."""
         if not self.handing.num_leases:
             return wait_s
         return _LOOK_EVERY_S if wait_s is None else min(wait_s, _LOOK_EVERY_S)
@@ -136,8 +118,6 @@ class Exchange:
                         self._refused(request_id, "its client is gone")
         self._has_news |= self.fetching.take_in()
         self.handing.take_in()
-        if not messages and not self._scheduler.has_work and self.stats() != self._reported:
-            self._emit(Outputs(outputs=None, stats=self._scheduler.stats()))
         return messages
 
     def stats(self) -> TransferStats:

@@ -3,7 +3,8 @@
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
 where that is predicted to be faster than computing them here. What is fetched arrives in the
 exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
-its request waits at a gate. Knows jobs, peers, the map of places and requests; all of it in the
+its request waits at a gate. Where there is a shared store (`levels`), it is asked first, and what
+it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in the
 engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
 whatever fails, missing blocks are computed.
 """
@@ -21,7 +22,7 @@ from quire.base.records import Request, RequestOutput
 from quire.base.report import Field, Report
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
-from quire.engine.outside_blocks import can_use_outside_blocks
+from quire.engine.outside_blocks import Levels, can_use_outside_blocks
 from quire.engine.transfer.peers import Peer, Peers
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.scheduler import Scheduler
@@ -69,8 +70,31 @@ class _Waiting:
     held: list[int] = field(default_factory=list)
 
 
+class _Link:
+    """A Link (see outside_blocks.py) of one request. keys: the blocks that it may bring; source:
+    the engine that has them; None: a peer computes them."""
+
+    def __init__(
+        self, fetching: Fetching, request: Request, keys: Sequence[bytes], source: Source | None
+    ) -> None:
+        self._fetching = fetching
+        self.request, self.keys, self.source = request, keys, source
+
+    @property
+    def block_ms(self) -> float:
+        """See Link."""
+        return self._fetching.block_ms if self.source is not None else math.inf
+
+    def begin(self, num_elsewhere: int) -> int:
+        """See Link."""
+        return self._fetching.use(self, num_elsewhere)
+
+
 class Fetching:
-    """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing."""
+    """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing.
+
+    block_ms: what a block takes on its way.
+    """
 
     until_event = True
     reason = WaitReason.KV_LOAD
@@ -91,11 +115,13 @@ class Fetching:
         self._store, self._tier = store, tier
         self._peers, self._terms = peers, terms
         self._now_ms, self._report = now_ms, report
-        self._block_ms = terms.block_ms
+        self.block_ms = terms.block_ms
         self.client: BlockClient | None = None
+        self.levels: Levels | None = None  # a store, which is asked first
         self._jobs: dict[FetchJob, _Fetch] = {}  # those under way
         self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way
         self._waiting: dict[str, _Waiting] = {}
+        self._planned: dict[str, _Link] = {}  # by request; a store is asked before them
         self._reported_ms: dict[str, float] = {}
         self.failures: Counter[Failure] = Counter()
         self.num_received = self.num_transfers = 0
@@ -110,12 +136,12 @@ class Fetching:
     @property
     def has_requests(self) -> bool:
         """Whether a request has not begun because of a transfer."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._planned)
 
     @property
     def request_ids(self) -> list[str]:
         """The requests that have not begun because of a transfer."""
-        return [*self._waiting]
+        return [*self._waiting, *self._planned]
 
     # ---- Gate
 
@@ -142,8 +168,7 @@ class Fetching:
                 first, offered = len(chain.digests) - len(keys), set(wish.block_ids)
                 here = (at for at in range(len(keys)) if first + at not in offered)
                 keys = keys[: next(here, len(keys))]
-        if not self._fetch(request, keys, source, None) and self.client is not None:
-            self.client.start(FetchJob(source, (), ()))  # so that the lease ends now
+        self._plan(_Link(self, request, keys, source))
 
     def ask_peer(self, request: Request) -> None:
         """Have a peer compute what this engine lacks of a prompt, where that pays."""
@@ -153,26 +178,26 @@ class Fetching:
             return
         chain = self._hand_overs.chain(request, request.known_ids)
         keys = self._hand_overs.lacking(chain)
-        if not keys or not self._pays(len(chain.digests), len(keys)):
-            return
-        peer = self._peers.choose(self._now_ms())
-        if peer is None:
-            self.failures[Failure.NO_PEER] += 1
-            return
-        num_tokens = len(chain.digests) * self._terms.block_size
-        source = Source(
-            host=peer.host,
-            port=peer.port,
-            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
-            salt=request.cache_salt,
-            token_ids=request.known_ids[:num_tokens].astype("<i4").tobytes(),
-        )
-        if not self._fetch(request, keys, source, peer):
-            self._peers.ended(peer, self._now_ms(), failed=False)
+        if keys and self._pays(len(chain.digests), len(keys)):
+            self._plan(_Link(self, request, keys, None))
+
+    def use(self, link: _Link, num_elsewhere: int) -> int:
+        """See Link."""
+        self._planned.pop(link.request.request_id, None)
+        keys = link.keys[num_elsewhere:]
+        if link.source is None:
+            return self._ask(link.request, keys) if keys else 0
+        has_own = self._fetch(link.request, keys, link.source, None)
+        if not has_own:
+            self._release_lease(link.source)
+        return self._num_coming(keys)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Note that requests are aborted. A job goes on only while another request waits for it."""
         for request_id in request_ids:
+            link = self._planned.pop(request_id, None)
+            if link is not None and link.source is not None:
+                self._release_lease(link.source)
             waiting = self._waiting.pop(request_id, None)
             if waiting is None:
                 continue
@@ -184,7 +209,7 @@ class Fetching:
 
     def note_event(self, event: RequestOutput) -> None:
         """Note that a request has begun or ended, and waits no longer."""
-        if event.request_id in self._waiting and (
+        if (event.request_id in self._waiting or event.request_id in self._planned) and (
             event.finish_reason is not None or event.token_ids
         ):
             self.drop((event.request_id,))
@@ -202,10 +227,57 @@ class Fetching:
         """End all jobs: the map has forgotten all places, on their way or not."""
         for fetch in list(self._jobs.values()):
             fetch.job.cancel()
+            for place in fetch.job.places:  # nothing writes into them any more
+                self._tier.land(place, arrived=False)
             self._note_end(fetch)
         self._job_of.clear()
 
     # ---- jobs
+
+    def _plan(self, link: _Link) -> None:
+        """Fetch what a link may bring, after what a store has."""
+        if self.levels is None or not link.keys:
+            self.use(link, 0)
+            return
+        self._planned[link.request.request_id] = link
+        self.levels.begin(link.request, link)
+
+    def _ask(self, request: Request, keys: Sequence[bytes]) -> int:
+        """Have a peer compute a prompt for its last blocks `keys`; return how many come."""
+        num_blocks = len(request.known_ids) // self._terms.block_size
+        if not self._pays(num_blocks, len(keys)):
+            return 0
+        peer = self._peers.choose(self._now_ms())
+        if peer is None:
+            self.failures[Failure.NO_PEER] += 1
+            return 0
+        num_tokens = num_blocks * self._terms.block_size
+        source = Source(
+            host=peer.host,
+            port=peer.port,
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+            salt=request.cache_salt,
+            token_ids=request.known_ids[:num_tokens].astype("<i4").tobytes(),
+        )
+        if not self._fetch(request, keys, source, peer):
+            self._peers.ended(peer, self._now_ms(), failed=False)
+        return self._num_coming(keys)
+
+    def _num_coming(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys are on their way from engines, from the first on."""
+        lacking = (at for at, key in enumerate(keys) if not self._is_coming(key))
+        return next(lacking, len(keys))
+
+    def _is_coming(self, key: bytes) -> bool:
+        return key in self._job_of or bool(self._tier.run((key,)))
+
+    def _release_lease(self, source: Source) -> None:
+        """Let another engine end a lease of which nothing is fetched any more."""
+        sources = [job.source for job in self._jobs]
+        sources += [link.source for link in self._planned.values() if link.source is not None]
+        if self.client is None or any(one.transfer_id == source.transfer_id for one in sources):
+            return
+        self.client.start(FetchJob(source, (), ()))
 
     def _pays(self, num_blocks: int, num_lacking: int) -> bool:
         if self._terms.fetch == "always":
@@ -214,7 +286,7 @@ class Fetching:
         compute_ms = self._scheduler.speed.span_ms(
             (num_blocks - num_lacking) * size, num_blocks * size
         )
-        return _ROUND_TRIP_MS + num_lacking * self._block_ms < compute_ms
+        return _ROUND_TRIP_MS + num_lacking * self.block_ms < compute_ms
 
     def _fetch(
         self, request: Request, keys: Sequence[bytes], source: Source, peer: Peer | None
@@ -228,6 +300,10 @@ class Fetching:
             if (job := self._job_of.get(key)) is not None:
                 waiting.jobs.add(job)  # for another request that begins alike
                 continue
+            if self._tier.run((key,)):
+                continue  # it is here
+            if self._tier.is_awaited(key):
+                break  # from the pool, or from a store for another request
             place = self._tier.await_block(key)
             if place is None:
                 self.failures[Failure.NO_ROOM] += 1
@@ -252,6 +328,7 @@ class Fetching:
     def _resolve(self, job: FetchJob) -> None:
         """Enter what a job brought into the map, kept for the requests that wait for it."""
         fetch = self._jobs[job]
+        users = {id_: one for id_, one in self._waiting.items() if job in one.jobs}
         for at, (key, place) in enumerate(zip(job.digests, job.places, strict=True)):
             self._job_of.pop(key, None)
             arrived = at < job.num_landed
@@ -259,11 +336,13 @@ class Fetching:
                 self._store.save(place, key, self._store.room(place))
             self._tier.land(place, arrived=arrived)
             if arrived and self._tier.run((key,)) == [place]:
-                for waiting in self._waiting.values():
-                    if job in waiting.jobs:
-                        self._tier.hold((place,))
-                        waiting.held.append(place)
+                for waiting in users.values():
+                    self._tier.hold((place,))
+                    waiting.held.append(place)
         self._note_end(fetch)
+        if self.levels is not None and job.num_landed < len(job.digests):
+            for request_id in users:
+                self.levels.look_again(request_id)
 
     def _note_end(self, fetch: _Fetch) -> None:
         """Count what a job brought, and why it brought no more."""
@@ -274,7 +353,7 @@ class Fetching:
         if job.num_landed:
             keep = _KEEP**job.num_landed
             block_ms = job.receive_ms / job.num_landed
-            self._block_ms = keep * self._block_ms + (1.0 - keep) * block_ms
+            self.block_ms = keep * self.block_ms + (1.0 - keep) * block_ms
         if job.failure is not None:
             self.failures[job.failure] += 1
             self._report_failure(
@@ -285,7 +364,10 @@ class Fetching:
                 arrived_blocks=job.num_landed,
                 wanted_blocks=len(job.digests),
             )
-        if fetch.peer is not None:
+        if fetch.peer is None:
+            if job.is_cancelled:  # maybe before its thread has said anything
+                self._release_lease(job.source)
+        else:
             failed = job.failure in _OF_THE_PEER
             self._peers.ended(fetch.peer, self._now_ms(), failed=failed)
 

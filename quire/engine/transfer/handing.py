@@ -47,7 +47,7 @@ class Handing:
         self.wake: Callable[[], None] = lambda: None
         self._orders: queue.SimpleQueue[Submit | Abort] = queue.SimpleQueue()
         self._transfers: dict[str, bytes] = {}  # transfer ids of live requests, by request id
-        tier.on_landed = self._landed
+        tier.listeners.append(self._landed)
 
     @property
     def has_requests(self) -> bool:

@@ -21,14 +21,19 @@ from quire.scheduler.running_batch import RunningBatch
 
 @dataclass(slots=True)
 class _HandOver:
-    """One prompt. num_queued: leading blocks that are saved, or will be with the next plans."""
+    """One prompt. num_users: `begin` without an `end` yet; num_queued: leading blocks that are
+    saved, or will be with the next plans."""
 
     chain: Chain
+    num_users: int
     num_queued: int = 0
 
 
 class HandOvers(StepExtension):
-    """The prompts of one scheduler that are handed over, by request id."""
+    """The prompts of one scheduler that are handed over, by request id.
+
+    A prompt may have two users: an engine that fetches its blocks, and a store.
+    """
 
     def __init__(self, batch: RunningBatch, cache: CacheManager) -> None:
         assert cache.tiers is not None, "blocks are handed over through a tier"
@@ -53,15 +58,20 @@ class HandOvers(StepExtension):
         return rest[len(self._tiers.run(rest)) :]
 
     def begin(self, request_id: str, chain: Chain) -> None:
-        """Save the blocks of `chain` once they are computed or found."""
-        self._open[request_id] = _HandOver(chain)
+        """Save the blocks of `chain`, a request's prompt, once they are computed or found."""
+        begun = self._open.get(request_id)
+        # From the first block on: this user may want what the first one did not.
+        self._open[request_id] = _HandOver(chain, 1 if begun is None else begun.num_users + 1)
         self.is_active = True
 
     def end(self, request_id: str) -> None:
-        """Note that a request has ended: save what it left, and nothing after that."""
-        prompt = self._open.pop(request_id, None)
+        """Note that a user is done with a request: save what it left, and nothing more for it."""
+        prompt = self._open.get(request_id)
         if prompt is not None:
             self._save(prompt)
+            prompt.num_users -= 1
+            if not prompt.num_users:
+                del self._open[request_id]
         self.is_active = bool(self._open)
 
     def begin_step(self, step: Step) -> None:

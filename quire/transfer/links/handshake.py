@@ -128,8 +128,8 @@ def mismatch(fetching: Identity, handing: Identity) -> str:
     if fetching.fingerprint != handing.fingerprint:
         return (
             f"the engines compute different blocks ({fetching.model} and {handing.model}): "
-            "weights, precision, context length or version of quire differ; start both with the "
-            "same model"
+            "weights, precision, context length, --kv-store-encoding or version of quire differ; "
+            "start both with the same model and settings"
         )
     return ""
 

@@ -56,7 +56,7 @@ def test_blocks_asked_for_are_saved_with_the_next_plans() -> None:
 
 def test_held_places_give_way_to_nothing() -> None:
     tier, landed = ExchangeMap(2, max_saving=8), []
-    tier.on_landed = lambda key, place: landed.append((key, place))
+    tier.listeners.append(lambda key, place: landed.append((key, place)))
     places = [tier.await_block(key) for key in KEYS[:2]]
     for place in places:
         assert place is not None
@@ -71,7 +71,7 @@ def test_held_places_give_way_to_nothing() -> None:
 
 def test_a_block_that_does_not_arrive_is_not_announced() -> None:
     tier, landed = ExchangeMap(2, max_saving=8), []
-    tier.on_landed = lambda key, place: landed.append(key)
+    tier.listeners.append(lambda key, place: landed.append(key))
     place = tier.await_block(KEYS[0])
     assert place is not None
     tier.land(place, arrived=False)

@@ -25,7 +25,7 @@ def test_only_what_a_store_lacks_is_saved() -> None:
 
 def test_a_flush_keeps_places_in_use_until_their_use_ends() -> None:
     tier, seen = StoreMap(4, max_saving=4), []
-    tier.on_landed = lambda key, place: seen.append(key)
+    tier.listeners.append(lambda key, place: seen.append(key))
     read = landed(tier, KEYS[0])
     tier.hold((read,))
     tier.hold((read,))

@@ -193,6 +193,8 @@ def test_roles_are_compared_with_as_many_engines_of_both(trace: str) -> None:
     ("more", "says"),
     [
         (("--prefill-engines", "1"), "needs both"),
+        (("--prefill-profile", "fast.json"), "no prefill engines"),
+        (("--engines", "2", "--prefill-profile", "fast.json"), "together"),
         (("--prefill-engines", "1", "--decode-engines", "1", "--light", "4"), "--light"),
         (("--engines", "2", "--prefill-engines", "1", "--decode-engines", "1"), "together"),
     ],

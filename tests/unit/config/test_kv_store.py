@@ -65,7 +65,6 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
     ("settings", "words"),
     [
         ({"enable_prefix_caching": False}, "found by their prefix"),
-        ({"kv_transfer_key_file": "key"}, "one of these ways"),
         ({"executor": "torch"}, "on CPUs"),
         ({"pipeline_parallel_size": 2}, "several stages"),
         ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "divided by positions"),

@@ -52,7 +52,7 @@ TOGETHER = {
     "kv_tier_path": (
         "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
-    "kv_transfer_key_file": "kv_events_config speculate-ngram speculate-self",
+    "kv_transfer_key_file": "kv_store kv_events_config speculate-ngram speculate-self",
     "kv_store": "kv_events_config speculate-ngram speculate-self",
     "kv_events_config": "speculate-ngram speculate-self",
     "speculate ngram": "",

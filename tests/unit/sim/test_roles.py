@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quire.base.errors import SettingError
 from quire.obs.timing import Goals
+from quire.sim.cost import MeasuredCost
 from quire.sim.roles import RolesSpec, compare_roles, roles_text, simulate_roles
 from quire.sim.run import simulate
 from tests.unit.sim.made import DEFAULTS, config, drawn_requests, machine, request
@@ -85,6 +88,24 @@ def test_a_comparison_has_as_many_engines_on_both_sides_and_stops_when_asked() -
         requests, DEFAULTS, machine(), config(), spec=PAIR, goals=goals, should_stop=lambda: True
     )
     assert not stopped["complete"]
+
+
+def test_prefill_engines_may_be_other_machines() -> None:
+    points = ((1, 1.0), (257, 26.6))
+    fast = MeasuredCost(chunk_ms=points, rows_ms=points, pair_ms=0.0, read_ms=((1, 0.0),))
+    other = replace(machine(), name="fast", cost=fast)
+    requests = [request(500.0, 33, 3)]
+    found = simulate_roles(requests, DEFAULTS, machine(), config(), PAIR, prefill_machine=other)
+    [finished] = found.run.finished
+    assert finished.first_token_ms == pytest.approx(500 + 2 + 5.1 + 2 + 2 + 10)
+    outcome = compare_roles(
+        requests, DEFAULTS, machine(), config(), spec=PAIR, goals=Goals(), prefill_machine=other
+    )
+    assert outcome["runs"][0]["roles"] == "2 of both roles, as decode"
+    assert outcome["settings"]["prefill_machine"] == "fast"
+    unlike = replace(other, token_bytes=512)
+    with pytest.raises(SettingError, match="a token takes 512 bytes"):
+        simulate_roles(requests, DEFAULTS, machine(), config(), PAIR, prefill_machine=unlike)
 
 
 @pytest.mark.parametrize(

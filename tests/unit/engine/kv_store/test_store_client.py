@@ -65,10 +65,12 @@ class Node:
         self.engine: Engine = assemble(
             config, clock=self.clock, report=lambda what, **_: self.reports.append(what)
         )
-        assert self.engine.store_client is not None
-        self.client: StoreClient = self.engine.store_client
+        assert self.engine.outside is not None
+        assert self.engine.outside.store_client is not None
+        self.outside = self.engine.outside.blocks
+        self.client: StoreClient = self.engine.outside.store_client
         self.outputs: dict[str, list[RequestOutput]] = {}
-        self.emit = self.client.watch(self._take)
+        self.emit = self.outside.watch(self._take)
 
     def _take(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
@@ -90,7 +92,7 @@ class Node:
     def step(self) -> None:
         outputs = self.engine.core.step(self.clock.now_ms)
         self.emit(Outputs(outputs=outputs, stats=self.engine.core.stats()))
-        self.client.take([])
+        self.outside.take([])
         self.num_steps += 1
         if outputs is None:
             time.sleep(0.002)
@@ -127,7 +129,7 @@ class Node:
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self.client.close()
+            self.outside.close()
             self.engine.core.runner.close()
 
 
@@ -439,7 +441,7 @@ def test_an_aborted_claim_is_given_up(nodes: Callable[..., Node], tmp_path: Path
     one = nodes()
     one.submit(request_of("7/a"))
     one.until(lambda: one.stats.claims_total == 1)
-    one.client.take([Leave(client=7)])
+    one.outside.take([Leave(client=7)])
     one.engine.core.abort(["7/a"])
     one.settle()
     one.until(lambda: not list((tmp_path / "kv" / "claims").iterdir()))
@@ -610,8 +612,8 @@ def test_a_flush_forgets_what_is_here_and_leaves_the_store_to_others(
     wanted = one.answer(request_of("a"))
     one.settle()
     one.engine.core.scheduler.flush_cache()
-    one.client.clear()
-    one.client.take([])
+    one.outside.clear()
+    one.outside.take([])
     assert not one.engine.core.scheduler.check_integrity()
     assert one.answer(request_of("b")) == wanted
     assert one.stats.fetched_blocks_total == NUM_BLOCKS
@@ -624,7 +626,7 @@ def test_a_flush_while_blocks_arrive_gives_no_stale_block(nodes: Callable[..., N
     other.submit(request_of("b"))
     other.until(lambda: len(other.client.fetches) > 0 or other.stats.fetched_blocks_total > 0)
     other.engine.core.scheduler.flush_cache()
-    other.client.clear()
+    other.outside.clear()
     assert other.finish(request_of("b")) == wanted
     assert not other.engine.core.scheduler.check_integrity()
 

@@ -49,19 +49,21 @@ class Stepped:
         )
         self.clock = Clock()
         self.engine: Engine = assemble(config, clock=self.clock, report=lambda what, **_: None)
-        assert self.engine.exchange is not None
-        self.exchange: Exchange = self.engine.exchange
+        assert self.engine.outside is not None
+        assert self.engine.outside.exchange is not None
+        self.outside = self.engine.outside.blocks
+        self.exchange: Exchange = self.engine.outside.exchange
         self.said: list[FromEngine] = []
-        self.emit = self.exchange.watch(self.said.append)
+        self.emit = self.outside.watch(self.said.append)
 
     def submit(self, request: Request) -> None:
-        self.exchange.take([Submit(requests=(request,))])
+        self.outside.take([Submit(requests=(request,))])
         self.engine.core.add((request,))
 
     def step(self) -> None:
         outputs = self.engine.core.step(self.clock.now_ms)
         self.emit(Outputs(outputs=outputs, stats=self.engine.core.stats()))
-        self.exchange.take([])
+        self.outside.take([])
 
     def until(self, condition: Callable[[], bool], *, steps: bool = False) -> None:
         deadline_s = time.monotonic() + GIVE_UP_S
@@ -77,7 +79,7 @@ class Stepped:
         return sum(len(lease.places) for lease in self.exchange.handing._leases._open.values())
 
     def close(self) -> None:
-        self.exchange.close()
+        self.outside.close()
         self.engine.core.runner.close()
 
 
@@ -148,7 +150,7 @@ def test_an_aborted_prompt_keeps_what_it_had_and_loses_the_rest(prefill: Stepped
     prefill.submit(request_of())
     for _ in range(3):
         prefill.step()
-    prefill.exchange.take([Abort(request_ids=("one",))])
+    prefill.outside.take([Abort(request_ids=("one",))])
     ended = prefill.engine.core.abort(["one"])
     assert ended[0].finish_reason is not None
     none = StepOutputs(step=-1, request_ids=[], token_ids=NO_INTS, events=tuple(ended))
@@ -163,7 +165,7 @@ def test_an_aborted_prompt_keeps_what_it_had_and_loses_the_rest(prefill: Stepped
 def test_a_client_that_is_gone_fails_its_leases(prefill: Stepped) -> None:
     prefill.submit(request_of("7/one"))
     prefill.step()
-    prefill.exchange.take([Leave(client=7)])
+    prefill.outside.take([Leave(client=7)])
     lease = next(iter(prefill.exchange.handing._leases._open.values()))
     assert lease.is_complete
     assert not lease.pending
@@ -174,8 +176,8 @@ def test_a_flush_ends_all_leases(prefill: Stepped) -> None:
     prefill.submit(request_of())
     prefill.until(lambda: prefill.num_kept() == NUM_BLOCKS, steps=True)
     prefill.engine.core.scheduler.flush_cache()
-    prefill.exchange.clear()
-    prefill.exchange.take([])
+    prefill.outside.clear()
+    prefill.outside.take([])
     assert prefill.exchange.stats().leases == 0
     assert not prefill.engine.core.scheduler.check_integrity()
 
@@ -183,7 +185,7 @@ def test_a_flush_ends_all_leases(prefill: Stepped) -> None:
 def test_requests_of_other_engines_are_not_shown_to_clients(prefill: Stepped) -> None:
     tokens = np.arange(3, 3 + 2 * BLOCK, dtype="<i4").tobytes()
     prefill.exchange.handing.prefill(bytes.fromhex(TRANSFER), "", tokens)
-    messages = prefill.exchange.take([])
+    messages = prefill.outside.take([])
     assert len(messages) == 1
     assert isinstance(messages[0], Submit)
     prefill.engine.core.add(messages[0].requests)
@@ -191,7 +193,7 @@ def test_requests_of_other_engines_are_not_shown_to_clients(prefill: Stepped) ->
     shown = [one for one in prefill.said if isinstance(one, Outputs) and one.outputs]
     assert not [event for one in shown for event in one.outputs or ()]
     prefill.exchange.handing.cancel(bytes.fromhex(TRANSFER))
-    prefill.exchange.take([])
+    prefill.outside.take([])
     assert prefill.exchange.stats().leases == 0
 
 
