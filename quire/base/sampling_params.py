@@ -58,28 +58,23 @@ class SamplingParams(metaclass=_Checked):
     logprobs: None for none, else how many alternatives beside the chosen token (0 to 20, -1 all);
     always of the raw logits, before bias, penalties and temperature.
     prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
-    logprob_token_ids: with each generated token the log-probabilities of these ids too; asks for
-    logprobs=0 where logprobs is None.
+    logprob_token_ids: those of these ids too, with each generated token; logprobs is 0 at least.
     max_tokens: None means up to the context length. 0 (nothing is generated) is allowed with
     prompt_logprobs only, or with pooling: "last" or "mean" (base/sampling_checks.py).
 
     typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size: as in transformers (prompt and
-    output count). top_n_sigma: as in llama.cpp, 0 or -1 keeps all. xtc_*: as in llama.cpp; the
-    coin is part of the keyed noise. dry_*: as in text-generation-webui, repeats of up to
-    50 tokens; dry_penalty_last_n as in llama.cpp (-1 looks at all tokens, 0 at none).
-    mirostat: 0, 1 or 2, as in llama.cpp; it replaces the filters (top_k and so on).
-    samplers: the temperature and the filters in an order of their own (sampling/ordered.py has the
-    names); what is not named is off. Empty: that of quire/sampling/batch.py.
+    output count). top_n_sigma (0 or -1 keeps all) and xtc_*: as in llama.cpp; the coin is noise of
+    the seed. dry_*: as in text-generation-webui, repeats of up to 50 tokens; dry_penalty_last_n as
+    in llama.cpp (-1: all tokens, 0: none). mirostat: 0, 1 or 2, as in llama.cpp; it replaces the
+    filters. samplers: temperature and filters in this order (names: sampling_checks.SAMPLERS).
     bad_words: texts that are not written, as in vLLM, but also where the prompt began one, and in
     every way the tokenizer spells one: behind a space, a line break or nothing.
-    allowed_token_ids: nothing else is chosen; None allows all.
-    skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
-    the one that ended it), so that stop strings can match them.
+    allowed_token_ids: nothing else is chosen; None allows all. skip_special_tokens: these have no
+    text in the answer; False writes them out (but not the last), so that stop strings match them.
     best_of: so many sequences are computed and the n best returned, by mean log-probability
     of their tokens (of the raw logits); None computes n.
-    use_beam_search: beams as in transformers, best_of (or n) of them, n returned; with
-    length_penalty and early_stopping (True, False or "never"); temperature must be 0, its default
-    there.
+    use_beam_search: beams as in transformers, best_of (or n) of them, n returned; length_penalty
+    and early_stopping (True, False or "never") go with it; temperature is 0, its default there.
     structured_outputs: the answer is text of this grammar (quire.base.grammar makes them; an
     object of vLLM's form, such as {"json": schema}, becomes one). A complete answer ends, whatever
     min_tokens and ignore_eos say; one cut off by max_tokens or a stop string is not complete.

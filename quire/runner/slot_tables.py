@@ -174,9 +174,8 @@ class SlotTables:
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self.pooled[slot] = sampling.pooling is not None
         self._list(slot, ALL_IDS if sampling.logprobs == -1 else sampling.logprob_token_ids)
-        self.has_truncation[slot] = (
-            sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        )
+        filters = sampling.top_k > 0, sampling.top_p < 1.0, sampling.min_p > 0.0
+        self.has_truncation[slot] = any(filters)
         penalties = sampling.repetition_penalty - 1.0, sampling.presence_penalty
         self.has_penalty[slot] = last_n != 0 and any((*penalties, sampling.frequency_penalty))
         self.has_bias[slot] = bool(sampling.logit_bias)

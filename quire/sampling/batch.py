@@ -11,8 +11,7 @@ the values that are off. The semantics, in this order, for a row with raw logits
    order (sampling/noise.py).
 2. l[id] += bias for each logit_bias entry.
 3. repetition penalty r over the distinct tokens of prompt and output: l > 0 ? l / r : l * r.
-   then for tokens of the output: l -= frequency * count + presence.
-   With last_n both are over the last tokens of prompt and output (Penalties).
+   then for tokens of the output (or as Penalties.last_n says): l -= frequency * count + presence.
    * then DRY: l -= multiplier * base^(n - allowed_length) for tokens that would go on a repeat
    of n >= allowed_length tokens.
 4. l[id] = -inf for banned ids (stop ids while fewer than min_tokens were generated), * for the
