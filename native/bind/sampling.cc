@@ -43,6 +43,7 @@ class ChooseParams {
         args_.repetition_penalty = floats("penalties_repetition");
         args_.presence_penalty = floats("penalties_presence");
         args_.frequency_penalty = floats("penalties_frequency");
+        args_.penalty_last_n = ints("penalties_last_n");
         args_.history_starts = ints("history_tokens_starts");
         args_.history = ints("history_tokens_ids");
         args_.num_prompt_tokens = ints("history_num_prompt_tokens");
@@ -91,6 +92,7 @@ class ChooseParams {
         rare_.ngram_size = ints("rare_ngram_size");
         rare_.allowed_starts = ints("rare_allowed_starts");
         rare_.allowed_ids = ints("rare_allowed_ids");
+        rare_.order = get<Longs>("rare_order");
         if (num_found_ > num_before) args_.rare = &rare_;
     }
 

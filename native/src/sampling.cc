@@ -27,7 +27,19 @@ constexpr int kBins = 2048;        // of 1/64 each; the last holds everything fu
 constexpr float kBinsPerUnit = 64.0f;
 constexpr float kSmallestTemperature = 0x1p-40f;
 constexpr float kSmallestMinP = 0x1p-126f;
-constexpr int32_t kMirostat = 2;
+constexpr int32_t kWhole = -2;  // as penalty_last_n
+// Steps of an order, as quire/sampling/ordered.py has them.
+enum Step : int32_t {
+    kTemperature = 1,
+    kTopNSigma,
+    kMinP,
+    kTopK,
+    kTypicalP,
+    kTopP,
+    kEpsilon,
+    kEta,
+    kXtc,
+};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 constexpr int32_t kLastId = std::numeric_limits<int32_t>::max();
@@ -166,6 +178,9 @@ class Row {
             std::memcpy(scratch_.values.data(), raw_, sizeof(float) * args_.vocabulary);
             values = edited();
         }
+        if (args_.rare != nullptr && value(args_.rare->order, int64_t{0}) != 0) {
+            return ordered(values);
+        }
         const float temperature = args_.temperature[row_];
         if (temperature < kSmallestTemperature) return largest(values).id;
         const bool filtered = value(args_.top_k, 0) > 0 || value(args_.top_p, 1.0f) < 1.0f ||
@@ -187,7 +202,7 @@ class Row {
         });
         if (top.id < 0) return -1;
         Filtered row{scaled, args_.vocabulary, top.value, {-kInfinity, kLastId}, passes_};
-        if (rare != nullptr && value(rare->mirostat, 0) == kMirostat) return steered(row);
+        if (rare != nullptr && value(rare->mirostat, 0) > 0) return steered(row);
         row.keep_from(top.value - drop / temperature);
         filter(row);
         return noisiest(scaled, 1.0f, row.cut).id;
@@ -195,16 +210,81 @@ class Row {
 
     // Applies mirostat; sets the row's mu.
     int32_t steered(Filtered& row) {
-        keep_unsurprising(row, args_.rare->mirostat_mu[row_]);
+        const float mu = args_.rare->mirostat_mu[row_];
+        if (args_.rare->mirostat[row_] == 1) {
+            const int32_t count = zipf_count(highest(row.values, kZipfIds), mu, row.vocabulary);
+            row.cut = with_top_k(row, count);
+        } else {
+            keep_unsurprising(row, mu);
+        }
         const int32_t token_id = noisiest(row.values, 1.0f, row.cut).id;
         if (token_id >= 0) args_.mus[row_] = moved_mu(row, token_id, *args_.rare, row_);
         return token_id;
     }
 
+    // The temperature and the filters in the row's own order (quire/sampling/ordered.py).
+    int32_t ordered(const float* values) {
+        scratch_.values.resize(args_.vocabulary);
+        float* divided = scratch_.values.data();  // perhaps `values` itself
+        Filtered row{divided, args_.vocabulary, 0.0f, {-kInfinity, kLastId}, passes_};
+        if (!divide(row, values, 1.0f)) return -1;
+        const float temperature = args_.temperature[row_];
+        for (uint64_t steps = args_.rare->order[row_]; steps != 0; steps >>= 4) {
+            const auto step = static_cast<Step>(steps & 15u);
+            if (step != kTemperature) {
+                apply(row, step);
+            } else if (temperature < kSmallestTemperature) {
+                keep_first(row);
+            } else {
+                drop_the_rest(row);
+                if (!divide(row, row.values, temperature)) return -1;
+            }
+        }
+        return noisiest(row.values, 1.0f, row.cut).id;
+    }
+
+    // Sets a row's values to `values` divided by a temperature; false if the row fails.
+    bool divide(Filtered& row, const float* values, float temperature) {
+        const BestToken top = best_of_chunks([&](int32_t begin, int32_t end, bool* bad) {
+            return passes_.scale(values, begin, end, temperature, row.values, bad);
+        });
+        row.top = top.value;
+        return top.id >= 0;
+    }
+
+    // Applies one filter of an order.
+    void apply(Filtered& row, Step step) {
+        const RareArgs& rare = *args_.rare;
+        const float min_p = value(args_.min_p, 0.0f);
+        switch (step) {
+            case kMinP:
+                if (min_p >= kSmallestMinP) row.keep_from(row.top - recipe::minus_log(min_p));
+                return;
+            case kTopK: row.cut = with_top_k(row, value(args_.top_k, 0)); return;
+            case kTopP: row.cut = with_top_p(row.values, row.top, row.cut); return;
+            default: break;
+        }
+        if (rare.typical_p == nullptr) return;
+        switch (step) {
+            case kTopNSigma:
+                if (rare.top_n_sigma[row_] > 0.0f) keep_within_sigmas(row, rare.top_n_sigma[row_]);
+                return;
+            case kTypicalP:
+                if (rare.typical_p[row_] < 1.0f) keep_typical(row, rare.typical_p[row_]);
+                return;
+            case kEpsilon: return cut_off(row, rare.epsilon_cutoff[row_], 0.0f);
+            case kEta: return cut_off(row, 0.0f, rare.eta_cutoff[row_]);
+            case kXtc:
+                if (has_xtc()) exclude_top_choices(row, rare.xtc_threshold[row_]);
+                return;
+            default: return;
+        }
+    }
+
     bool has_rare_filters() const {
         const RareArgs* rare = args_.rare;
         if (rare == nullptr) return false;
-        if (value(rare->mirostat, 0) == kMirostat) return true;
+        if (value(rare->mirostat, 0) > 0) return true;
         return rare->typical_p != nullptr &&
                (rare->typical_p[row_] < 1.0f || rare->top_n_sigma[row_] > 0.0f ||
                 rare->epsilon_cutoff[row_] > 0.0f || rare->eta_cutoff[row_] > 0.0f || has_xtc());
@@ -275,13 +355,16 @@ class Row {
             values[biased.first[i]] += args_.bias_values[args_.bias_starts[row_] + i];
         }
         const Ids history = ids(args_.history_starts, args_.history);
-        const int32_t* prompt = history.begin();
+        const int32_t* counted = history.begin();
         const int32_t* end = history.end();
         const int32_t* output =
-            prompt + std::min<int64_t>(value(args_.num_prompt_tokens, 0), history.count);
+            counted + std::min<int64_t>(value(args_.num_prompt_tokens, 0), history.count);
+        const int32_t last_n = value(args_.penalty_last_n, kWhole);
+        if (last_n >= 0 && last_n < history.count) counted = end - last_n;
+        if (last_n != kWhole) output = counted;
         const float repetition = value(args_.repetition_penalty, 1.0f);
         if (repetition != 1.0f) {
-            each_distinct(prompt, end, counts, [&](int32_t id, int32_t) {
+            each_distinct(counted, end, counts, [&](int32_t id, int32_t) {
                 values[id] = values[id] > 0 ? values[id] / repetition : values[id] * repetition;
             });
         }
@@ -331,7 +414,7 @@ class Row {
         const bool is_rare = rare != nullptr && rare->typical_p != nullptr;
         const float min_p = value(args_.min_p, 0.0f);
         if (min_p >= kSmallestMinP) row.keep_from(row.top - recipe::minus_log(min_p));
-        row.cut = with_top_k(row.values, row.top, row.cut);
+        row.cut = with_top_k(row, value(args_.top_k, 0));
         if (is_rare && rare->typical_p[row_] < 1.0f) keep_typical(row, rare->typical_p[row_]);
         row.cut = with_top_p(row.values, row.top, row.cut);
         if (!is_rare) return;
@@ -339,13 +422,13 @@ class Row {
         if (has_xtc()) exclude_top_choices(row, rare->xtc_threshold[row_]);
     }
 
-    Cut with_top_k(const float* values, float top, Cut cut) {
-        const int32_t top_k = value(args_.top_k, 0);
+    Cut with_top_k(const Filtered& row, int32_t top_k) {
+        Cut cut = row.cut;
         if (top_k > 0) {
-            const std::vector<double> counts = bins(values, top, cut, false);
+            const std::vector<double> counts = bins(row.values, row.top, cut, false);
             double kept = 0.0;
             for (double count : counts) kept += count;
-            if (kept > top_k) cut = narrowed(values, top, cut, counts, top_k, false);
+            if (kept > top_k) cut = narrowed(row.values, row.top, cut, counts, top_k, false);
         }
         return cut;
     }

@@ -24,6 +24,7 @@ constexpr int kBins = 2048;  // of 1/64 nat each; the last holds everything furt
 constexpr float kBinsPerUnit = 64.0f;
 constexpr float kLn2 = 0.6931472f;
 constexpr float kLog2E = 1.442695f;
+constexpr double kSmallestReach = 0x1p-10;
 
 bool holds(Ids ids, int32_t id) { return std::find(ids.begin(), ids.end(), id) != ids.end(); }
 
@@ -171,10 +172,15 @@ void ban(float* values, int32_t vocabulary, Ids history, const RareArgs& rare, i
     for (int64_t i = 0; i < allowed.count; i++) values[allowed.first[i]] = kept[i];
 }
 
-float sigma_drop(const float* values, int32_t vocabulary, float largest, float num_sigmas) {
+namespace {
+
+// How far below `largest` the values lie that `counts` has, in standard deviations.
+template <class Counts>
+float spread_of(const float* values, int32_t vocabulary, float largest, float num_sigmas,
+                const Counts& counts) {
     int64_t count = 0, sum = 0, squares = 0;
     for (int32_t id = 0; id < vocabulary; id++) {
-        if (!(values[id] > -kInfinity)) continue;
+        if (!(values[id] > -kInfinity) || !counts(id)) continue;
         const float below = std::min(largest - values[id], kSpreadReach);
         const int64_t steps = static_cast<int32_t>(below * kSpreadSteps + 0.5f);
         count++;
@@ -185,6 +191,68 @@ float sigma_drop(const float* values, int32_t vocabulary, float largest, float n
     const double variance = static_cast<double>(squares) / static_cast<double>(count) - mean * mean;
     const double sigma = std::sqrt(std::max(variance, 0.0)) / static_cast<double>(kSpreadSteps);
     return static_cast<float>(static_cast<double>(num_sigmas) * sigma);
+}
+
+double log_of(double x) { return -static_cast<double>(minus_log_of(x)); }
+
+// exponent * log(number of kept ids), of a vocabulary of num_ids.
+double zipf_limit(double exponent, double mu, int32_t num_ids) {
+    const double above = exponent - 1.0;
+    const double log_ids = log_of(num_ids);
+    const double bits = mu * static_cast<double>(kLn2);
+    const double reach = std::fabs(above) * log_ids;
+    if (reach < kSmallestReach) return bits - log_of(log_ids);
+    const double rest = 1.0 - recipe::mass(recipe::exp_below(static_cast<float>(-reach)));
+    const double limit = bits + log_of(std::fabs(above)) - log_of(rest);
+    return above > 0.0 ? limit : limit - reach;
+}
+
+}  // namespace
+
+float sigma_drop(const float* values, int32_t vocabulary, float largest, float num_sigmas) {
+    return spread_of(values, vocabulary, largest, num_sigmas, [](int32_t) { return true; });
+}
+
+void keep_within_sigmas(Filtered& row, float num_sigmas) {
+    const auto kept = [&](int32_t id) { return row.keeps(id); };
+    row.keep_from(row.top - spread_of(row.values, row.vocabulary, row.top, num_sigmas, kept));
+}
+
+void keep_first(Filtered& row) {
+    for (int32_t id = 0; id < row.vocabulary; id++) {
+        if (row.values[id] != row.top || !row.keeps(id)) continue;
+        row.cut = Cut{row.top, id};
+        return;
+    }
+}
+
+void drop_the_rest(Filtered& row) {
+    for (int32_t id = 0; id < row.vocabulary; id++) {
+        if (!row.keeps(id)) row.values[id] = -kInfinity;
+    }
+    row.cut = Cut{-kInfinity, INT32_MAX};
+}
+
+int32_t zipf_count(const std::vector<BestToken>& best, float mu, int32_t vocabulary) {
+    double rises = 0.0, squares = 0.0;
+    for (size_t rank = 1; rank < best.size(); rank++) {
+        const double step = log_of(static_cast<float>(rank + 1) / static_cast<float>(rank));
+        rises += step * static_cast<double>(best[rank - 1].value - best[rank].value);
+        squares += step * step;
+    }
+    if (squares == 0.0) return 1;
+    const double exponent = rises / squares;
+    const double limit = zipf_limit(exponent, static_cast<double>(mu), vocabulary);
+    int32_t low = 1, high = vocabulary;
+    while (low < high) {  // the largest rank with exponent * log(rank) <= limit
+        const int32_t middle = (low + high + 1) / 2;
+        if (exponent * log_of(middle) <= limit) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return low;
 }
 
 double kept_mass(const Filtered& row) {

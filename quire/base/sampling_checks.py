@@ -56,16 +56,25 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
-# What must be off beside beams, which are found, not drawn. A caller that asks for beams gets these
-# where he does not name them: a model's own defaults must not forbid a search.
-BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0}
+# The steps that may have an order of their own, with the fields that switch them on.
+SAMPLERS: Mapping[str, str] = {
+    **{name: name for name in ("temperature", "top_n_sigma", "min_p", "top_k", "typical_p")},
+    **{name: name for name in ("top_p", "epsilon_cutoff", "eta_cutoff")},
+    "xtc": "xtc_probability",
+}
+# What must be off beside mirostat, and beside beams, which are found, not drawn. A caller that asks
+# for one of them gets these where it names no others: a model's own defaults must not forbid it.
+MIROSTAT_OFF: Mapping[str, Any] = {**FILTERS_OFF, "samplers": ()}
+BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0, "samplers": ()}
 # Lists of token ids, and how many each may have.
 _ID_LISTS = (
     ("stop_token_ids", MAX_STOP_TOKEN_IDS),
     ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
 )
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
-MAY_BE_NONE = frozenset({"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of"})
+MAY_BE_NONE = frozenset(
+    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of", "repeat_last_n"}
+)
 WHOLE_NUMBERS = (
     ("n", 1, MAX_N),
     ("best_of", 1, MAX_N),
@@ -76,6 +85,7 @@ WHOLE_NUMBERS = (
     ("logprobs", ALL_LOGPROBS, MAX_TOP_LOGPROBS),
     ("prompt_logprobs", ALL_LOGPROBS, MAX_TOP_LOGPROBS),
     ("dry_allowed_length", 1, MAX_REPEAT_TOKENS),
+    ("repeat_last_n", -1, 2**31 - 1),
     ("dry_penalty_last_n", -1, 2**31 - 1),
     ("no_repeat_ngram_size", 0, MAX_REPEAT_TOKENS),
     ("mirostat", 0, 2),
@@ -185,6 +195,7 @@ def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     values["dry_sequence_breakers"] = _breakers(values["dry_sequence_breakers"])
     values["allowed_token_ids"] = _allowed_ids(values["allowed_token_ids"])
     values["logit_bias"] = _logit_bias(values["logit_bias"])
+    values["samplers"] = _samplers(values)
     _check_mirostat_and_xtc(values)
     _check_best_of(values)
     if not isinstance(values["structured_outputs"], Grammar | None):
@@ -273,20 +284,47 @@ def _allowed_ids(ids: Any) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(allowed)) if len(set(allowed)) < len(allowed) else allowed
 
 
+def _samplers(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the order of samplers, which names each step that is on."""
+    given = values["samplers"]
+    names = list(given) if isinstance(given, list | tuple) else [given]
+    for name in names:
+        if not isinstance(name, str) or name not in SAMPLERS:
+            raise InvalidParameter(
+                f"samplers holds {show(name)}; a list of {', '.join(SAMPLERS)} is allowed",
+                param="samplers",
+            )
+    if len(set(names)) < len(names):
+        raise InvalidParameter(
+            f"samplers is {show(names)}, which names a step twice; name each once", param="samplers"
+        )
+    off = {"temperature": 1.0, **FILTERS_OFF}
+    for name, field in SAMPLERS.items():
+        value = values[field]
+        is_off = value == off[field] or (field == "top_k" and value == -1)
+        if names and name not in names and not is_off:
+            raise InvalidParameter(
+                f"samplers does not name {name}, and {field} is {value}; add it, or set {field} to "
+                f"{off[field]}",
+                param="samplers",
+            )
+    return tuple(names)
+
+
 def _check_mirostat_and_xtc(values: Mapping[str, Any]) -> None:
     """Raise InvalidParameter for fields that mirostat and XTC exclude."""
-    if values["mirostat"] == 1:
+    if values["mirostat"] and values["samplers"]:
         raise InvalidParameter(
-            "mirostat is 1; 0 (off) and 2 are allowed: version 2 steers towards the same "
-            "mirostat_tau without guessing how the tail falls off",
-            param="mirostat",
+            f"mirostat is {values['mirostat']} and samplers is given; mirostat alone decides which "
+            "tokens are kept, after the temperature: leave samplers out, or set mirostat to 0",
+            param="samplers",
         )
     if values["mirostat"]:
         for name, off in FILTERS_OFF.items():
             if values[name] > 0 and values[name] != off:
                 raise InvalidParameter(
-                    f"mirostat is 2 and {name} is {values[name]}; mirostat alone decides which "
-                    f"tokens are kept: set {name} to {off}, or mirostat to 0",
+                    f"mirostat is {values['mirostat']} and {name} is {values[name]}; mirostat "
+                    f"alone decides which tokens are kept: set {name} to {off}, or mirostat to 0",
                     param="mirostat",
                 )
     if values["temperature"] < SMALLEST_TEMPERATURE:

@@ -19,9 +19,9 @@ from quire.base.grammar import Grammar
 from quire.base.parameter_checks import number, whole
 from quire.base.sampling_checks import (
     BEAMS_OFF,
-    FILTERS_OFF,
     FLAGS,
     MAY_BE_NONE,
+    MIROSTAT_OFF,
     USUAL,
     USUAL_NUMBERS,
     USUAL_WHOLE_NUMBERS,
@@ -53,30 +53,28 @@ class SamplingParams(metaclass=_Checked):
 
     temperature: 0 is greedy; noise is drawn by (seed, stream, position, token id).
     top_k: keep the k largest logits; 0 or -1 keeps all. top_p, min_p: as in the field.
-    repetition_penalty looks at prompt and output; presence and frequency at the output only.
+    repetition_penalty looks at prompt and output; presence and frequency at the output only. With
+    repeat_last_n all three look at the last so many tokens of both, as in llama.cpp (-1: all).
     logprobs: None for none, else how many alternatives beside the chosen token (0 to 20, -1 all);
     always of the raw logits, before bias, penalties and temperature.
     prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
-    logprob_token_ids: with each generated token the log-probabilities of these ids too; asks for
-    logprobs=0 where logprobs is None.
+    logprob_token_ids: those of these ids too, with each generated token; logprobs is 0 at least.
     max_tokens: None means up to the context length. 0 (nothing is generated) is allowed with
     prompt_logprobs only, or with pooling: "last" or "mean" (base/sampling_checks.py).
 
     typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size: as in transformers (prompt and
-    output count). top_n_sigma: as in llama.cpp, 0 or -1 keeps all. xtc_*: as in llama.cpp; the
-    coin is part of the keyed noise. dry_*: as in text-generation-webui, repeats of up to
-    50 tokens; dry_penalty_last_n as in llama.cpp (-1 looks at all tokens, 0 at none).
-    mirostat: 0 or 2, as in llama.cpp; it replaces the filters (top_k and so on).
+    output count). top_n_sigma (0 or -1 keeps all) and xtc_*: as in llama.cpp; the coin is noise of
+    the seed. dry_*: as in text-generation-webui, repeats of up to 50 tokens; dry_penalty_last_n as
+    in llama.cpp (-1: all tokens, 0: none). mirostat: 0, 1 or 2, as in llama.cpp; it replaces the
+    filters. samplers: temperature and filters in this order (names: sampling_checks.SAMPLERS).
     bad_words: texts that are not written, as in vLLM, but also where the prompt began one, and in
     every way the tokenizer spells one: behind a space, a line break or nothing.
-    allowed_token_ids: nothing else is chosen; None allows all.
-    skip_special_tokens: special tokens have no text in the answer; False writes them out (but not
-    the one that ended it), so that stop strings can match them.
+    allowed_token_ids: nothing else is chosen; None allows all. skip_special_tokens: these have no
+    text in the answer; False writes them out (but not the last), so that stop strings match them.
     best_of: so many sequences are computed and the n best returned, by mean log-probability
     of their tokens (of the raw logits); None computes n.
-    use_beam_search: beams as in transformers, best_of (or n) of them, n returned; with
-    length_penalty and early_stopping (True, False or "never"); temperature must be 0, its default
-    there.
+    use_beam_search: beams as in transformers, best_of (or n) of them, n returned; length_penalty
+    and early_stopping (True, False or "never") go with it; temperature is 0, its default there.
     structured_outputs: the answer is text of this grammar (quire.base.grammar makes them; an
     object of vLLM's form, such as {"json": schema}, becomes one). A complete answer ends, whatever
     min_tokens and ignore_eos say; one cut off by max_tokens or a stop string is not complete.
@@ -92,6 +90,7 @@ class SamplingParams(metaclass=_Checked):
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeat_last_n: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     max_tokens: int | None = None
@@ -120,6 +119,7 @@ class SamplingParams(metaclass=_Checked):
     mirostat: int = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    samplers: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
@@ -191,7 +191,7 @@ class SamplingParams(metaclass=_Checked):
         switched off: a model's defaults (top_k and the like) must not forbid it. Raises
         InvalidParameter.
         """
-        off: Mapping[str, Any] = FILTERS_OFF if named.get("mirostat") == 2 else {}
+        off: Mapping[str, Any] = MIROSTAT_OFF if named.get("mirostat") in (1, 2) else {}
         if named.get("use_beam_search") is True:
             off = BEAMS_OFF
         own = dict(zip(_NAMES, _values(self), strict=True))
@@ -221,6 +221,6 @@ _RARE = tuple(_DEFAULTS[name] for name in _RARE_NAMES)
 _RARE_TYPES = tuple(map(type, _RARE))
 _RARE_STEPS = attrgetter(
     *("typical_p", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "xtc_probability"),
-    *("dry_multiplier", "no_repeat_ngram_size", "mirostat", "allowed_token_ids"),
+    *("dry_multiplier", "no_repeat_ngram_size", "mirostat", "allowed_token_ids", "samplers"),
 )
 _RARE_STEPS_OFF = _RARE_STEPS(SamplingParams())

@@ -22,6 +22,7 @@ from quire.runner.grammar_rows import NO_MASK, Masks
 from quire.runner.slot_tables import SlotTables
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parts import (
+    WHOLE,
     LogitBias,
     NoiseKeys,
     Penalties,
@@ -300,10 +301,12 @@ def _truncation(slots: Index, tables: SlotTables) -> Truncation | None:
 def _penalties(slots: Index, tables: SlotTables) -> Penalties | None:
     if not tables.has_penalty[slots].any():
         return None
+    last_n = tables.repeat_last_n[slots]
     return Penalties(
         repetition=tables.repetition_penalty[slots],
         presence=tables.presence_penalty[slots],
         frequency=tables.frequency_penalty[slots],
+        last_n=last_n if (last_n != WHOLE).any() else None,
     )
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quire.base.records import NO_INTS, Admission
 from quire.base.sampling_params import SamplingParams
+from quire.sampling.ordered import order_of
 from quire.sampling.parts import (
     BannedSequences,
     Dry,
@@ -62,12 +63,14 @@ class RareParamsTables:
         self._sequence_lengths: list[Int32s] = [NO_INTS] * num_slots
         self._sequence_ids: list[Int32s] = [NO_INTS] * num_slots  # one after the other
         self._allowed: list[Int32s] = [NO_INTS] * num_slots
+        self._order = np.zeros(num_slots, np.int64)
 
     def retire(self, slot: int) -> None:
         """Keep nothing of a request that is over."""
         self._set_parameters(slot, _OFF)
         self.uses[slot] = self.has_history[slot] = self._has_truncation[slot] = False
         self.mirostat_mu[slot] = 0.0
+        self._order[slot] = 0
         self._breakers[slot] = self._allowed[slot] = NO_INTS
         self._sequence_lengths[slot] = self._sequence_ids[slot] = NO_INTS
 
@@ -87,6 +90,7 @@ class RareParamsTables:
             getattr(sampling, name) != getattr(_OFF, name) for name in _TRUNCATION
         )
         self._allowed[slot] = np.array(sampling.allowed_token_ids or (), np.int32)
+        self._order[slot] = order_of(sampling.samplers)
         self.uses[slot] = len(lengths) > 0 or sampling.has_rare_steps
         self.has_history[slot] = (
             sampling.dry_multiplier > 0
@@ -99,6 +103,7 @@ class RareParamsTables:
         rows = self.uses[slots].nonzero()[0]
         of_rows = slots[rows]
         ngram_size = self._counts["no_repeat_ngram_size"][slots]
+        order = self._order[slots]
         return RareParameters(
             truncation=self._truncation(slots) if self._has_truncation[of_rows].any() else None,
             dry=self._dry(slots, rows),
@@ -106,6 +111,7 @@ class RareParamsTables:
             banned_sequences=self._banned_sequences(slots, rows),
             ngram_size=ngram_size if ngram_size.any() else None,
             allowed=_ids(self._allowed, slots, rows),
+            order=order if order.any() else None,
         )
 
     def _truncation(self, slots: Index) -> RareTruncation:

@@ -18,6 +18,7 @@ from quire.runner.beam_stops import BeamStops, WatchSource
 from quire.runner.grammar_rows import GrammarRows, MatcherSource
 from quire.runner.rare_params import RareParamsTables
 from quire.runner.verification import put_drafts
+from quire.sampling.parts import WHOLE
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -57,6 +58,7 @@ class SlotTables:
         self.repetition_penalty = np.ones(num_slots, np.float32)
         self.presence_penalty = np.zeros(num_slots, np.float32)
         self.frequency_penalty = np.zeros(num_slots, np.float32)
+        self.repeat_last_n = np.full(num_slots, WHOLE, np.int32)
         self.seeds = np.zeros(num_slots, np.int64)
         self.streams = np.zeros(num_slots, np.int32)
         self.num_logprobs = np.full(num_slots, -1, np.int32)
@@ -163,6 +165,8 @@ class SlotTables:
         self.repetition_penalty[slot] = sampling.repetition_penalty
         self.presence_penalty[slot] = sampling.presence_penalty
         self.frequency_penalty[slot] = sampling.frequency_penalty
+        last_n = sampling.repeat_last_n
+        self.repeat_last_n[slot] = WHOLE if last_n is None else last_n
         self.seeds[slot] = sampling.seed
         self.streams[slot] = admission.stream
         self.num_logprobs[slot] = -1 if sampling.logprobs is None else max(sampling.logprobs, 0)
@@ -170,14 +174,10 @@ class SlotTables:
         self.num_prompt_logprobs[slot] = sampling.prompt_logprobs or 0
         self.pooled[slot] = sampling.pooling is not None
         self._list(slot, ALL_IDS if sampling.logprobs == -1 else sampling.logprob_token_ids)
-        self.has_truncation[slot] = (
-            sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        )
-        self.has_penalty[slot] = (
-            sampling.repetition_penalty != 1.0
-            or sampling.presence_penalty != 0.0
-            or sampling.frequency_penalty != 0.0
-        )
+        filters = sampling.top_k > 0, sampling.top_p < 1.0, sampling.min_p > 0.0
+        self.has_truncation[slot] = any(filters)
+        penalties = sampling.repetition_penalty - 1.0, sampling.presence_penalty
+        self.has_penalty[slot] = last_n != 0 and any((*penalties, sampling.frequency_penalty))
         self.has_bias[slot] = bool(sampling.logit_bias)
         self.bias_ids[slot] = np.fromiter(sampling.logit_bias.keys(), np.int32)
         self.bias_values[slot] = np.fromiter(sampling.logit_bias.values(), np.float32)

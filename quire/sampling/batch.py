@@ -11,7 +11,7 @@ the values that are off. The semantics, in this order, for a row with raw logits
    order (sampling/noise.py).
 2. l[id] += bias for each logit_bias entry.
 3. repetition penalty r over the distinct tokens of prompt and output: l > 0 ? l / r : l * r.
-   then for tokens of the output: l -= frequency * count + presence.
+   then for tokens of the output (or as Penalties.last_n says): l -= frequency * count + presence.
    * then DRY: l -= multiplier * base^(n - allowed_length) for tokens that would go on a repeat
    of n >= allowed_length tokens.
 4. l[id] = -inf for banned ids (stop ids while fewer than min_tokens were generated), * for the
@@ -27,13 +27,13 @@ the values that are off. The semantics, in this order, for a row with raw logits
    shortest prefix with a probability of at least top_p of the remaining mass;
    * epsilon_cutoff and eta_cutoff: drop what is less probable, but never the most probable;
    * XTC: by the row's coin, drop all tokens of at least xtc_threshold but the last of them.
-   * With mirostat the filters are one: drop tokens of more than mu bits of surprise.
+   * With mirostat the filters are one: drop tokens of more than mu bits of surprise (version 2).
    Then the largest of l + gumbel(seed, stream, position, id) over what is kept, ties to the
    lowest id. * Mirostat then moves mu: mu -= eta * (surprise of the token - tau).
 
 vLLM has this order as far as it has the steps; transformers has top_k, top_p, min_p, typical_p.
-llama.cpp divides by the temperature last, after XTC, so that its filters see temperature 1, and
-with mirostat it has no penalties, DRY or bans.
+A row may have another order of the steps after 4 (sampling/ordered.py), such as that of llama.cpp,
+which divides by the temperature last. llama.cpp has no penalties, DRY or bans with mirostat.
 
 6. A row of a beam (num_candidates above 0) has steps 2 to 4 done on its log-probabilities in place
    of its logits, as transformers' beam search does it, and nothing chosen or filtered: the best
@@ -74,8 +74,6 @@ from quire.sampling.rare import MAX_REPEAT
 
 NO_TABLE_IDS: Int32s = np.empty((0, 0), np.int32)
 NO_TABLE: Float32s = np.empty((0, 0), np.float32)
-# The mode of mirostat that is implemented: its version 2. 0 is off.
-MIROSTAT = 2
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: `at` copies all attributes at once
@@ -149,7 +147,7 @@ def max_top(num_logprobs: Int32s) -> int:
 def has_mirostat(batch: SampleBatch) -> bool:
     """Return whether a row uses mirostat."""
     mirostat = None if batch.rare is None else batch.rare.mirostat
-    return mirostat is not None and bool((mirostat.mode == MIROSTAT).any())
+    return mirostat is not None and bool(mirostat.mode.any())
 
 
 def check_known(batch: SampleBatch) -> None:

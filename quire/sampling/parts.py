@@ -20,6 +20,7 @@ Words = NDArray[np.uint32]
 
 NO_MASKS: Words = np.empty((0, 0), np.uint32)
 NO_MASKS.setflags(write=False)
+WHOLE = -2  # as Penalties.last_n
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,16 @@ class Truncation(PerRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties(PerRow):
-    """Penalties for tokens of the history."""
+    """Penalties for tokens of the history.
+
+    last_n: how many of its last tokens count in all three, -1 all. WHOLE: all count in the
+    repetition penalty, and those of the output in the others; None: so in every row.
+    """
 
     repetition: Float32s  # [R] 1 is off
     presence: Float32s  # [R] 0 is off
     frequency: Float32s  # [R] 0 is off
+    last_n: Int32s | None = None  # [R]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +173,7 @@ class Dry(PerRow):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirostat(PerRow):
-    """Mirostat. mode is 0 or 2; mu is the row's last TokenChoice.mus, or 2 tau at first."""
+    """Mirostat. mode is 0, 1 or 2; mu is the row's last TokenChoice.mus, or 2 tau at first."""
 
     mode: Int32s  # [R] 0 is off
     tau: Float32s  # [R]
@@ -190,7 +196,8 @@ class BannedSequences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RareParameters(PerRow):
-    """Parameters that few requests use. allowed: no ids for a row that may choose any."""
+    """Parameters that few requests use. allowed: no ids for a row that may choose any. order:
+    the row's own order of steps (sampling/ordered.py), 0 for that of sampling/batch.py."""
 
     truncation: RareTruncation | None = None
     dry: Dry | None = None
@@ -198,6 +205,7 @@ class RareParameters(PerRow):
     banned_sequences: BannedSequences | None = None
     ngram_size: Int32s | None = None  # [R] no_repeat_ngram_size: 0 is off; to 50
     allowed: RaggedIds | None = None
+    order: Int64s | None = None  # [R]
 
 
 def ragged(parts: list[Int32s], rows: Index, num_rows: int) -> RaggedIds:

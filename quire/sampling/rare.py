@@ -14,8 +14,9 @@ logit further than 2048 below the largest counts as 2048 below (models write -1e
 as llama.cpp (no token is exempt); the random draw is the row's noise for an id that no token has.
 DRY: as text-generation-webui (repeats of up to 50 tokens; breakers are tokens), but a penalty is at
 most 10^6, so that it never bans. no_repeat_ngram_size, banned sequences: as transformers; vLLM uses
-the output only. Mirostat: Basu et al., arXiv 2007.14966, version 2 as llama.cpp (surprise is that
-of the renormalized probability).
+the output only. Mirostat: Basu et al., arXiv 2007.14966, both versions as llama.cpp (surprise is
+that of the renormalized probability); version 1 has logarithms of f32, and the limit of its formula
+at an exponent of nearly 1.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ COIN_ID = 2**32 - 1
 SPREAD_REACH = np.float32(2048.0)
 SPREAD_STEPS = np.float32(2048.0)  # a unit
 SMALLEST_SHARE = np.float32(2.0**-126)
+ZIPF_IDS = 100
+SMALLEST_REACH = 2.0**-10  # below, the difference of an exponent from 1 has few digits
 NOTHING = np.float32(-np.inf)
 
 
@@ -153,6 +156,43 @@ def coin(seed: int, stream: int, position: int) -> np.float32:
 def unsurprising(values: Float32s, order: Int32s, mu: np.float32) -> Int32s:
     """Apply mirostat's filter: ids of at most mu bits of surprise, always the most probable."""
     return _within(values, order, mu * LN2)
+
+
+def zipf_top(values: Float32s, order: Int32s, mu: np.float32) -> Int32s:
+    """Apply the filter of mirostat's version 1: as many of the most probable ids as have, by Zipf's
+    law with the exponent of the first ZIPF_IDS of them, mu bits of surprise; at least one."""
+    best = values[order[:ZIPF_IDS]]
+    best = best[best > NOTHING]
+    rises = squares = 0.0
+    for rank in range(1, len(best)):
+        step = -float(_minus_log(np.float32(rank + 1) / np.float32(rank)))
+        rises += step * float(best[rank - 1] - best[rank])
+        squares += step * step
+    if squares == 0.0:
+        return order[:1]
+    exponent = rises / squares
+    limit = _zipf_limit(exponent, float(mu), len(values))
+    low, high = 1, len(values)
+    while low < high:  # the largest rank with exponent * log(rank) <= limit
+        middle = (low + high + 1) // 2
+        if exponent * -float(_minus_log(np.float32(middle))) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return order[:low]
+
+
+def _zipf_limit(exponent: float, mu: float, num_ids: int) -> float:
+    """Return exponent * log(number of kept ids), of an alphabet of num_ids."""
+    above = exponent - 1.0
+    log_ids = -float(_minus_log(np.float32(num_ids)))
+    bits = mu * float(LN2)
+    reach = abs(above) * log_ids
+    if reach < SMALLEST_REACH:  # the limit of above / (1 - num_ids ** -above)
+        return bits + float(_minus_log(np.float32(log_ids)))
+    rest = 1.0 - float(mass(np.array([-reach], np.float32))[0])
+    limit = bits - float(_minus_log(np.float32(abs(above)))) + float(_minus_log(np.float32(rest)))
+    return limit if above > 0.0 else limit - reach
 
 
 def moved_mu(

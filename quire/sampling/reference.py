@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from quire.base.records import NO_INTS, Candidates
 from quire.sampling import rare as rarely
 from quire.sampling.batch import (
-    MIROSTAT,
     SampleBatch,
     TokenChoice,
     check_known,
@@ -29,10 +28,10 @@ from quire.sampling.batch import (
     max_top,
 )
 from quire.sampling.noise import gumbel, mass, minus_log
-from quire.sampling.parts import Float32s, Int32s, Penalties, RareParameters
+from quire.sampling.ordered import in_order, with_min_p, with_top_p
+from quire.sampling.parts import WHOLE, Float32s, Int32s, Penalties, RareParameters
 
 SMALLEST_TEMPERATURE = np.float32(2.0**-40)
-SMALLEST_MIN_P = rarely.SMALLEST_SHARE
 NOTHING = rarely.NOTHING
 
 
@@ -177,6 +176,10 @@ def _penalize(
     values: Float32s, history: Int32s, penalties: Penalties, num_prompt_tokens: int, row: int
 ) -> None:
     """Apply repetition, frequency and presence penalties, in place."""
+    last_n = WHOLE if penalties.last_n is None else int(penalties.last_n[row])
+    output = history[num_prompt_tokens:]
+    if last_n != WHOLE:
+        output = history = history if last_n < 0 else history[max(0, len(history) - last_n) :]
     repetition = penalties.repetition[row]
     if repetition != 1.0:
         seen = np.unique(history)
@@ -184,12 +187,15 @@ def _penalize(
         values[seen] = np.where(some > 0, some / repetition, some * repetition)
     frequency, presence = penalties.frequency[row], penalties.presence[row]
     if frequency != 0.0 or presence != 0.0:
-        output, counts = np.unique(history[num_prompt_tokens:], return_counts=True)
-        values[output] -= frequency * counts.astype(np.float32) + presence
+        named, counts = np.unique(output, return_counts=True)
+        values[named] -= frequency * counts.astype(np.float32) + presence
 
 
 def _pick(edited: Float32s, batch: SampleBatch, row: int) -> Picked:
     """Return the sampled id (step 5), or -1 if no finite logit is left."""
+    rare = RareParameters() if batch.rare is None else batch.rare
+    if rare.order is not None and rare.order[row] != 0:
+        return Picked(in_order(edited, batch, row))
     temperature = batch.temperature[row]
     greedy = temperature < SMALLEST_TEMPERATURE
     # + 0: no negative zeros
@@ -200,11 +206,12 @@ def _pick(edited: Float32s, batch: SampleBatch, row: int) -> Picked:
         return Picked(int(np.argmax(values)))
     place = (int(batch.noise.seeds[row]), int(batch.noise.streams[row]), int(batch.positions[row]))
     order = np.argsort(-values, kind="stable").astype(np.int32)  # ties: lower ids first
-    rare = RareParameters() if batch.rare is None else batch.rare
     mirostat = rare.mirostat
-    if mirostat is not None and mirostat.mode[row] != MIROSTAT:
+    if mirostat is not None and mirostat.mode[row] == 0:
         mirostat = None
-    if mirostat is not None:
+    if mirostat is not None and mirostat.mode[row] == 1:
+        order = rarely.zipf_top(values, order, mirostat.mu[row])
+    elif mirostat is not None:
         order = rarely.unsurprising(values, order, mirostat.mu[row])
     else:
         order = _filtered(values, order, edited, batch, row)
@@ -228,17 +235,14 @@ def _filtered(
     if few is not None and few.top_n_sigma[row] > 0:
         drop = rarely.sigma_drop(edited, few.top_n_sigma[row]) / batch.temperature[row]
         order = order[values[order] >= largest - drop]
-    if truncation is not None and truncation.min_p[row] >= SMALLEST_MIN_P:
-        floor = largest - minus_log(np.array([truncation.min_p[row]], np.float32))[0]
-        order = order[values[order] >= floor]
+    if truncation is not None:
+        order = with_min_p(values, order, truncation.min_p[row])
     if truncation is not None and truncation.top_k[row] > 0:
         order = order[: truncation.top_k[row]]
     if few is not None and few.typical_p[row] < 1.0:
         order = rarely.typical(values, order, few.typical_p[row])
-    if truncation is not None and truncation.top_p[row] < 1.0:
-        reached = np.cumsum(mass(values[order] - values[order[0]]))
-        needed = np.float64(truncation.top_p[row]) * reached[-1]
-        order = order[: np.searchsorted(reached, needed) + 1]
+    if truncation is not None:
+        order = with_top_p(values, order, truncation.top_p[row])
     if few is not None:
         order = rarely.cutoffs(values, order, few.epsilon_cutoff[row], few.eta_cutoff[row])
     return order

@@ -24,7 +24,8 @@ from tests.unit.runner.deferred_executor import DeferredExecutor
 NUM_CASES = int(os.environ.get("QUIRE_OVERLAP_CASES", "12"))
 KEPT = (
     *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "seed", "min_tokens", "logprobs", "structured_outputs"),
+    *("frequency_penalty", "repeat_last_n", "logit_bias", "seed", "min_tokens", "logprobs"),
+    "structured_outputs",
 )
 
 

@@ -221,6 +221,19 @@ class CountsOutputAsPrompt(ModelRunner):
         return super()._run(replace(plan, admissions=admissions))
 
 
+class DropsWindow(ModelRunner):
+    """Resume a preempted request with penalties over all of its tokens."""
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        admissions = tuple(
+            replace(admission, sampling=replace(admission.sampling, repeat_last_n=None))
+            if len(admission.token_ids) > admission.num_prompt_tokens
+            else admission
+            for admission in plan.admissions
+        )
+        return super()._run(replace(plan, admissions=admissions))
+
+
 class DropsMirostatState(ModelRunner):
     """Resume a preempted request without its mirostat mu."""
 
@@ -380,6 +393,7 @@ def test_a_fault_in_the_executor_is_detected(
         SharesInsteadOfCopying,
         KeepsStaleEntries,
         CountsOutputAsPrompt,
+        DropsWindow,
         DropsMirostatState,
         SharesMirostatState,
         ReordersForcedTokens,

@@ -17,6 +17,7 @@ import numpy as np
 from quire.base.grammar import choice, grammar, grammar_of, json_object, json_schema, regex
 from quire.base.rare_records import Speculation
 from quire.base.records import NO_RULES, Request, TokenRules
+from quire.base.sampling_checks import SAMPLERS
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.policy.policies import POLICY_NAMES
 from quire.scheduler.tenants.tenant_usage import TenantLimits
@@ -254,6 +255,7 @@ def _arrival(
     rarely, rules = random.Random(f"rare {number}.{caller}"), NO_RULES
     if rarely.random() < 0.5:
         sampling, rules = _with_rare(rarely, sampling, prompt, vocab_size)
+    sampling = _as_llama_cpp(random.Random(f"window {number}.{caller}"), sampling)
     pooling = random.Random(f"pooled {number}.{caller}")
     if sampling.n == 1 and pooling.random() < 0.12:  # an embedding in place of an answer
         way = pooling.choice(("last", "mean", "mean"))
@@ -315,6 +317,7 @@ def _beams(rng: random.Random, name: str, prefixes: list[list[int]], vocab_size:
         prompt_logprobs=rng.choice((None, None, 1)),
     )
     sampling = _with_processors(random.Random(f"processed {name}"), sampling, vocab_size)
+    sampling = _as_llama_cpp(random.Random(f"window {name}"), sampling)
     stop_ids = tuple(rng.sample(range(vocab_size), rng.choice((1, 30))))
     banned = rng.sample(range(vocab_size), rng.choice((0, 9)))
     rules = TokenRules(banned_sequences=tuple((id_,) for id_ in banned))
@@ -427,6 +430,19 @@ def _with_rare(
         banned.append((rng.randrange(vocab_size),))
     rules = TokenRules(banned_sequences=tuple(banned), breaker_ids=tuple(few[: rng.randint(0, 2)]))
     return sampling.changed(**fields), rules
+
+
+def _as_llama_cpp(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
+    """Let the penalties of some requests count the last tokens only; draw an order of the steps,
+    and the first version of mirostat."""
+    fields: dict[str, Any] = {"repeat_last_n": rng.choice((None, None, -1, 0, 1, 7, 64))}
+    steps = [*SAMPLERS]
+    rng.shuffle(steps)
+    if sampling.mirostat:
+        fields["mirostat"] = rng.choice((1, 2))
+    elif rng.random() < 0.4 and not sampling.use_beam_search:
+        fields["samplers"] = tuple(steps)
+    return replace(sampling, **fields)
 
 
 def _with_grammar(rng: random.Random, sampling: SamplingParams) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from quire.execute.gpu.kernels.device_params import rows_for_the_host
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
 from quire.sampling import reference, scoring
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import WHOLE
 from quire.sampling.scoring import ScoreBatch
 from tests.kernels.sampling_cases import (
     assert_same_choice,
@@ -66,7 +68,9 @@ def test_penalties_bias_bans_and_masks_run_on_the_device() -> None:
     assert_same_choice(found, reference.choose(logits, batch))
 
 
-def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, NDArray[np.int32]]:
+def late_batch(
+    rng: np.random.Generator, vocabulary: int, **more: Any
+) -> tuple[SampleBatch, NDArray[np.int32]]:
     """Return rows that lack their last token, except one, and the last token of each of ten slots.
 
     The last tokens are: in the row's prompt, in its output, biased, banned, new, and of a failed
@@ -84,6 +88,7 @@ def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, 
         history=[[1, 5, 5, 9], [7, 7, 7], [8], [3, 4, 5], [6, 2], [4, 4], long],
         bias=[[(9, -4.0)], [], [(3, -100.0)], [(5, 30.0)], [], [], []],
         banned=[[], [1], [], [5], [], [], []],
+        **more,
     )
     slots = np.array([9, 0, 4, 3, -1, 6, 1], np.int32)
     last = np.full(10, -7, np.int32)
@@ -92,9 +97,10 @@ def late_batch(rng: np.random.Generator, vocabulary: int) -> tuple[SampleBatch, 
     return replace(batch, history=replace(batch.history, late_slots=slots)), last
 
 
-def test_a_last_token_only_on_the_device_is_counted() -> None:
+@pytest.mark.parametrize("more", [{}, {"last_n": [2, -1, 1, WHOLE, 3, 4, 50]}])
+def test_a_last_token_only_on_the_device_is_counted(more: dict[str, Any]) -> None:
     rng, vocabulary = np.random.default_rng(14), 5000
-    batch, last = late_batch(rng, vocabulary)
+    batch, last = late_batch(rng, vocabulary, **more)
     logits = rng.standard_normal((7, vocabulary)).astype(np.float32)
     # The most likely token of a greedy row, unless the penalty of this last token changes it.
     logits[0, last[9]] = np.float32(1.3) * (logits[0].max() + np.float32(0.1))
@@ -129,7 +135,9 @@ def test_a_last_token_only_on_the_device_is_counted() -> None:
         edited.append(of_these)
     assert torch.equal(*edited)
     changed = (edited[0] != tensor).sum(dim=1).tolist()
-    assert changed == [3, 2, 2, 4, 2, 1, len(set(history.ids[19:].tolist()))]
+    few = [2, 2, 1, 4, 2, 1, len(set(history.ids[-50:].tolist()))]
+    all_named = [3, 2, 2, 4, 2, 1, len(set(history.ids[19:].tolist()))]
+    assert changed == (few if more else all_named)
 
 
 def test_only_rows_with_logit_edits_call_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

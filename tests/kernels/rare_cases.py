@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.sampling_checks import SAMPLERS
+from quire.sampling.ordered import order_of
 from quire.sampling.parts import (
     BannedSequences,
     Dry,
@@ -65,7 +67,8 @@ def ragged_ids(rows: list[Any], num_rows: int) -> RaggedIds:
 
 def make_rare(num_rows: int, **given: Any) -> RareParameters:
     """Off, except for what is given. breakers and allowed are lists of ids, one a row; sequences
-    a list of lists of ids, one a row. A part has all of its parameters if one of them is given."""
+    a list of lists of ids, one a row; order a list of names, one a row. A
+    part has all of its parameters if one of them is given."""
 
     def rows(name: str) -> NDArray[Any]:
         off, dtype = (OFF[name], np.float32) if name in OFF else (OFF_COUNTS[name], np.int32)
@@ -81,6 +84,9 @@ def make_rare(num_rows: int, **given: Any) -> RareParameters:
             parts[part] = made(**arrays)
     if "ngram_size" in given:
         parts["ngram_size"] = rows("ngram_size")
+    if "order" in given:
+        orders = given.pop("order")
+        parts["order"] = np.array([order_of(names) for names in orders], np.int64)
     if "allowed" in given:
         parts["allowed"] = ragged_ids(given.pop("allowed"), num_rows)
     if "sequences" in given:
@@ -128,10 +134,11 @@ def random_rare(
         "dry_allowed_length": choice(1, 2, 2, 4, 50),
         "dry_last_n": choice(-1, -1, 0, 1, 2, 7, 1000),
         "ngram_size": choice(0, 0, 0, 1, 2, 3, 50),
-        "mirostat": choice(0, 0, 2),
+        "mirostat": choice(0, 0, 1, 2),
         "mirostat_tau": choice(5, 0, 3),
         "mirostat_eta": choice(0.1, 0, 1),
         "mirostat_mu": choice(10, 5, 1, 0, -3, 1e6),
+        "order": random_orders(draw, num_rows),
         "breakers": ids(3, 0.5),
         "allowed": ids(vocabulary + 3 if vocabulary < 2000 else 9, 0.2),
         "sequences": [sequences(history) for history in histories],
@@ -139,10 +146,20 @@ def random_rare(
     for _, names in RARE_PARTS.values():
         if draw.random() < 0.2:
             given = {name: value for name, value in given.items() if name not in names.values()}
-    for name in ("ngram_size", "allowed", "sequences"):
+    for name in ("ngram_size", "allowed", "sequences", "order"):
         if draw.random() < 0.2:
             del given[name]
     return make_rare(num_rows, **given)
+
+
+def random_orders(draw: np.random.Generator, num_rows: int) -> list[list[str]]:
+    """Draw orders of some of the steps; of half of the rows none."""
+    return [
+        draw.permutation([*SAMPLERS])[: draw.integers(1, len(SAMPLERS) + 1)].tolist()
+        if draw.random() < 0.5
+        else []
+        for _ in range(num_rows)
+    ]
 
 
 def random_history(draw: np.random.Generator, vocabulary: int) -> list[int]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.parts import (
+    WHOLE,
     BannedSequences,
     LogitBias,
     NoiseKeys,
@@ -24,7 +25,8 @@ PARTS = ("token_ids", "logprobs", "top_ids", "top_logprobs", "mus")
 # Parameters of parts that a batch may lack.
 PARTS_OF_BATCHES = (
     ("top_k", "top_p", "min_p"),
-    ("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    ("repetition_penalty", "presence_penalty", "frequency_penalty", "last_n"),
+    ("last_n",),
     ("history", "num_prompt_tokens"),
     ("bias",),
     ("banned",),
@@ -61,6 +63,7 @@ def make_batch(num_rows: int, **given: Any) -> SampleBatch:
             repetition=rows("repetition_penalty", 1.0, np.float32),
             presence=rows("presence_penalty", 0.0, np.float32),
             frequency=rows("frequency_penalty", 0.0, np.float32),
+            last_n=rows("last_n", WHOLE, np.int32) if has("last_n") else None,
         )
     if has("history"):
         parts["history"] = TokenHistory(
@@ -112,6 +115,7 @@ def random_batch(
         repetition_penalty=choice(1, 1, 1.3, 0.5),
         presence_penalty=choice(0, 0, 1.5, -2),
         frequency_penalty=choice(0, 0, 0.3),
+        last_n=choice(WHOLE, WHOLE, -1, 0, 1, 3, 20, 1000).astype(np.int32),
         seeds=draw.integers(-(2**63), 2**63 - 1, num_rows),
         streams=draw.integers(0, 4, num_rows),
         positions=draw.integers(0, 100_000, num_rows),

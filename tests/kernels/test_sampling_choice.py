@@ -13,6 +13,7 @@ from quire.runner.slot_tables import SMALLEST_TOP_P
 from quire.sampling import native, reference
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.noise import gumbel
+from quire.sampling.parts import WHOLE
 from tests.kernels.sampling_cases import make_batch
 
 Choose = Callable[[NDArray[np.float32], SampleBatch], TokenChoice]
@@ -124,6 +125,36 @@ def test_edits_are_bias_then_penalties_then_bans(choose: Choose) -> None:
     assert best([2, 0, 3, 0], frequency_penalty=0.25) == 2
     assert best([5, 4, 0, 0], banned=[[0]], bias=[[(0, 9.0)]]) == 1
     assert best([3, 0, 0, 2], repetition_penalty=2.0, bias=[[(0, 2.0)]]) == 0  # (3 + 2) / 2
+
+
+def test_a_window_counts_the_last_tokens_of_prompt_and_output(choose: Choose) -> None:
+    """Bit for bit what the same penalties make of a history of these tokens only, all of output."""
+    draw = np.random.default_rng(8)
+    logits = (draw.standard_normal((60, 12)) * 3).astype(np.float32)
+    history = [draw.integers(0, 12, draw.integers(0, 30)).tolist() for _ in range(60)]
+    windows = draw.choice([-1, 0, 1, 2, 7, 100], 60)
+    penalties = {
+        "repetition_penalty": draw.choice([1, 1.3, 0.7], 60),
+        "presence_penalty": draw.choice([0, 1.5], 60),
+        "frequency_penalty": draw.choice([0, 0.4, -0.2], 60),
+        "temperature": 1.0,
+        "seeds": range(60),
+    }
+    seen = [
+        row if last_n < 0 else row[max(0, len(row) - last_n) :]
+        for row, last_n in zip(history, windows, strict=True)
+    ]
+    prompts = [len(row) // 2 for row in history]
+    windowed = make_batch(
+        60, history=history, num_prompt_tokens=prompts, last_n=windows, **penalties
+    )
+    chosen = choose(logits, windowed).token_ids
+    plain = make_batch(60, history=seen, num_prompt_tokens=0, **penalties)
+    np.testing.assert_array_equal(chosen, choose(logits, plain).token_ids)
+    whole = make_batch(60, history=history, num_prompt_tokens=prompts, **penalties)
+    assert (choose(logits, whole).token_ids != chosen).any()
+    same = make_batch(60, history=history, num_prompt_tokens=prompts, last_n=WHOLE, **penalties)
+    np.testing.assert_array_equal(choose(logits, whole).token_ids, choose(logits, same).token_ids)
 
 
 def test_logprobs_are_of_the_raw_logits(choose: Choose) -> None:

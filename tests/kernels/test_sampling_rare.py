@@ -318,15 +318,131 @@ def test_no_n_gram_occurs_twice(choose: Choose) -> None:
     assert best(0, [3, 3, 3]) == 3
 
 
+def kept_in_order(row: NDArray[np.float32], names: list[str], **given: float) -> set[int]:
+    """Apply plain definitions one after the other, in float64."""
+    values, kept = row.astype(np.float64), np.isfinite(row)
+    for name in names:
+        logp = np.where(kept, values, -np.inf)
+        logp = logp - logp.max()
+        logp = logp - math.log(np.exp(logp).sum())
+        ranked = np.argsort(-logp, kind="stable")
+        ranked = ranked[kept[ranked]]
+        chosen = np.zeros(len(row), np.bool_)
+        match name:
+            case "temperature":
+                values = values / given["temperature"]
+                continue
+            case "top_k":
+                chosen[ranked[: int(given["top_k"])]] = True
+            case "top_p":
+                reached = np.cumsum(np.exp(logp[ranked]))
+                chosen[ranked[: np.searchsorted(reached, given["top_p"]) + 1]] = True
+            case "min_p":
+                chosen = logp >= logp.max() + math.log(given["min_p"])
+            case "top_n_sigma":
+                chosen = values >= values[kept].max() - given["top_n_sigma"] * values[kept].std()
+            case "xtc":
+                above = [id_ for id_ in ranked if logp[id_] >= math.log(given["xtc_threshold"])]
+                chosen[ranked[max(len(above) - 1, 0) :]] = True
+        kept = kept & chosen
+    return {int(id_) for id_ in np.flatnonzero(kept)}
+
+
+ORDERS = [
+    ["top_k", "top_p", "min_p", "temperature"],
+    ["temperature", "min_p", "top_p", "top_k"],
+    ["top_p", "temperature", "top_k", "min_p"],
+    ["min_p", "xtc", "top_p", "temperature", "top_n_sigma"],
+    ["xtc", "top_n_sigma", "top_p", "top_k"],
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_apply_in_the_order_of_a_row(choose: Choose, order: list[str]) -> None:
+    draw = np.random.default_rng(7)
+    given = {"top_k": 7, "top_p": 0.8, "min_p": 0.06, "temperature": 2.5}
+    few = {"top_n_sigma": 1.2, "xtc_probability": 1.0, "xtc_threshold": 0.15}
+    num_different = 0
+    for _ in range(12):
+        row = (draw.standard_normal(16) * 1.5).astype(np.float32)
+        row[draw.integers(16)] = -np.inf
+        wanted = kept_in_order(row, order, **given, **few)
+        rare = {"order": [order] * 400, **few}
+        assert drawn(choose, row.tolist(), rare=rare, **given) <= wanted
+        # All but what has little probability is drawn.
+        likely = {id_ for id_ in wanted if row[id_] > row.max() - 3}
+        assert likely <= drawn(choose, row.tolist(), rare=rare, **given)
+        num_different += wanted != kept_in_order(row, sorted(order), **given, **few)
+    assert num_different
+
+
+def test_a_temperature_of_0_takes_the_largest_of_what_is_left(choose: Choose) -> None:
+    row = [3.0, 2.5, 2.5, 0.0]
+    rare = {"xtc_probability": 1.0, "xtc_threshold": 0.1}
+    for order, token in (
+        (["temperature", "xtc"], 0),
+        (["xtc", "temperature"], 2),
+        (["top_p", "temperature"], 0),
+    ):
+        given = {**rare, "order": [order] * 400}
+        assert drawn(choose, row, rare=given, temperature=0.0) == {token}
+
+
+def test_a_row_with_an_order_fails_as_others_do(choose: Choose) -> None:
+    logits = np.array([[1, np.nan], [1, np.inf], [-np.inf, -np.inf], [3e38, 1], [1, 2]], np.float32)
+    rare = {"order": [["top_p", "temperature"]] * 5}
+    batch = make_batch(5, temperature=[1, 1, 1, 1e-3, 1e-3], top_p=0.9, rare=rare)
+    assert choose(logits, batch).token_ids.tolist() == [-1, -1, -1, -1, 1]
+
+
+def zipf_count(row: NDArray[np.float32], mu: float) -> float:
+    """Return the number of ids that version 1 keeps, before it is rounded down."""
+    logp = np.sort(log_probabilities(row))[::-1][:100]
+    steps = np.log(np.arange(2, len(logp) + 1) / np.arange(1, len(logp)))
+    exponent = (steps * -np.diff(logp)).sum() / (steps * steps).sum()
+    above = exponent - 1
+    return float((above * 2**mu / (1 - len(row) ** -above)) ** (1 / exponent))
+
+
+def test_the_first_version_of_mirostat_keeps_as_many_as_its_paper_says() -> None:
+    draw = np.random.default_rng(6)
+    num_between = 0
+    for _ in range(200):
+        size = int(draw.choice([3, 50, 500, 5000]))
+        spread = draw.choice([0.3, 1.0, 3.0])
+        row = (np.log(1 / np.arange(1, size + 1)) * spread).astype(np.float32)
+        row = draw.permutation(row + draw.standard_normal(size).astype(np.float32) * 0.1)
+        mu = float(draw.choice([0.0, 1.0, 3.0, 6.0, 9.0]))
+        exact = min(max(zipf_count(row, mu), 1.0), float(size))
+        kept = rare.zipf_top(row, in_order(row), np.float32(mu))
+        assert kept.tolist() == in_order(row)[: len(kept)].tolist()
+        assert math.floor(exact * 0.999) <= len(kept) <= max(exact * 1.001, 1)
+        num_between += 1 < len(kept) < size
+    assert num_between > 50
+
+
+def test_the_first_version_of_mirostat_keeps_one_token_at_least() -> None:
+    row = np.full(9, -np.inf, np.float32)
+    row[4] = 1.0
+    assert rare.zipf_top(row, in_order(row), np.float32(10)).tolist() == [4]
+    assert rare.zipf_top(np.ones(1, np.float32), np.zeros(1, np.int32), np.float32(9)).tolist() == [
+        0
+    ]
+    same = np.zeros(50, np.float32)
+    assert len(rare.zipf_top(same, in_order(same), np.float32(-20))) == 1
+    assert len(rare.zipf_top(same, in_order(same), np.float32(20))) == 50
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tau", [2.0, 4.0])
-def test_mirostat_brings_the_mean_surprise_to_tau(choose: Choose, tau: float) -> None:
+def test_mirostat_brings_the_mean_surprise_to_tau(choose: Choose, tau: float, version: int) -> None:
     draw = np.random.default_rng(2)
     num_rows, num_steps = 16, 150
     mus = np.full(num_rows, 2 * tau, np.float32)
     surprises = []
     for step in range(num_steps):
         logits = (draw.standard_normal((num_rows, 400)) * 2).astype(np.float32)
-        given = {"mirostat": 2, "mirostat_tau": tau, "mirostat_eta": 0.2, "mirostat_mu": mus}
+        given = {"mirostat": version, "mirostat_tau": tau, "mirostat_eta": 0.2, "mirostat_mu": mus}
         batch = make_batch(
             num_rows, temperature=1.0, seeds=range(num_rows), positions=step, rare=given
         )

@@ -31,7 +31,7 @@ def test_the_cases_know_every_parameter() -> None:
     ragged = {"dry": {"breakers"}}
     for name, (_, parameters) in RARE_PARTS.items():
         assert parts[name] == {*parameters} | ragged.get(name, set())
-    others = {"ngram_size", "allowed", "banned_sequences"}
+    others = {"ngram_size", "allowed", "banned_sequences", "order"}
     assert {field.name for field in fields(RareParameters)} == {*RARE_PARTS} | others
     known = {name for _, parameters in RARE_PARTS.values() for name in parameters.values()}
     assert known | {"ngram_size"} == {*OFF, *OFF_COUNTS}
@@ -91,6 +91,7 @@ def test_parameters_that_are_off_change_nothing() -> None:
             breakers=[[1]] * 9,
             allowed=[[]] * 9,
             sequences=[[]] * 9,
+            order=[[]] * 9,
         )
         assert all(getattr(off, field.name) is not None for field in fields(off))
         choice = native.choose(logits, replace(plain, rare=off), _native.Pool(2))

@@ -37,12 +37,15 @@ def test_old_messages_are_left_out_and_the_model_is_counted(server: RunningServe
     text = "Tom has a dog. " * (card["max_model_len"] // 40)
     turn = [{"role": role, "content": text} for role in ("user", "assistant")]
     sent = {"messages": [*turn * 8, *SAID], "stream": False, "options": {"num_predict": 4}}
-    status, answer = server.post("/api/chat", sent)
+    status, answer = server.post("/api/chat", {**sent, "truncate": False})
     assert (status, "maximum context length" in answer["error"]) == (400, True)
-    cut = {**sent, "model": f"{card['id']}:latest", "truncate": True}
-    status, answer = server.post("/api/chat", cut)
-    assert status == 200, answer
-    assert answer["prompt_eval_count"] + 4 <= card["max_model_len"]
+    for path, cut in (
+        ("/api/chat", {**sent, "model": f"{card['id']}:latest"}),
+        ("/api/generate", {**sent, "messages": None, "prompt": text * 9}),
+    ):
+        status, answer = server.post(path, cut)
+        assert status == 200, answer
+        assert answer["prompt_eval_count"] + 4 <= card["max_model_len"]
     _, shown = server.post("/api/show", {"model": card["id"]})
     number = shown["model_info"]["general.parameter_count"]
     assert number * 2 <= server.get("/api/tags")[1]["models"][0]["size"] <= number * 4 + 100_000

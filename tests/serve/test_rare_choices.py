@@ -11,6 +11,7 @@ from tests.serve.running_server import RunningServer
 PROMPT = "the sea and the camel under the sea"
 WAYS: dict[str, dict[str, Any]] = {
     "filters": {
+        "temperature_last": True,
         "typical_p": 0.9,
         "top_n_sigma": 2,
         "epsilon_cutoff": 1e-4,
@@ -20,9 +21,11 @@ WAYS: dict[str, dict[str, Any]] = {
         "allowed_token_ids": list(range(5, 300)),
         "bad_words": ["camel", "the"],
         "no_repeat_ngram_size": 3,
+        "frequency_penalty": 0.3,
+        "repeat_last_n": 5,
         "dry_multiplier": 0.8,
     },
-    "mirostat": {"mirostat": 2, "mirostat_tau": 3.0, "dry_multiplier": 0.8},
+    "mirostat": {"mirostat": 1, "mirostat_tau": 3.0, "dry_multiplier": 0.8},
 }
 
 

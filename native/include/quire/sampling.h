@@ -31,6 +31,7 @@ struct ChooseArgs {
     const float* repetition_penalty;  // penalties
     const float* presence_penalty;
     const float* frequency_penalty;
+    const int32_t* penalty_last_n;  // see Penalties.last_n in quire/sampling/parts.py
 
     const int32_t* history_starts;  // history; [R + 1], as the other starts
     const int32_t* history;

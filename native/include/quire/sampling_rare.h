@@ -58,6 +58,8 @@ struct RareArgs {
 
     const int32_t* allowed_starts;  // allowed ids
     const int32_t* allowed_ids;
+
+    const int64_t* order;  // the row's own order of steps, 0 for the usual one
 };
 
 // Subtracts DRY's penalties. best: [V], all zero before and after.
@@ -93,6 +95,20 @@ void keep_typical(Filtered& row, float share);
 void cut_off(Filtered& row, float epsilon, float eta);
 void exclude_top_choices(Filtered& row, float threshold);
 void keep_unsurprising(Filtered& row, float mu);
+
+// top_n_sigma of what is kept.
+void keep_within_sigmas(Filtered& row, float num_sigmas);
+
+// Keeps the largest value, of equals that with the lowest id.
+void keep_first(Filtered& row);
+
+// Sets what is dropped to -inf, so that values can change.
+void drop_the_rest(Filtered& row);
+
+constexpr int32_t kZipfIds = 100;  // largest values that version 1 of mirostat looks at
+
+// The number of ids that version 1 of mirostat keeps. best: the largest values, largest first.
+int32_t zipf_count(const std::vector<BestToken>& best, float mu, int32_t vocabulary);
 
 // Returns mirostat's mu after token_id was sampled among the kept tokens.
 float moved_mu(const Filtered& row, int32_t token_id, const RareArgs& rare, int32_t index);

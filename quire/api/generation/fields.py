@@ -16,7 +16,7 @@ from typing import Any
 from quire.api.generation.field_forms import biases, listed, one_or_listed, parsed_list
 from quire.api.generation.foreign_fields import take_foreign
 from quire.api.generation.grammar_fields import grammar_asked_for
-from quire.api.generation.sampler_order import ORDERS, check_sampler_order
+from quire.api.generation.sampler_order import ORDERS, in_order
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams, random_seed
 from quire.base.show import show
@@ -35,6 +35,7 @@ SAMPLING = frozenset(
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
+        "repeat_last_n",
         "logit_bias",
         "seed",
         "max_tokens",
@@ -208,9 +209,7 @@ def sampling_of(
     sampling = defaults.changed(logprobs=logprobs, **fields)
     if sampling.logprob_token_ids:  # in place of the most probable ids, as in vLLM
         sampling = replace(sampling, logprobs=0)
-    for name in ORDERS.keys() & given.keys():
-        check_sampler_order(name, given[name], sampling)
-    return sampling
+    return sampling if ORDERS.keys().isdisjoint(given) else in_order(given, sampling)
 
 
 def limited(

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.generation.sampler_order import ORDERS
+from quire.api.generation.sampler_order import ORDER_WORDS, ORDERS
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -30,6 +30,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "min_new_tokens": ("min_tokens",),
     "repeat_penalty": ("repetition_penalty",),
     "rep_pen": ("repetition_penalty",),
+    "repetition_penalty_range": ("repeat_last_n",),
+    "rep_pen_range": ("repeat_last_n",),
     "num_return_sequences": ("n",),
     "n_cmpl": ("n",),
     "sampler_seed": ("seed",),
@@ -60,6 +62,8 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "ebnf": ("structured_outputs", "grammar"),
     "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
 }
+# Of text-generation-webui, where 0 stands for all tokens.
+RANGES = ("repetition_penalty_range", "rep_pen_range")
 # Values of synonyms that ask for nothing.
 EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
     "guided_json_object": (False,),
@@ -67,6 +71,7 @@ EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
     "grammar": ("",),
     "grammar_string": ("",),
     "ebnf": ("",),
+    **dict.fromkeys(RANGES, (0, -1)),
 }
 
 # Labels, routing, tuning of another server, and parameters of samplers that are off (UNSERVED).
@@ -87,6 +92,7 @@ NO_EFFECT: Mapping[str, str] = {
     "n_cache_reuse": "number",
     "n_keep": "number",
     "n_discard": "number",
+    "penalize_nl": "boolean",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -108,19 +114,16 @@ NO_EFFECT: Mapping[str, str] = {
 class Unserved:
     """A field accepted only at values that ask for nothing, and why it is refused otherwise.
 
-    unless: another field and its value that give one more value the neutral meaning:
-    (value, field, the other field's value). instead: what to do; by default the field is left out.
+    instead: what to do; by default the field is left out.
     """
 
     allowed: tuple[Any, ...]
     why: str
-    unless: tuple[Any, str, Any] | None = None
     instead: str = "leave it out"
 
 
 _TAIL_FREE = "tail-free sampling is not implemented (min_p is similar)"
 _ONE_TEMPERATURE = "a request has one temperature"
-_WHOLE_HISTORY = "repetition_penalty covers all tokens of prompt and answer"
 _ORDER = "the order of samplers is fixed"
 _BAN_TOKENS = "write it as bad_words, or as logit_bias of -100"
 # Anthropic's edit of a conversation that leaves out nothing; coding agents send it.
@@ -197,9 +200,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "preserved_tokens": Unserved(allowed=([],), why="write it as skip_special_tokens: false"),
     "image_data": Unserved(allowed=([],), why="the model reads text only"),
     "lora": Unserved(allowed=([],), why="LoRA adapters are not implemented"),
-    "repeat_last_n": Unserved(
-        allowed=(-1,), why=_WHOLE_HISTORY, unless=(0, "repetition_penalty_range", 0)
-    ),
     "min_keep": Unserved(allowed=(0, 1), why="filters may leave one token"),
     "adaptive_target": Unserved(allowed=(-1, -1.0, -0.01), why="adaptive-p is not implemented"),
     # text-generation-inference, text-generation-webui, KoboldCpp, SillyTavern
@@ -231,15 +231,10 @@ UNSERVED: Mapping[str, Unserved] = {
     "smoothing_factor": Unserved(allowed=(0, 0.0), why="quadratic sampling is not implemented"),
     "dynamic_temperature": Unserved(allowed=(False,), why=_ONE_TEMPERATURE),
     "dynatemp_range": Unserved(allowed=(0, 0.0), why=_ONE_TEMPERATURE),
-    "temperature_last": Unserved(
-        allowed=(False,), why="filters see the distribution at the request's temperature"
-    ),
     "penalty_alpha": Unserved(allowed=(0, 0.0), why="contrastive search is not implemented"),
     "encoder_repetition_penalty": Unserved(
         allowed=(1, 1.0), why="the prompt's tokens are not favoured"
     ),
-    "repetition_penalty_range": Unserved(allowed=(0, -1), why=_WHOLE_HISTORY),
-    "rep_pen_range": Unserved(allowed=(0, -1), why=_WHOLE_HISTORY),
     "include_reasoning": Unserved(
         allowed=(True, False), why="a text completion has its reasoning in the text"
     ),
@@ -328,7 +323,7 @@ def take_foreign(
         elif name in ORDERS and "temperature" in honoured:
             given[name] = value  # checked against the parameters
         elif name in UNSERVED:
-            check_unserved(name, value, body)
+            check_unserved(name, value)
         elif name in OPTIONS:
             check_options(name, value, OPTIONS[name])
         elif name in NO_EFFECT:
@@ -343,6 +338,9 @@ def take_foreign(
             from quire.api.generation.unknown_fields import unknown_field  # only for refusals
 
             raise unknown_field(name, honoured, body)
+    asks_for_all = any(same_json(synonyms.get(name), 0) for name in RANGES)
+    if asks_for_all and "n_predict" not in honoured and same_json(given.get("repeat_last_n"), 0):
+        del given["repeat_last_n"]  # programs send one number under all names
     for name, value in synonyms.items():
         if not any(same_json(value, empty) for empty in EMPTY_SYNONYMS.get(name, ())):
             _rename(name, value, given)
@@ -402,14 +400,9 @@ def _check_hint(name: str, value: Any) -> None:
         )
 
 
-def check_unserved(name: str, value: Any, body: Mapping[str, Any]) -> None:
-    """Refuse a field of UNSERVED at a value that asks for something. body: the other fields."""
-    rule = UNSERVED[name]
-    if rule.unless is not None:
-        neutral, other, of_other = rule.unless
-        if same_json(value, neutral) and same_json(body.get(other), of_other):
-            return
-    _check(name, value, rule, name)
+def check_unserved(name: str, value: Any) -> None:
+    """Refuse a field of UNSERVED at a value that asks for something."""
+    _check(name, value, UNSERVED[name], name)
 
 
 def check_options(
@@ -459,6 +452,6 @@ def documented() -> Iterator[tuple[str, str]]:
         )
         yield f"`{name}`", f"accepted with {values}; otherwise refused"
     for name in ORDERS:
-        yield f"`{name}`", "accepted if the steps that change the answer are applied in this order"
+        yield f"`{name}`", ORDER_WORDS[name]
     for name in HINTS:
         yield f"`{name}`", "a hint: accepted, not used, listed in `x-quire-ignored-fields`"

@@ -1,19 +1,21 @@
-"""Orders of samplers that clients send: accepted if they cannot change the answer.
+"""Orders of samplers that clients send, as SamplingParams.samplers.
 
-The server applies the steps of token choice in one order (quire/sampling/batch.py). A list from a
-client is the same request if every step that is on is in it, and no two of them that do not
-commute are in another order than the server's. `samplers` has llama.cpp's names,
-`sampler_priority` those of text-generation-webui.
+A list is the order of sampling/batch.py if no two steps that are on and do not commute are in
+another order than there. Otherwise the temperature and the filters are applied as listed; what
+changes logits before them (penalties, DRY, bans) has its place. `samplers` has llama.cpp's names,
+or its letters; `sampler_priority` has those of text-generation-webui, and its
+`temperature_last` moves one step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from quire.base.errors import InvalidParameter
-from quire.base.sampling_checks import SMALLEST_TEMPERATURE
+from quire.base.sampling_checks import SAMPLERS, SMALLEST_TEMPERATURE
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
 
@@ -70,6 +72,9 @@ _OF_LLAMA_CPP: Mapping[str, tuple[str, ...]] = {
             "min_p",
             "xtc",
             "temperature",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "no_repeat_ngram",
         )
     },
     **dict.fromkeys(("adaptive_p", "tfs_z", "tfs"), ()),
@@ -91,29 +96,112 @@ _OF_WEBUI: Mapping[str, tuple[str, ...]] = {
 ORDERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "samplers": _OF_LLAMA_CPP,
     "sampler_priority": _OF_WEBUI,
+    "temperature_last": {},
 }
+# What a request says with each, for the documentation.
+ORDER_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("samplers", "sampler_priority"),
+        "the temperature and the filters are applied in this order, after penalties, DRY and bans",
+    ),
+    "temperature_last": "`true`: the temperature is applied after the filters",
+}
+MAX_SAMPLERS = 64
+# What its letters stand for.
+_LETTERS: Mapping[str, str] = {
+    **{"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p"},
+    **{
+        "p": "top_p",
+        "m": "min_p",
+        "x": "xtc",
+        "t": "temperature",
+        "a": "adaptive_p",
+        "i": "infill",
+    },
+}
+# Orders of other servers where a request lists none; the steps that they lack have the place that
+# they have here.
+LLAMA_CPP_ORDER = (
+    *("no_repeat_ngram", "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p"),
+    *("epsilon_cutoff", "eta_cutoff", "min_p", "xtc", "temperature"),
+)
+OLLAMA_ORDER = (
+    *("no_repeat_ngram", "penalties", "dry", "top_n_sigma", "top_k", "temperature", "typ_p"),
+    *("top_p", "epsilon_cutoff", "eta_cutoff", "min_p", "xtc"),
+)
 
 
-def check_sampler_order(name: str, value: Any, sampling: SamplingParams) -> None:
-    """Raise InvalidParameter if applying the samplers as listed could change the answer.
+def in_order(given: Mapping[str, Any], sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters with the order that a request lists. Raises InvalidParameter.
 
-    name: of the field, which has the names. An empty list leaves the order to the server.
+    given: has a field of ORDERS. An empty list leaves the order to the server.
     """
+    listed = [name for name in ("samplers", "sampler_priority") if name in given]
+    if len(listed) > 1:
+        raise InvalidParameter(
+            "samplers and sampler_priority are both given, and both are the order of samplers; "
+            "leave one out",
+            param="sampler_priority",
+        )
+    is_last = given.get("temperature_last", False)
+    if not isinstance(is_last, bool):
+        raise InvalidParameter(
+            f"temperature_last is {show(is_last)}; true or false is allowed",
+            param="temperature_last",
+        )
+    name = listed[0] if listed else "temperature_last"
+    places = _places(name, given[name]) if listed else {}
+    if not places:
+        places = {step: place for place, (step, _) in enumerate(_STEPS)}
+    if is_last and "temperature" in places:
+        places["temperature"] = len(_STEPS) + max(places.values())
+    if sampling.mirostat and name == "samplers":
+        return sampling  # llama.cpp ignores the list with mirostat
+    return _placed(name, places, sampling)
+
+
+def with_order(names: Sequence[str], sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters with one of the orders of other servers."""
+    return in_order({"samplers": [*names]}, sampling)
+
+
+def sampler_names(value: Any) -> Any:
+    """Return the names of a text of llama.cpp's letters; other values as they are."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SAMPLERS:
+        return value
+    if not _LETTERS.keys() >= set(value):
+        return value
+    return [_LETTERS[letter] for letter in value]
+
+
+def _places(name: str, value: Any) -> dict[str, int]:
+    """Return the place of each step in a list of samplers. Raises InvalidParameter."""
     names = ORDERS[name]
-    if not isinstance(value, list):
-        raise InvalidParameter(f"{name} is {show(value)}; a list is allowed", param=name)
-    for entry in value:
+    entries = sampler_names(value) if name == "samplers" else value
+    if isinstance(entries, list) and len(entries) > MAX_SAMPLERS:
+        raise InvalidParameter(
+            f"{name} has {len(entries)} entries; at most {MAX_SAMPLERS} are allowed", param=name
+        )
+    if not isinstance(entries, list):
+        raise InvalidParameter(
+            f"{name} is {show(value)}; a list is allowed"
+            + (f", or a text of the letters {''.join(_LETTERS)}" if name == "samplers" else ""),
+            param=name,
+        )
+    places: dict[str, int] = {}
+    for place, entry in enumerate(entries):
         if not isinstance(entry, str) or entry not in names:
             raise InvalidParameter(
                 f"{name} holds {show(entry)}; known: {', '.join(names)}; leave {name} out",
                 param=name,
             )
-    if not value or (sampling.mirostat and names is _OF_LLAMA_CPP):
-        return  # llama.cpp ignores the list with mirostat
-    places: dict[str, int] = {}
-    for place, entry in enumerate(value):
         for step in names[entry]:
             places.setdefault(step, place)
+    return places
+
+
+def _placed(name: str, places: Mapping[str, int], sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters with the steps that are on in these places."""
     active = _active(sampling)
     for step in active:
         if step not in places:
@@ -122,13 +210,29 @@ def check_sampler_order(name: str, value: Any, sampling: SamplingParams) -> None
                 f"out, or switch {step} off",
                 param=name,
             )
+    moved = False
     for first, second in combinations(active, 2):
-        if places[first] > places[second] and frozenset({first, second}) not in _COMMUTING:
+        if places[first] <= places[second] or frozenset({first, second}) in _COMMUTING:
+            continue
+        moved = True
+        if first not in SAMPLERS or second not in SAMPLERS:
             raise InvalidParameter(
                 f"{name} has {second} before {first}; this server applies {first} first, which "
                 f"would change the answer: switch one of them off, or leave {name} out",
                 param=name,
             )
+    if not moved:
+        return sampling
+    last = len(_STEPS) + len(places)
+    filters = [step for step in _on(sampling) if step in SAMPLERS]
+    filters.sort(key=lambda step: places.get(step, last))
+    return replace(sampling, samplers=tuple(filters))
+
+
+def has_penalties(sampling: SamplingParams) -> bool:
+    """Return whether a penalty is on that repeat_last_n limits."""
+    off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return any(getattr(sampling, name) != value for name, value in off.items())
 
 
 def neutral_unlisted(name: str, listed: Sequence[str]) -> dict[str, Any]:
@@ -140,12 +244,16 @@ def neutral_unlisted(name: str, listed: Sequence[str]) -> dict[str, Any]:
 
 
 def _active(sampling: SamplingParams) -> list[str]:
-    """Return the steps that are on, in the server's order."""
+    """Return the steps that can change the answer, in the server's order."""
     is_greedy = sampling.temperature < SMALLEST_TEMPERATURE
+    return [step for step in _on(sampling) if not (is_greedy and step in _KEEP_BEST)]
+
+
+def _on(sampling: SamplingParams) -> list[str]:
+    """Return the steps that are on, in the server's order."""
     return [
         step
         for step, off in _STEPS
         if any(getattr(sampling, field) != value for field, value in off.items())
         and not (step == "top_k" and sampling.top_k == -1)
-        and not (is_greedy and step in _KEEP_BEST)
     ]

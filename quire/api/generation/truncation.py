@@ -6,7 +6,7 @@ if the request says so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,3 +76,16 @@ def fitted(sampling: SamplingParams, room_tokens: int) -> SamplingParams:
     if not asked_tokens > room_tokens >= max(sampling.min_tokens, 1):
         return sampling
     return replace(sampling, max_tokens=room_tokens)
+
+
+def without_middle(token_ids: Sequence[int], *, most: int, first: int) -> tuple[list[int], range]:
+    """Return the first and the last ids, `most` together, and the places of those left out.
+
+    first: ids to keep at the beginning; below 0 as many as possible. At least the last id is kept.
+    """
+    num_first = most - 1 if first < 0 else min(first, most - 1)
+    begin_of_last = len(token_ids) - (most - num_first)
+    if begin_of_last <= num_first:
+        return list(token_ids), range(0)
+    kept = [*token_ids[:num_first], *token_ids[begin_of_last:]]
+    return kept, range(num_first, begin_of_last)

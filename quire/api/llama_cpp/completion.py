@@ -2,8 +2,9 @@
 
 A prompt is a text, token ids, or a list of both, of which only a text at its beginning gets the
 tokenizer's special tokens. Always holds: a text has the ids that /v1/completions gives it, and the
-same request has the same tokens there. infill.py makes the prompt of /infill; of its texts of
-other files the first are left out if all do not fit the context.
+same request, with the window of penalties and the order of samplers, has the same tokens there.
+infill.py makes the prompt of /infill; of its texts of other files the first are left out if all do
+not fit the context, then texts around the gap are cut.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ async def read_infill(request: GenerationRequest) -> GenerationJob:
         texts = InfillTexts(request.given)
         first = await _first_file(request, texts, sampling)
         text = texts.prompt(request.engine.tokenizer, first)
+        try:
+            return await _job(request, [text], sampling, returned, adds_special=True)
+        except TOO_LONG:  # without other texts too
+            await _shorten(request, texts, sampling)
+        text = texts.prompt(request.engine.tokenizer, first)
         return await _job(request, [text], sampling, returned, adds_special=True)
     except InvalidParameter as error:
         raise as_named_here(error, request.given) from error
@@ -111,15 +117,33 @@ async def _first_file(
     low, high = 0, len(texts.files)
     while low < high:
         middle = (low + high) // 2 if low else 0  # usually all fit
-        text = texts.prompt(request.engine.tokenizer, middle)
-        try:
-            await encode(request.context, text, add_special_tokens=True, min_output=room)
+        if await _fits(request, texts, middle, room):
             high = middle
-        except TOO_LONG:
+        else:
             low = middle + 1
     if low:
         request.context.ignore(f"input_extra[:{low}]")
     return low
+
+
+async def _shorten(
+    request: GenerationRequest, texts: InfillTexts, sampling: SamplingParams
+) -> None:
+    """Cut the texts around the gap so that they fit the context."""
+    max_model_len = request.engine.card.max_model_len
+    max_tokens = max_model_len - answer_room(sampling.max_tokens, max_model_len)
+    shorten, tokenizer = texts.shorten, request.engine.tokenizer
+    request.context.ignore(*await request.context.run_in_thread(shorten, tokenizer, max_tokens))
+
+
+async def _fits(request: GenerationRequest, texts: InfillTexts, first_file: int, room: int) -> bool:
+    """Return whether a prompt leaves so many tokens to the answer."""
+    text = texts.prompt(request.engine.tokenizer, first_file)
+    try:
+        await encode(request.context, text, add_special_tokens=True, min_output=room)
+    except TOO_LONG:
+        return False
+    return True
 
 
 async def _job(

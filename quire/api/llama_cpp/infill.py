@@ -16,6 +16,10 @@ from quire.text.infill import FileText, infill_prompt, repository_context
 from quire.text.tokenizer import Tokenizer
 
 MAX_FILES = 1024
+# A text with more fills no context; tokens between the texts, with some that the cuts add.
+MAX_CHARS_A_TOKEN = 16
+NUM_MARKS = 8
+PART_OF_CHARACTER = "\ufffd"
 _DEFAULT_NAME = "tmp"
 _FORM = '{"filename": "...", "text": "..."}'
 _TEXTS = ("input_prefix", "input_suffix", "prompt")
@@ -45,6 +49,30 @@ class InfillTexts:
             )
         files = self.files[first_file:]
         return f"{repository_context(tokenizer, files)}{text}" if files else text
+
+    def shorten(self, tokenizer: Tokenizer, max_tokens: int) -> list[str]:
+        """Keep the last tokens before the gap and the first after it, three to one as llama.cpp's
+        server does; return what is left out."""
+        num_tokens = max(max_tokens - NUM_MARKS, 4)
+        num_before, num_after = num_tokens * 3 // 4, num_tokens // 4
+        before = _cut(tokenizer, self._prefix[-MAX_CHARS_A_TOKEN * num_before :], -num_before)
+        after = _cut(tokenizer, self._suffix[: MAX_CHARS_A_TOKEN * num_after], num_after)
+        left_out = []
+        if (num_chars := len(self._prefix) - len(before)) > 0:
+            left_out.append(f"input_prefix[:{num_chars}]")
+        if len(self._suffix) > len(after):
+            left_out.append(f"input_suffix[{len(after)}:]")
+        self._prefix, self._suffix = before, after
+        return left_out
+
+
+def _cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
+    """Return the first tokens of a text, or the last ones if the number is below 0."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) <= abs(num_tokens):
+        return text
+    kept = ids[:num_tokens] if num_tokens > 0 else ids[num_tokens:]
+    return tokenizer.decode(kept, skip_special_tokens=False).strip(PART_OF_CHARACTER)
 
 
 def _files(extra: Any) -> list[FileText]:

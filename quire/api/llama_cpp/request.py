@@ -1,19 +1,26 @@
 """Read the fields of llama.cpp's native routes as those of the neutral code.
 
 Always holds: a field is honoured, without effect by its nature, or refused by name; `id_slot` is
-checked and has no effect, since tokens do not depend on the place of a request. What llama.cpp does
-by default and this server does not (penalties over a window) is listed as ignored.
+checked and has no effect, since tokens do not depend on the place of a request. What llama.cpp
+does by default is done: penalties count the last 64 tokens, the temperature comes last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.api.generation.fields import flag, sampling_of
 from quire.api.generation.generate import GenerationRequest
-from quire.api.generation.sampler_order import neutral_unlisted
+from quire.api.generation.sampler_order import (
+    LLAMA_CPP_ORDER,
+    ORDERS,
+    has_penalties,
+    neutral_unlisted,
+    sampler_names,
+    with_order,
+)
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
 from quire.base.sampling_params import SamplingParams
@@ -27,17 +34,18 @@ _MAX_SLOT = 2**31 - 1
 _MAX_ID_DIGITS = 10
 # Tokens that llama.cpp's server searches for repetitions, unless a request says otherwise.
 DRY_LAST_N = 64
+# And those that its penalties count.
+REPEAT_LAST_N = 64
 MAX_RESPONSE_FIELDS = 256
 # A sampler that compares the sums of tokens that begin alike. It is not implemented.
 _INFILL = "infill"
-_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """What an answer has beside its text. num_probs: alternatives of each token; 0: no
     log-probabilities. id_slot: as sent; -1 without one. response_fields: paths of the parts that
-    the last object has; none for all."""
+    the last object has; none for all. samplers: as listed; none for the order of llama.cpp."""
 
     num_probs: int = 0
     returns_tokens: bool = False
@@ -45,13 +53,14 @@ class Returned:
     timings_per_token: bool = False
     streams: bool = False
     response_fields: tuple[str, ...] = ()
+    samplers: tuple[str, ...] = ()
 
 
 def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]:
     """Return the parameters, and what the answer has. Raises InvalidParameter."""
     given, engine = request.given, request.engine
     returned = Returned(
-        num_probs=_whole(given, "n_probs", 0, 0, MAX_TOP_LOGPROBS),
+        num_probs=_num_probs(given),
         returns_tokens=flag(given, "return_tokens"),
         id_slot=_whole(given, "id_slot", -1, -1, _MAX_SLOT),
         timings_per_token=flag(given, "timings_per_token"),
@@ -71,8 +80,9 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         fields["prompt_logprobs"] = 0
     if given.get("seed") in _ANY_SEEDS:
         del fields["seed"]
-    if isinstance(given.get("samplers"), list):
-        off, listed = _sampler_fields(request, given["samplers"])
+    listed = sampler_names(given.get("samplers"))
+    if isinstance(listed, list):
+        off, listed = _sampler_fields(request, listed)
         fields = {**fields, **off, "samplers": listed}
     sampling = sampling_of(
         fields,
@@ -80,8 +90,11 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         logprobs=returned.num_probs or None,
         tokenizer=engine.tokenizer,
     )
-    _check_window(request, sampling)
-    return sampling, returned
+    if sampling.repeat_last_n is None and has_penalties(sampling):
+        sampling = replace(sampling, repeat_last_n=REPEAT_LAST_N)
+    if not listed and not (ORDERS.keys() - {"samplers"}) & given.keys():
+        sampling = with_order(LLAMA_CPP_ORDER, sampling)
+    return sampling, replace(returned, samplers=tuple(listed or ()))
 
 
 def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
@@ -103,6 +116,17 @@ def _limit(given: Mapping[str, Any]) -> Any:
             param="n_predict",
         )
     return None if limit in _NO_LIMIT and not isinstance(limit, bool) else limit
+
+
+def _num_probs(given: Mapping[str, Any]) -> int:
+    """Return the alternatives of each token; some programs send their number under two names."""
+    found = [_whole(given, name, 0, 0, MAX_TOP_LOGPROBS) for name in ("n_probs", "logprobs")]
+    if "n_probs" in given and "logprobs" in given and found[0] != found[1]:
+        raise InvalidParameter(
+            f"n_probs is {found[0]} and logprobs is {found[1]}; they mean the same: give one",
+            param="n_probs",
+        )
+    return max(found)
 
 
 def _whole(given: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
@@ -159,26 +183,3 @@ def _response_fields(given: Mapping[str, Any]) -> tuple[str, ...]:
             param="response_fields",
         )
     return tuple(paths)
-
-
-def _check_window(request: GenerationRequest, sampling: SamplingParams) -> None:
-    """Refuse a window of the penalties that is smaller than the context, if one is on.
-
-    Without the field llama.cpp has a window of 64 tokens, so it is listed as ignored.
-    """
-    given = request.given
-    window = given.get("repeat_last_n", -1)
-    if type(window) is not int or window < -1:
-        raise InvalidParameter(
-            f"repeat_last_n is {show(window)}; a whole number from -1 is allowed",
-            param="repeat_last_n",
-        )
-    on = [name for name, off in _PENALTIES.items() if getattr(sampling, name) != off]
-    if "repeat_last_n" not in given and not given.keys().isdisjoint(on):
-        request.context.ignore("repeat_last_n")
-    if window != -1 and on:
-        raise InvalidParameter(
-            f"repeat_last_n is {show(window)}: penalties cover the whole context; write -1, or "
-            "switch the penalties off",
-            param="repeat_last_n",
-        )

@@ -1,7 +1,7 @@
 """Sampling parameters under llama.cpp's names, as answers and /props have them.
 
 Knows no request. Always holds: a parameter of llama.cpp that this server lacks has the value at
-which it is off there, and the window of the penalties is the whole context.
+which it is off there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.api.llama_cpp.request import Returned
+from quire.api.llama_cpp.request import REPEAT_LAST_N, Returned
 from quire.base.grammar import Grammar, GrammarKind
 from quire.base.sampling_params import SamplingParams
 
@@ -19,10 +19,10 @@ _SAME = (
     *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "mirostat_tau"),
     *("mirostat_eta", "ignore_eos"),
 )
-# In the order of quire/sampling/batch.py.
-_SAMPLERS = [
-    *("penalties", "dry", "temperature", "top_n_sigma", "min_p", "top_k", "typ_p", "top_p", "xtc"),
-]
+# llama.cpp's order, which a request without a list has.
+_SAMPLERS = (
+    *("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
+)
 # Parameters that no request changes here. A completion is not parsed as a chat's answer.
 _FIXED: Mapping[str, Any] = {
     "grammar_lazy": False,
@@ -51,7 +51,9 @@ def settings_json(sampling: SamplingParams, returned: Returned) -> dict[str, Any
         **{name: getattr(sampling, name) for name in _SAME},
         "dynatemp_range": 0.0,
         "dynatemp_exponent": 1.0,
-        "repeat_last_n": -1,
+        "repeat_last_n": REPEAT_LAST_N
+        if sampling.repeat_last_n is None
+        else sampling.repeat_last_n,
         "repeat_penalty": sampling.repetition_penalty,
         "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
         "stop": list(sampling.stop),
@@ -62,7 +64,7 @@ def settings_json(sampling: SamplingParams, returned: Returned) -> dict[str, Any
         "min_keep": 0,
         "logit_bias": biases,
         "grammar": _text_of(sampling.structured_outputs),
-        "samplers": _SAMPLERS,
+        "samplers": list(returned.samplers or _SAMPLERS),
         "timings_per_token": returned.timings_per_token,
         **_FIXED,
     }

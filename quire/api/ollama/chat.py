@@ -1,7 +1,8 @@
 """POST /api/chat: a conversation in the form of Ollama's API, answered whole or streamed.
 
 A stream is the default, as in Ollama. Always holds: the prompt, the parameters and the grammar are
-those of the same conversation at /v1/chat/completions, so the tokens are too.
+those of the same conversation at /v1/chat/completions (with the window of penalties and the place
+of min_p, if they are on), so the tokens are too.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
     check_plain_fields(request)
+    truncates = flag(given, "truncate", default=True)
     messages, budget = history_of(given.get("messages", [])), budget_of(given)
     sampling = read_sampling(request)
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
     if not messages:
         return loading_job(request, sampling, is_chat=True)
-    if flag(given, "truncate"):
-        messages = await newest_messages(
+    if truncates:
+        messages, num_passed = await newest_messages(
             messages,
             lambda kept, room: _check_fits(request, kept, offer, room),
             room=answer_room(sampling.max_tokens, request.engine.card.max_model_len),
         )
+        if num_passed:
+            request.context.ignore(f"messages[:{num_passed}]")
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
         request.context,

@@ -110,7 +110,6 @@ RUNTIME_OPTIONS: Mapping[str, type | tuple[type, ...]] = {
     "num_gpu": int,
     "main_gpu": int,
     "num_thread": int,
-    "num_keep": int,
     "num_gqa": int,
     "low_vram": bool,
     "f16_kv": bool,
@@ -128,5 +127,5 @@ NEUTRAL_OPTIONS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "vocab_only": ((False,), "the weights are loaded"),
     "embedding_only": ((False,), "the model generates text"),
 }
-# Read with the penalties; a hint about memory.
-REPEAT_LAST_N, NUM_CTX = "repeat_last_n", "num_ctx"
+# Read where a prompt is cut; a hint about memory.
+NUM_KEEP, NUM_CTX = "num_keep", "num_ctx"

@@ -3,7 +3,7 @@
 A prompt is the message of a user, rendered by the model's template, with `system` before it; with
 `raw`, or if the model has no template, it is used as it is, and with `suffix` the gap between both
 is filled in. `context` is the ids of an earlier answer, which the prompt continues; each answer has
-one, except with `raw`, as in Ollama.
+one, except with `raw`, as in Ollama. What does not fit the context is cut out of the middle.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import checked_ids
 from quire.api.ollama.chat import conversation_of
+from quire.api.ollama.prompt_cut import PromptCut
 from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields
 from quire.base.errors import InvalidParameter
@@ -29,8 +30,6 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
     check_plain_fields(request)
-    if flag(given, "truncate"):  # a prompt is refused where it does not fit
-        request.context.ignore("truncate")
     _check_unserved(given)
     prompt, suffix, system = (_text(given, name) for name in ("prompt", "suffix", "system"))
     context = given.get("context", [])
@@ -49,8 +48,12 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
                 "out",
                 param=name,
             )
-    before = checked_ids(request.engine, context, param="context") if context else []
     sampling = read_sampling(request)
+    cut = None
+    if flag(given, "truncate", default=True):
+        cut = PromptCut.of(request, sampling)
+        context = cut.ids(context, "context")
+    before = checked_ids(request.engine, context, param="context") if context else []
     if not prompt and not suffix:
         return loading_job(request, sampling, is_chat=False)
     if suffix:
@@ -58,7 +61,7 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
     elif is_raw or (request.engine.template is None and not system):
         text = prompt
     else:
-        return await _rendered(request, prompt, system, sampling, before)
+        return await _rendered(request, prompt, system, sampling, before, cut)
     if given.get("think") not in (None, False):  # no template opens the reasoning
         request.context.ignore("think")
     return await prompted_job(
@@ -70,6 +73,7 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
         is_chat=False,
         add_special_tokens=True,
         before=before,
+        cut=cut,
         returns_context=not is_raw,
     )
 
@@ -80,6 +84,7 @@ async def _rendered(
     system: str,
     sampling: SamplingParams,
     before: Sequence[int],
+    cut: PromptCut | None,
 ) -> GenerationJob:
     """Return the job of a prompt that the template renders."""
     said = [{"role": "system", "content": system}] if system else []
@@ -95,6 +100,7 @@ async def _rendered(
         param="prompt",
         is_chat=False,
         before=before,
+        cut=cut,
         returns_context=True,
     )
 

@@ -19,9 +19,10 @@ from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import encode
 from quire.api.generation.truncation import fitted
 from quire.api.ollama.answer_writer import AnswerWriter, loaded_json
+from quire.api.ollama.prompt_cut import PromptCut
 from quire.api.ollama.request import (
     as_named_here,
-    check_window,
+    as_ollama_does,
     num_top_logprobs,
     sampling_fields,
     unloads,
@@ -61,8 +62,7 @@ def read_sampling(request: GenerationRequest) -> SamplingParams:
         logprobs=num_top_logprobs(request.given),
         tokenizer=engine.tokenizer,
     )
-    check_window(request.context, sampling)
-    return sampling
+    return as_ollama_does(sampling)
 
 
 async def prompted_job(
@@ -75,18 +75,26 @@ async def prompted_job(
     is_chat: bool,
     add_special_tokens: bool = False,
     before: Sequence[int] = (),
+    cut: PromptCut | None = None,
     returns_context: bool = False,
 ) -> GenerationJob:
-    """Tokenize a prompt and return its job. before: ids that precede those of the text.
+    """Tokenize a prompt and return its job. before: ids that precede those of the text. cut: how
+    all are made to fit the context; None: they must.
 
     param: the field of the text. Without a limit, or with one that the context has no room for, the
     answer may fill the context.
     """
     engine = request.engine
     token_ids = await encode(
-        request.context, text, add_special_tokens=add_special_tokens and not before, param=param
+        request.context,
+        text,
+        add_special_tokens=add_special_tokens and not before,
+        keep_tokens=None if cut is None else slice(None),
+        param=param,
     )
     token_ids = [*before, *token_ids]
+    if cut is not None:
+        token_ids = [*cut.ids(token_ids, param)]
     max_model_len = engine.card.max_model_len
     if before and len(token_ids) >= max_model_len:
         found = f"{len(token_ids)} tokens with those of context"

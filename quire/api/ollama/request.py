@@ -8,18 +8,20 @@ is honoured, without effect by its nature, or refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.api.generation.fields import flag
 from quire.api.generation.foreign_fields import same_json
 from quire.api.generation.generate import GenerationRequest
 from quire.api.generation.request_context import RequestContext
+from quire.api.generation.sampler_order import OLLAMA_ORDER, has_penalties, with_order
 from quire.api.ollama.fields import (
     NEUTRAL_OPTIONS,
     NUM_CTX,
+    NUM_KEEP,
     OPTIONS,
     RENAMED,
-    REPEAT_LAST_N,
     RUNTIME_OPTIONS,
 )
 from quire.base.errors import InvalidParameter
@@ -29,7 +31,10 @@ from quire.base.show import show
 
 # Values of num_predict without a limit of their own.
 _NO_LIMIT = (0, -1, -2)
-_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# Tokens that its penalties count, and those that are kept of the beginning of a prompt that is cut,
+# unless a request says otherwise.
+REPEAT_LAST_N = 64
+_NUM_KEEP = 4
 # What a duration of no length is written with.
 _ZERO_DURATION = frozenset("0.hmnsu")
 THINK_LEVELS = ("low", "medium", "high")
@@ -99,7 +104,6 @@ def check_plain_fields(request: GenerationRequest) -> None:
     given = request.given
     effort_of(given)
     check_keep_alive(given)
-    flag(given, "truncate")
     if flag(given, "shift"):
         request.context.ignore("shift")
 
@@ -122,21 +126,17 @@ def unloads(given: Mapping[str, Any]) -> bool:
     return value == 0 and not isinstance(value, bool)
 
 
-def check_window(context: RequestContext, sampling: SamplingParams) -> None:
-    """Refuse a window of the penalties that is smaller than the context, if one is on.
+def as_ollama_does(sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters with Ollama's window of the penalties and its place of min_p."""
+    if sampling.repeat_last_n is None and has_penalties(sampling):
+        sampling = replace(sampling, repeat_last_n=REPEAT_LAST_N)
+    return with_order(OLLAMA_ORDER, sampling)
 
-    Without the option Ollama has a window of 64 tokens, so it is listed as ignored.
-    """
-    options = context.given.get("options", {})
-    window = options.get(REPEAT_LAST_N)
-    on = [name for name, off in _PENALTIES.items() if getattr(sampling, name) != off]
-    if window is None and any(options.get(_OURS.get(name, name)) is not None for name in on):
-        context.ignore(f"options.{REPEAT_LAST_N}")
-    if window not in (None, -1) and on:
-        raise _fault(
-            f"options.{REPEAT_LAST_N} is {show(window)}: penalties cover the whole context; write "
-            "-1, or switch the penalties off"
-        )
+
+def num_keep(given: Mapping[str, Any]) -> int:
+    """Return how many tokens at the beginning of a prompt are kept if it is cut; below 0 all."""
+    value: int | None = given.get("options", {}).get(NUM_KEEP)
+    return _NUM_KEEP if value is None else value
 
 
 def is_keep_alive(value: Any) -> bool:
@@ -196,7 +196,7 @@ def _read_option(context: RequestContext, name: str, value: Any, fields: dict[st
                 f"options.{name} is {show(value)}: {why}; leave it out ({show(allowed[0])} is "
                 "accepted)"
             )
-    elif name in (NUM_CTX, REPEAT_LAST_N):
+    elif name in (NUM_CTX, NUM_KEEP):
         if type(value) is not int:
             raise _fault(f"options.{name} is {show(value)}; a whole number is allowed")
         if name == NUM_CTX:  # the context is the server's

@@ -1,4 +1,4 @@
-"""The newest messages of a chat that fit the context, for requests with `truncate: true`.
+"""The newest messages of a chat that fit the context, unless a request has `truncate: false`.
 
 Knows no template and no tokens. Always holds: system messages and the last message are kept; what
 is kept of the others begins with a message of the user, so that no result is without its call.
@@ -19,8 +19,9 @@ async def newest_messages(
     check_fits: Callable[[list[Message], int], Awaitable[None]],
     *,
     room: int,
-) -> list[Message]:
-    """Return all messages if they fit, else as many of the newest as fit.
+) -> tuple[list[Message], int]:
+    """Return all messages if they fit, else as many of the newest as fit; and how many come before
+    the first of these, of which only system messages are kept.
 
     check_fits: raises one of TOO_LONG if messages leave less than so many tokens to the answer.
     """
@@ -29,7 +30,7 @@ async def newest_messages(
     except TOO_LONG as error:
         too_long = error
     else:
-        return messages
+        return messages, 0
     begins = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
     low, high = 0, len(begins)
     while low < high:
@@ -41,7 +42,7 @@ async def newest_messages(
             too_long, low = error, middle + 1
     if low == len(begins):
         raise too_long
-    return _from(messages, begins[low])
+    return _from(messages, begins[low]), begins[low]
 
 
 def _from(messages: Sequence[Message], begin: int) -> list[Message]:

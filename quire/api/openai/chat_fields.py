@@ -43,7 +43,7 @@ def echoed_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the labels of an answer: the one tier if one was asked for, and metadata as sent."""
     labels: dict[str, Any] = {}
     if "service_tier" in given:
-        check_unserved("service_tier", given["service_tier"], given)
+        check_unserved("service_tier", given["service_tier"])
         labels["service_tier"] = "default"
     if "metadata" in given:
         labels["metadata"] = checked_metadata(given["metadata"])

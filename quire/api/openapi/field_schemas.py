@@ -99,7 +99,7 @@ def _foreign_rows(honoured: frozenset[str]) -> Schema:
             words = f"Another name of {'.'.join(path)}."
             rows[name] = {"description": words, "x-quire": "synonym"}
     for name, rule in sorted(UNSERVED.items()):
-        values = _distinct((*rule.allowed, *(rule.unless[:1] if rule.unless else ())))
+        values = _distinct(rule.allowed)
         rows[name] = {
             "enum": [None, *values],
             "description": f"Not served: {rule.why}.",
@@ -200,7 +200,6 @@ def sampling_rows(known: Known) -> dict[str, Schema]:
         low_word = "exclusiveMinimum" if name in MUST_BE_ABOVE else "minimum"
         rows[name] = {"type": "number", low_word: least, "maximum": most}
     rows |= dict.fromkeys(FLAGS, FLAG)
-    rows["mirostat"] = {"enum": [0, 2]}
     rows["max_tokens"]["maximum"] = max_output(known)
     rows["max_completion_tokens"] = rows["max_tokens"]
     rows["min_tokens"]["maximum"] = max_output(known)

@@ -80,12 +80,13 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "xtc_probability": "With this probability, drop all but the least likely of the tokens "
         "above xtc_threshold; 0: off.",
         "xtc_threshold": "See xtc_probability.",
-        "mirostat": "2: keep the surprise at mirostat_tau, instead of the filters; 0: off.",
+        "mirostat": "Its version, 1 or 2: keep the surprise at mirostat_tau, instead of the "
+        "filters; 0: off.",
         "mirostat_tau": "Target surprise in bits.",
         "mirostat_eta": "Learning rate of mirostat.",
         "repetition_penalty": "Divide logits of tokens in prompt and answer by this.",
-        "repeat_last_n": "-1: penalties cover the whole context; other numbers only without "
-        "penalties.",
+        "repeat_last_n": "All penalties count this many last tokens of prompt and answer; -1: all, "
+        "0: none. Without it repetition_penalty counts both, and the others the answer.",
         "presence_penalty": "Subtracted once from logits of tokens in the answer.",
         "frequency_penalty": "Subtracted once for each occurrence of the token in the answer.",
         "dry_multiplier": "Strength of the penalty on continuing a repetition; 0: off.",
@@ -196,7 +197,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "by its id or reads its events.",
         "service_tier": "There is one tier; without effect.",
         "keep_alive": "Without effect: the model stays loaded.",
-        "truncate": "Not served: a prompt longer than the context is an error.",
+        "truncate": "Shorten what is longer than the context; true by default.",
         "shift": "Not served: an answer ends where the context is full.",
         "verbose": "Without effect: tensors are not listed.",
         "id_slot": "Returned as it was sent; without effect, since there are no slots.",

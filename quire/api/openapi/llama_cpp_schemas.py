@@ -44,8 +44,11 @@ def llama_cpp_rows(known: Known) -> dict[str, Schema]:
         "n_predict": {"anyOf": [limit, {"enum": [-1, -2]}]},
         "max_tokens": {**limit, "description": "Another name of n_predict."},
         "n_probs": {**_COUNT, "maximum": sampling.MAX_TOP_LOGPROBS},
+        "logprobs": {
+            **{**_COUNT, "maximum": sampling.MAX_TOP_LOGPROBS},
+            "description": "Another name of n_probs.",
+        },
         "id_slot": {**_PLACE, "maximum": 2**31 - 1},
-        "repeat_last_n": _PLACE,
         "return_tokens": FLAG,
         "input_prefix": TEXT,
         "input_suffix": TEXT,

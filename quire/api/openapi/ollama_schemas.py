@@ -13,9 +13,9 @@ from quire.api.ollama.embed import COUNTS as EMBED_COUNTS
 from quire.api.ollama.fields import (
     NEUTRAL_OPTIONS,
     NUM_CTX,
+    NUM_KEEP,
     OPTIONS,
     RENAMED,
-    REPEAT_LAST_N,
     RUNTIME_OPTIONS,
 )
 from quire.api.ollama.history import ROLES
@@ -67,8 +67,9 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
         },
         "truncate": {
             **FLAG,
-            "description": "Leave out the oldest messages of a chat if all do not fit the context; "
-            "of /api/generate a hint that is not used.",
+            "default": True,
+            "description": "Leave out the oldest messages of a chat, or the middle of a prompt, if "
+            "all do not fit the context; with false they are refused.",
         },
         "shift": {**FLAG, "description": "A hint: accepted, not used."},
         "template": {"const": ""},
@@ -236,9 +237,9 @@ def _options(known: Known) -> Schema:
     for name, (allowed, why) in NEUTRAL_OPTIONS.items():
         options[name] = {"const": allowed[0], "description": f"Not served: {why}."}
     options[NUM_CTX] = {"type": "integer", "description": "A hint: accepted, not used."}
-    options[REPEAT_LAST_N] = {
+    options[NUM_KEEP] = {
         "type": "integer",
-        "description": "-1, or any number if no penalty is on.",
+        "description": "Tokens at the beginning of a prompt that stay if it is cut; 4 by default.",
     }
     return object_of(
         {name: or_null(schema) for name, schema in options.items()}, closed=not known.warns_unknown

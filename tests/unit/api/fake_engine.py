@@ -111,13 +111,13 @@ class ByteTokenizer:
     """One id per byte; a begin-of-text token only if given. marks: special tokens."""
 
     def __init__(self, bos: int | None = None, marks: tuple[str, ...] = ()) -> None:
-        self._bos = bos
+        self.bos_id = bos
         self.special_tokens: dict[str, str] = {}
         self.marks = {mark: 200 + at for at, mark in enumerate(marks)}
         self.special_ids = frozenset((() if bos is None else (bos,)) + tuple(self.marks.values()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        before = [self._bos] if add_special_tokens and self._bos is not None else []
+        before = [self.bos_id] if add_special_tokens and self.bos_id is not None else []
         return [*before, *text.encode()]
 
     def min_num_tokens(self, text: str) -> int:
@@ -133,7 +133,7 @@ class ByteTokenizer:
         return bytes([token_id])
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        kept = [id_ for id_ in token_ids if id_ != self._bos or not skip_special_tokens]
+        kept = [id_ for id_ in token_ids if id_ != self.bos_id or not skip_special_tokens]
         return bytes(kept).decode(errors="replace")
 
 

@@ -120,6 +120,7 @@ SILLYTAVERN_WEBUI = {
     "guidance_scale": 1,
     "negative_prompt": "",
     "grammar_string": "",
+    "temperature_last": True,
     "dynamic_temperature": False,
     "dynatemp_low": 1,
     "dynatemp_high": 1,
@@ -248,8 +249,19 @@ def test_sillytavern_s_default_text_completion_passes(body: dict[str, Any]) -> N
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (20, 0.7, 0.5)
     assert (sampling.repetition_penalty, sampling.stop) == (1.2, ("\nYou:",))
     assert sampling.dry_sequence_breakers == ("\n", ":", '"', "*")
+    assert sampling.repeat_last_n is None
     listed = reply.headers["x-quire-ignored-fields"].split(", ")
     assert listed == [name for name in ("truncation_length", "num_ctx") if name in body]
+
+
+def test_sillytavern_s_body_is_answered_in_llama_cpp_s_form() -> None:
+    """With its window of 0 tokens the penalties are off, as in llama.cpp."""
+    answering = engine()
+    reply = post("/completion", {**SILLYTAVERN_LLAMA_CPP, "temperature": 0.7}, answering)
+    assert reply.status == 200, reply.body
+    sampling = answering.asked[0].sampling
+    assert (sampling.repetition_penalty, sampling.repeat_last_n) == (1.2, 0)
+    assert sampling.samplers == ("top_k", "top_p", "temperature")
 
 
 def test_sillytavern_s_body_for_llama_cpp_passes_and_its_biases_hold() -> None:
@@ -273,17 +285,19 @@ LLAMA_CPP_ORDER = SILLYTAVERN_LLAMA_CPP["samplers"]
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        # llama.cpp's order has the temperature last: its top_p is of other probabilities.
-        ({"samplers": LLAMA_CPP_ORDER, "temperature": 0.7, "top_p": 0.9}, "top_p before temperat"),
-        ({"samplers": LLAMA_CPP_ORDER, "top_p": 0.9, "min_p": 0.1}, "top_p before min_p"),
         ({"samplers": ["temperature", "top_k"], "top_p": 0.9}, "does not list top_p"),
         ({"samplers": ["top_k", "typ_p"], "temperature": 0, "top_p": 0.9}, "list temperature"),
         ({"samplers": ["magic"]}, "magic"),
-        ({"samplers": "kt"}, "a list is allowed"),
+        ({"samplers": "kz"}, "a list is allowed"),
+        ({"samplers": ["infill"]}, "infill"),
+        ({"samplers": ["tfs"] * 65}, "65 entries"),
+        ({"samplers": "t" * 65}, "a list is allowed"),
+        ({"samplers": [], "sampler_priority": []}, "both given"),
+        ({"temperature_last": 1}, "temperature_last is 1"),
         ({"sampler_priority": ["temperature", "dry"], "dry_multiplier": 0.8}, "temperature befor"),
     ],
 )
-def test_an_order_of_samplers_that_would_change_the_answer_is_refused(
+def test_an_order_of_samplers_that_cannot_be_applied_is_refused(
     fields: dict[str, Any], named: str
 ) -> None:
     body = {"prompt": "a", "temperature": 1, **fields}
@@ -293,7 +307,45 @@ def test_an_order_of_samplers_that_would_change_the_answer_is_refused(
     assert reply.status == 400
     error = reply.json["error"]
     assert named in error["message"]
-    assert error["param"] in ("samplers", "sampler_priority")
+    assert error["param"] in ("samplers", "sampler_priority", "temperature_last")
+
+
+@pytest.mark.parametrize(
+    ("fields", "order"),
+    [
+        # llama.cpp's order has the temperature last: its top_p is of other probabilities.
+        (
+            {"samplers": LLAMA_CPP_ORDER, "temperature": 0.7, "top_p": 0.9},
+            ("top_p", "temperature"),
+        ),
+        ({"samplers": LLAMA_CPP_ORDER, "top_p": 0.9, "min_p": 0.1}, ("top_p", "min_p")),
+        ({"samplers": "pt", "temperature": 0.7, "top_p": 0.9}, ("top_p", "temperature")),
+        (
+            {"temperature_last": True, "temperature": 0.7, "top_p": 0.9, "xtc_probability": 0.5},
+            ("top_p", "xtc", "temperature"),
+        ),
+        (
+            {
+                "sampler_priority": SILLYTAVERN_WEBUI["sampler_priority"],
+                "temperature_last": True,
+                "temperature": 0.7,
+                "top_k": 5,
+                "min_p": 0.1,
+                "typical_p": 0.9,
+            },
+            ("top_k", "typical_p", "min_p", "temperature"),
+        ),
+        ({"temperature_last": False, "temperature": 0.7, "top_p": 0.9}, ()),
+        ({"temperature_last": True, "temperature": 0.7, "top_k": 9}, ()),
+    ],
+)
+def test_steps_are_applied_in_the_order_of_a_list(
+    fields: dict[str, Any], order: tuple[str, ...]
+) -> None:
+    answering = engine()
+    reply = post("/v1/completions", {"prompt": "a", "temperature": 1, **fields}, answering)
+    assert reply.status == 200, reply.body
+    assert answering.asked[0].sampling.samplers == order
 
 
 @pytest.mark.parametrize(

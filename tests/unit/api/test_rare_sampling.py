@@ -57,7 +57,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("mirostat", 1, "version 2"),
+        ("mirostat", 3, "whole number"),
         ("mirostat", 2.5, "whole number"),
         ("xtc_probability", "0.5", "finite number"),
         ("allowed_token_ids", [], "empty list"),
@@ -102,7 +102,7 @@ def test_a_name_of_another_program_is_rejected_with_ours(name: str) -> None:
 
 
 def test_fields_of_other_programs_are_accepted_at_their_neutral_values() -> None:
-    off = {"tfs": 1, "top_a": 0, "smoothing_factor": 0.0, "dynatemp_range": 0, "repeat_last_n": -1}
+    off = {"tfs": 1, "top_a": 0, "smoothing_factor": 0.0, "dynatemp_range": 0}
     assert known_fields(off, CHAT, warn_unknown=False) == ({}, ())
     with pytest.raises(InvalidParameter, match=r"top_a is 0\.2: .*min_p"):
         known_fields({"top_a": 0.2}, CHAT, warn_unknown=False)

@@ -163,7 +163,6 @@ def test_resolve_sets_only_a_missing_seed() -> None:
         ("dry_sequence_breakers", ["x"] * 33),
         ("dry_sequence_breakers", None),
         ("no_repeat_ngram_size", 51),
-        ("mirostat", 1),
         ("mirostat", 3),
         ("mirostat", True),
         ("mirostat_tau", -1),

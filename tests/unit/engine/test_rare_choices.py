@@ -45,6 +45,13 @@ def test_a_bad_word_is_never_completed(model: Path, llm: LLM) -> None:
 def test_each_parameter_gives_the_same_answer_alone_and_in_a_batch(llm: LLM) -> None:
     ways = [
         {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 1.0},
+        {"mirostat": 1, "mirostat_tau": 3.0, "frequency_penalty": 0.5, "repeat_last_n": 5},
+        {
+            "temperature": 1.5,
+            "top_p": 0.9,
+            "min_p": 0.01,
+            "samplers": ("top_p", "temperature", "min_p"),
+        },
         {"xtc_probability": 0.5, "xtc_threshold": 0.01},
         {"typical_p": 0.4},
         {"dry_multiplier": 2.0, "allowed_token_ids": (5, 6, 7, 8)},

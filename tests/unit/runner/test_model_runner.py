@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from quire.runner.row_errors import NOT_FINITE
 from quire.sampling.batch import SampleBatch
+from quire.sampling.parts import WHOLE
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
 
@@ -203,6 +204,9 @@ def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
         ({"repetition_penalty": 1.5}, {"penalties", "history"}),
         ({"presence_penalty": 0.5}, {"penalties", "history"}),
         ({"frequency_penalty": 0.5}, {"penalties", "history"}),
+        ({"frequency_penalty": 0.5, "repeat_last_n": 0}, set()),
+        ({"frequency_penalty": 0.5, "repeat_last_n": 9}, {"penalties", "history"}),
+        ({"repeat_last_n": 9}, set()),
         ({"logit_bias": {1: 1.0}}, {"logit_bias"}),
         ({"min_tokens": 2, "stop_ids": (3,)}, {"banned"}),
         ({"logprobs": 0}, {"num_logprobs"}),
@@ -222,6 +226,24 @@ def parts_of(batch: SampleBatch) -> set[str]:
     """Return the parts that a batch has, but for those that all batches have."""
     names = {item.name for item in fields(batch) if getattr(batch, item.name) is not None}
     return names - {"positions", "temperature", "noise", "prepared"}
+
+
+@pytest.mark.parametrize(
+    ("other", "last_n"),
+    [({}, None), ({"repeat_last_n": -1}, [WHOLE, -1]), ({"repeat_last_n": 4}, [WHOLE, 4])],
+)
+def test_windows_are_in_a_batch_if_a_row_has_one(
+    other: dict[str, Any], last_n: list[int] | None
+) -> None:
+    executor = ScriptedExecutor()
+    penalized = {"presence_penalty": 0.5}
+    admissions = (admission_of(0, [1], **penalized), admission_of(1, [3], **penalized, **other))
+    rows = [(0, 0, 1, True), (1, 0, 1, True)]
+    runner_of(executor).submit(plan_of(1, rows, admissions=admissions))
+    penalties = executor.samples[0].penalties
+    assert penalties is not None
+    found = None if penalties.last_n is None else penalties.last_n.tolist()
+    assert found == last_n
 
 
 def test_rows_with_penalties_bias_and_banned_ids_carry_theirs_only() -> None:

@@ -60,6 +60,8 @@ def test_plain_rows_have_no_rare_parameters() -> None:
         {"dry_multiplier": 0.1},
         {"no_repeat_ngram_size": 2},
         {"mirostat": 2},
+        {"mirostat": 1},
+        {"samplers": ("top_k", "temperature")},
         {"allowed_token_ids": (3,)},
         {"rules": RULES},
     ],

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quire.sampling.batch import MIROSTAT, SampleBatch
+from quire.sampling.batch import SampleBatch
 from quire.sampling.parts import RareParameters
 from quire.sampling.rare import SMALLEST_SHARE
 
@@ -72,8 +72,8 @@ def words_of(batch: SampleBatch) -> NDArray[np.int32]:
 
 def rows_for_the_host(batch: SampleBatch) -> NDArray[np.bool_]:
     """Return the rows that use what the kernels do not do [R]. These are all RareParameters
-    (typical_p, top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat),
-    beams, and a bias that names an id twice (its f32 sums have an order)."""
+    (typical_p, top_n_sigma, cutoffs, XTC, DRY, n-grams, banned sequences, allowed ids, mirostat,
+    an order of its own), beams, and a bias that names an id twice (its f32 sums have an order)."""
     rows = np.zeros(len(batch.temperature), bool)
     if batch.num_candidates is not None:
         rows |= batch.num_candidates > 0
@@ -99,8 +99,10 @@ def _add_rare(rows: NDArray[np.bool_], rare: RareParameters) -> None:
     if rare.ngram_size is not None:
         rows |= rare.ngram_size > 0
     if rare.mirostat is not None:
-        rows |= rare.mirostat.mode == MIROSTAT
+        rows |= rare.mirostat.mode > 0
     if rare.banned_sequences is not None:
         rows |= np.diff(rare.banned_sequences.rows) > 0
     if rare.allowed is not None:
         rows |= np.diff(rare.allowed.starts) > 0
+    if rare.order is not None:
+        rows |= rare.order != 0

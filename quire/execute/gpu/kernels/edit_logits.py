@@ -22,7 +22,7 @@ from quire.base.records import NO_FLOATS, NO_INTS
 from quire.execute.gpu.kernels.device_params import ToDevice
 from quire.execute.gpu.kernels.launch import EXACT, cdiv
 from quire.sampling.batch import SampleBatch
-from quire.sampling.parts import NO_MASKS, Words
+from quire.sampling.parts import NO_MASKS, WHOLE, Words
 
 AT_ONCE = 256
 BLOCK = 1024
@@ -129,17 +129,28 @@ def _row_entries(batch: SampleBatch, row: int) -> NDArray[np.int32]:
 def _penalties(batch: SampleBatch, row: int) -> tuple[float, float, float]:
     """Return a row's repetition, frequency and presence penalty."""
     penalties = batch.penalties
-    if penalties is None:
+    if penalties is None or _last_n(batch, row) == 0:
         return 1.0, 0.0, 0.0
     return penalties.repetition[row], penalties.frequency[row], penalties.presence[row]
 
 
+def _last_n(batch: SampleBatch, row: int) -> int:
+    """Return Penalties.last_n of a row."""
+    last_n = None if batch.penalties is None else batch.penalties.last_n
+    return WHOLE if last_n is None else int(last_n[row])
+
+
 def _history(batch: SampleBatch, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32], bool]:
-    """Return a row's history, the output in it, and whether its last token is late."""
+    """Return the tokens that repetition and that the other penalties count in, and whether the last
+    one is late."""
     if batch.history is None:
         return NO_INTS, NO_INTS, False
     tokens, late_slots = batch.history.tokens[row], batch.history.late_slots
     is_late = late_slots is not None and bool(late_slots[row] >= 0)
+    last_n = _last_n(batch, row)
+    if last_n != WHOLE:
+        first = 0 if last_n < 0 else max(0, len(tokens) + is_late - last_n)
+        return tokens[first:], tokens[first:], is_late
     return tokens, tokens[batch.history.num_prompt_tokens[row] :], is_late
 
 

@@ -269,10 +269,15 @@ def test_a_hint_is_accepted_and_listed(name: str) -> None:
         assert known_fields({name: neutral}, CHAT, warn_unknown=False) == ({}, ())
 
 
-def test_a_second_neutral_value_needs_the_field_that_makes_it_neutral() -> None:
+def test_a_range_of_0_tokens_asks_for_all_of_them() -> None:
+    """Programs send one number under the names of two servers, to which it means all and none."""
     assert given({"repeat_last_n": 0, "repetition_penalty_range": 0}) == {}
-    with pytest.raises(InvalidParameter, match="repeat_last_n is 0"):
-        given({"repeat_last_n": 0})
+    assert given({"repetition_penalty_range": 0}) == {}
+    assert given({"repeat_last_n": 0}) == {"repeat_last_n": 0}
+    both = {"repeat_last_n": 9, "repetition_penalty_range": 9, "rep_pen_range": 9}
+    assert given(both) == {"repeat_last_n": 9}
+    with pytest.raises(InvalidParameter, match="they mean the same"):
+        given({**both, "rep_pen_range": 8})
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def refusal(body: Any, **options: Any) -> str:
 def test_a_whole_answer_has_counts_settings_and_timings() -> None:
     answer = ask(ASKED).json
     settings = answer.pop("generation_settings")
-    assert (settings["seed"], settings["n_predict"], settings["repeat_last_n"]) == (7, 8, -1)
+    assert (settings["seed"], settings["n_predict"], settings["repeat_last_n"]) == (7, 8, 64)
     timings = answer.pop("timings")
     assert (timings["prompt_n"], timings["cache_n"], timings["predicted_n"]) == (0, 2, 2)
     assert answer == {
@@ -129,6 +129,7 @@ def test_the_reason_of_the_end_is_named(reason: FinishReason, kind: str, word: s
     assert answer["has_new_line"]
 
 
+WARM = {"temperature": 0.5, "top_p": 0.5}
 # Fields here, and those of the same request to OpenAI's route.
 SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -139,11 +140,24 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": [[97, 98]]}, {"prompt": [97, 98]}),
     ({"prompt": ["ab"]}, {}),
     ({"prompt": [97, "b"]}, {"prompt": [97, 98]}),
-    ({"repeat_penalty": 1.5, "typical_p": 0.5}, {"repetition_penalty": 1.5, "typical_p": 0.5}),
-    ({"repeat_last_n": 64, "repeat_penalty": 1.0}, {}),
+    (
+        {"repeat_penalty": 1.5, "typical_p": 0.5},
+        {"repetition_penalty": 1.5, "typical_p": 0.5, "repeat_last_n": 64},
+    ),
+    (
+        {"presence_penalty": 1.5, "repeat_last_n": 0},
+        {"presence_penalty": 1.5, "repeat_last_n": 0},
+    ),
+    ({"repeat_last_n": 9, "repeat_penalty": 1.0}, {"repeat_last_n": 9}),
+    (WARM, {**WARM, "temperature_last": True}),
+    ({**WARM, "min_p": 0.1}, {**WARM, "min_p": 0.1, "samplers": ["top_p", "min_p", "temperature"]}),
+    ({**WARM, "samplers": ["temperature", "top_p"]}, WARM),
+    ({**WARM, "samplers": "tp"}, WARM),
+    ({**WARM, "mirostat": 1, "top_p": 1}, {"temperature": 0.5, "mirostat": 1}),
     ({"json_schema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
     ({"grammar": GBNF}, {"structured_outputs": {"grammar": GBNF}}),
     ({"n_probs": 3}, {"logprobs": 3}),
+    ({"n_probs": 3, "logprobs": 3, "penalize_nl": False}, {"logprobs": 3}),
     ({"cache_prompt": False, "id_slot": 1, "n_keep": 4}, {}),
     ({"samplers": ["top_k", "temperature"], "top_k": 5}, {"top_k": 5}),
     ({"samplers": ["top_k"], "top_k": 5, "top_p": 0.5, "temperature": 0.5}, {"top_k": 5}),
@@ -245,11 +259,16 @@ def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None
     # A larger n_predict keeps no more room: the answer ends where the context is full.
     assert ask({**sent, "n_predict": 420}, path=INFILL, on=made).status == 200
     assert made.asked[1].prompt_ids == made.asked[0].prompt_ids
-    # Only the texts around the gap: they are refused if they do not fit.
+    # Only the texts around the gap, which are cut if they do not fit.
     assert ask({**sent, "input_prefix": "a" * 400}, path=INFILL, on=made).status == 200
     assert bytes(made.asked[2].prompt_ids).startswith(b"<|fim_prefix|>aaa")
-    reply = ask({**sent, "input_prefix": "a" * 600}, path=INFILL, on=made)
-    assert reply.error["type"] == "exceed_context_size_error"
+    around = {"input_prefix": "a" * 600, "input_suffix": "b" * 99 + "c", "prompt": "d"}
+    reply = ask({**sent, **around}, path=INFILL, on=made)
+    assert reply.headers["x-quire-ignored-fields"] == "input_extra[:9], input_prefix[:271]"
+    prompt = bytes(made.asked[3].prompt_ids)
+    assert prompt == GAP.replace(b">a", b">" + b"a" * 329 + b"d").replace(
+        b">b", b">" + b"b" * 99 + b"c"
+    )
 
 
 def test_what_an_editor_sends_is_accepted() -> None:
@@ -348,10 +367,7 @@ def test_an_answer_that_fills_the_context_is_truncated() -> None:
 @pytest.mark.parametrize(
     ("sent", "names"),
     [
-        ({"presence_penalty": 1.0}, "repeat_last_n"),
-        ({"repeat_penalty": 1.1}, "repeat_last_n"),
-        ({"repeat_penalty": 1.1, "repeat_last_n": -1}, ""),
-        ({"repeat_penalty": 1.0}, ""),
+        ({"repeat_penalty": 1.1, "repeat_last_n": 128, **WARM}, ""),
         ({"sse_ping_interval": 5}, "sse_ping_interval"),
         ({"speculative.n_max": 8, "n_discard": 2, "n_cmpl": 1, "n": 1}, "speculative.n_max"),
     ],
@@ -399,11 +415,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n_predict": 8, "max_tokens": 9}, "they mean the same"),
     ({"n_probs": -1}, "n_probs is -1"),
     ({"n_probs": 21}, "n_probs is 21"),
+    ({"n_probs": 2, "logprobs": 3}, "they mean the same"),
     ({"id_slot": -2}, "id_slot is -2"),
     ({"return_tokens": 1}, "return_tokens is 1"),
-    ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n is 64"),
     ({"repeat_last_n": "a"}, "repeat_last_n is"),
-    ({"mirostat": 1}, "mirostat is 1"),
+    ({"repeat_last_n": -2}, "repeat_last_n is -2"),
+    ({"mirostat": 3}, "mirostat is 3"),
     ({"dynatemp_range": 0.5}, "dynatemp_range is 0.5"),
     ({"t_max_predict_ms": 0.5}, "t_max_predict_ms is 0.5"),
     ({"n_indent": -1}, "n_indent is -1"),
@@ -413,7 +430,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"post_sampling_probs": True}, "post_sampling_probs"),
     ({"lora": [{"id": 0}]}, "LoRA"),
     ({"samplers": ["fill"]}, "samplers holds"),
-    ({"samplers": ["top_p", "temperature"], "top_p": 0.5, "temperature": 0.5}, "samplers has"),
+    ({"samplers": "kz"}, "samplers is"),
+    ({"samplers": ["top_p", "penalties"], **WARM, "repeat_penalty": 2}, "samplers has"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
     ({"n": 2}, "n is 2; an answer here is one text"),
     ({"n": True}, "n is true"),
@@ -531,7 +549,7 @@ def test_texts_are_tokenized_and_ids_decoded_in_this_form_too() -> None:
         {"id": 169, "piece": [169]},
     ]
     made = engine()
-    made.tokenizer._bos = 2
+    made.tokenizer.bos_id = 2
     ids = [
         ask({"content": "a", **more}, path="/tokenize", on=made).json["tokens"]
         for more in ({}, {"add_special": True})

@@ -127,7 +127,7 @@ def test_a_completion_returns_a_context_that_the_next_one_continues() -> None:
     assert all("context" not in line for line in streamed[:-1])
     second = {"prompt": "on", "context": first["context"]}
     assert asked_by(second, GENERATE).prompt_ids == [*first["context"], *b"user:on;"]
-    long = {"prompt": "hi", "context": [1] * 2045}
+    long = {"prompt": "hi", "context": [1] * 2045, "truncate": False}
     assert "maximum context length" in refusal(long, path=GENERATE)
     for bad in ([-1], [256], ["a"], "a", [True], {}):
         assert "context" in refusal({**second, "context": bad}, path=GENERATE)
@@ -163,7 +163,7 @@ def test_thinking_without_a_template_is_listed_as_ignored() -> None:
         assert reply.headers.get("x-quire-ignored-fields") == names
 
 
-def test_the_newest_messages_that_fit_are_kept_on_request() -> None:
+def test_the_newest_messages_that_fit_are_kept() -> None:
     def said(role: str, number: int) -> dict[str, Any]:
         return {"role": role, "content": f"{number:0100}"}
 
@@ -171,27 +171,69 @@ def test_the_newest_messages_that_fit_are_kept_on_request() -> None:
     messages = [{"role": "system", "content": "Be brief."}, *turns, *SAID]
     made = engine(max_model_len=512)
     sent = {"messages": messages, "stream": False}
-    assert "maximum context length" in refusal(sent, on=made)
-    assert ask({**sent, "truncate": True}, on=made).status == 200
+    assert "maximum context length" in refusal({**sent, "truncate": False}, on=made)
+    reply = ask(sent, on=made)
+    assert reply.headers["x-quire-ignored-fields"] == "messages[:11]"
     kept = [messages[0], *turns[-2:], *SAID]
     # The same request as one with the messages that are left.
     assert made.asked[0].prompt_ids == asked_by({"messages": kept}).prompt_ids
     whole = {**sent, "truncate": True, "messages": messages[-4:]}
-    assert ask(whole, on=made).status == 200
+    assert "x-quire-ignored-fields" not in ask(whole, on=made).headers
     assert made.asked[1].prompt_ids == asked_by({"messages": messages[-4:]}).prompt_ids
     long = {**sent, "truncate": True, "messages": [*turns, {"role": "user", "content": "a" * 600}]}
     assert "maximum context length" in refusal(long, on=made)
 
 
-def test_more_bytes_than_are_tokenized_are_cut_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bytes_than_are_tokenized_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.api.generation.text_bounds._MIN_TEXT_LIMIT", 1)
     made = engine(max_model_len=512)
     monkeypatch.setattr(type(made.tokenizer), "min_num_tokens", lambda self, text: 1)
     turns = [{"role": "user", "content": f"{at:0200}"} for at in range(60)]
     sent = {"messages": [*turns, *SAID], "stream": False}
-    assert "are tokenized at once" in refusal(sent, on=made)
+    assert "are tokenized at once" in refusal({**sent, "truncate": False}, on=made)
     assert ask({**sent, "truncate": True}, on=made).status == 200
     assert 200 < len(made.asked[0].prompt_ids) < 512
+
+
+@pytest.mark.parametrize(
+    ("options", "first", "last"),
+    [
+        ({}, 4, 448 - 4),
+        ({"num_predict": 8}, 4, 504 - 4),
+        ({"num_predict": 8, "num_keep": 0}, 0, 504),
+        ({"num_predict": 8, "num_keep": 100}, 100, 404),
+        ({"num_predict": 8, "num_keep": -1}, 503, 1),
+        ({"num_predict": 8, "num_keep": 9999}, 503, 1),
+    ],
+)
+def test_the_middle_of_a_prompt_that_does_not_fit_is_cut_out(
+    options: dict[str, Any], first: int, last: int
+) -> None:
+    """An answer without a limit is left an eighth of the context."""
+    made = engine(max_model_len=512)
+    text = "".join(f"{at:03}," for at in range(200))
+    sent = {"prompt": text, "raw": True, "stream": False, "options": options}
+    reply = ask(sent, path=GENERATE, on=made)
+    assert reply.headers["x-quire-ignored-fields"] == f"prompt[{first}:{800 - last}]"
+    assert bytes(made.asked[0].prompt_ids) == (text[:first] + text[-last:]).encode()
+    assert "maximum context length" in refusal({**sent, "truncate": False}, path=GENERATE, on=made)
+
+
+def test_a_cut_prompt_keeps_its_begin_token_and_ends_with_what_was_sent() -> None:
+    made = engine(max_model_len=512)
+    made.tokenizer.bos_id = 2
+    sent = {"prompt": "a" * 600 + "b", "raw": True, "stream": False, "options": {"num_keep": 1}}
+    assert ask(sent, path=GENERATE, on=made).status == 200
+    assert bytes(made.asked[0].prompt_ids) == b"\2" + b"a" * 446 + b"b"
+    # The ids of an earlier answer are cut too, whatever their number.
+    more = {"prompt": "hi", "context": [*range(9), *b"x" * 5000], "stream": False}
+    reply = ask(more, path=GENERATE, on=made)
+    assert bytes(made.asked[1].prompt_ids).startswith(bytes(range(4)) + b"xxx")
+    assert bytes(made.asked[1].prompt_ids).endswith(b"xxxuser:hi;")
+    assert reply.headers["x-quire-ignored-fields"].startswith("context[4:")
+    # Texts that fit are not touched.
+    short = {"prompt": "a" * 510, "raw": True, "stream": False}
+    assert "x-quire-ignored-fields" not in ask(short, path=GENERATE, on=made).headers
 
 
 def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
@@ -290,9 +332,23 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"format": ""}, {}),
     (
         {"options": {"seed": 7, "num_predict": 9, "repeat_penalty": 1.5, "stop": ["a"]}},
-        {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"]},
+        {"max_tokens": 9, "repetition_penalty": 1.5, "stop": ["a"], "repeat_last_n": 64},
     ),
     ({"options": {"seed": 7, "num_predict": -1, "min_p": 0.25}}, {"min_p": 0.25}),
+    (
+        {"options": {"seed": 7, "presence_penalty": 1, "repeat_last_n": -1}},
+        {"presence_penalty": 1, "repeat_last_n": -1},
+    ),
+    (
+        {"options": {"seed": 7, "min_p": 0.25, "top_p": 0.5, "temperature": 0.5}},
+        {
+            "min_p": 0.25,
+            "top_p": 0.5,
+            "temperature": 0.5,
+            "samplers": ["temperature", "top_p", "min_p"],
+        },
+    ),
+    ({"options": {"seed": 7, "mirostat": 1}}, {"mirostat": 1}),
     ({"options": {"seed": 7, "num_predict": 0}}, {}),
     ({"options": {"seed": 7, "num_predict": 4096}}, {}),
     ({"messages": [{**SAID[0], "thinking": "", "tool_name": ""}]}, {}),
@@ -370,8 +426,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"options": {"repeat_penalty": -1}}, "options.repeat_penalty is -1"),
     ({"options": {"num_predict": False}}, "options.num_predict is false"),
     ({"options": {"num_predict": -3}}, "options.num_predict is -3"),
-    ({"options": {"mirostat": 1}}, "options.mirostat is 1"),
-    ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n is 64"),
+    ({"options": {"mirostat": 3}}, "options.mirostat is 3"),
+    ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n is -2"),
+    ({"options": {"num_keep": 0.5}}, "options.num_keep is 0.5"),
     ({"options": {"num_gpu": "all"}}, "options.num_gpu"),
     ({"options": {"use_mmap": 1}}, "options.use_mmap is 1; true or false"),
     ({"options": {"tfs_z": 0.5}}, "tail-free sampling"),
@@ -434,13 +491,7 @@ def test_hints_are_listed_in_a_header_and_unknown_options_too_if_the_server_warn
     reply = ask({**ASKED, "shift": True, "truncate": True})
     assert reply.headers["x-quire-ignored-fields"] == "shift"
     reply = ask({"prompt": "a", "raw": True, "truncate": True}, path=GENERATE)
-    assert reply.headers["x-quire-ignored-fields"] == "truncate"
-    # Where Ollama has a window of 64 tokens.
-    for option in ("repeat_penalty", "presence_penalty"):
-        reply = ask({**ASKED, "options": {option: 1.5}})
-        assert reply.headers["x-quire-ignored-fields"] == "options.repeat_last_n"
-    for options in ({"repeat_penalty": 1.5, "repeat_last_n": -1}, {"repeat_penalty": 1.0}):
-        assert "x-quire-ignored-fields" not in ask({**ASKED, "options": options}).headers
+    assert "x-quire-ignored-fields" not in reply.headers
     reply = ask({**ASKED, "options": {"other": 1}}, unknown_fields="warn")
     assert reply.headers["x-quire-ignored-fields"] == "options.other"
 
