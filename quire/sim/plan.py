@@ -51,7 +51,7 @@ class DeviceSizing:
     """An ExecutorSizing (quire/execute/executor.py) for a device that need not be here.
 
     On a GPU the scratch of single kernels is not counted: it belongs to the reserve. settings: with
-    several ranks, each is on a device of its own, or all on this machine. divide: into their shares.
+    several ranks, each is on a device of its own, or all on this machine. divide: gives shares.
     """
 
     device: Device
