@@ -25,14 +25,16 @@ ONLY = "QUIRE_CASE"
 NUM_SHOWN = 3
 Test = Callable[..., None]
 Case = tuple[str, dict[str, Any]]
+Names = Callable[[Any], object] | Sequence[str]
 
 
 def each_case(
-    names: str | Sequence[str], values: Iterable[Any], ids: Callable[[Any], object] | None = None
+    names: str | Sequence[str], values: Iterable[Any], ids: Names | None = None
 ) -> Callable[[Test], Test]:
     """Run the test with each of the values of an argument, or of several, as parametrize does.
 
-    names: of the arguments; several in a tuple, or with commas. ids: the name of a value.
+    names: of the arguments; several in a tuple, or with commas. ids: the names of rows, or
+    what names a value.
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",")]
@@ -88,13 +90,10 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
     return test
 
 
-def _name_of(
-    arguments: Sequence[str],
-    row: Sequence[object],
-    place: int,
-    ids: Callable[[Any], object] | None,
-) -> str:
+def _name_of(arguments: Sequence[str], row: Sequence[object], place: int, ids: Names | None) -> str:
     """Return the name of a row of values, as pytest writes it in an item's name."""
+    if ids is not None and not callable(ids):
+        return ids[place]
     return "-".join(
         _value_name(argument, value, place, ids)
         for argument, value in zip(arguments, row, strict=True)
@@ -102,9 +101,9 @@ def _name_of(
 
 
 def _value_name(
-    argument: str, value: object, place: int, ids: Callable[[Any], object] | None
+    argument: str, value: object, place: int, name: Callable[[Any], object] | None
 ) -> str:
-    given = None if ids is None else ids(value)
+    given = None if name is None else name(value)
     if given is not None:
         return str(given)
     if isinstance(value, (str, int, float, complex, bool, Enum)) or value is None:

@@ -64,8 +64,10 @@ def test_cases_are_chosen_by_a_part_of_their_names(monkeypatch: pytest.MonkeyPat
         test(fixture="given")
 
 
+@each_case("text, more", [("a", "b"), ("c", "d")], ids=["first", "second"])
 @each_case("number", range(3), ids=lambda number: f"n{number}")
 @pytest.mark.parametrize("other", ["a", "b"])
-def test_items_and_cases_may_be_mixed(number: int, other: str) -> None:
+def test_items_and_cases_may_be_mixed(number: int, text: str, more: str, other: str) -> None:
     assert number < 3
+    assert text < more
     assert other in "ab"

@@ -24,6 +24,7 @@ from quire.config.proposer_kinds import (
     refusal_beside,
 )
 from quire.config.sources import SETTINGS
+from tests.cases import each_case
 
 
 def test_the_types_have_the_names_of_the_table() -> None:
@@ -42,8 +43,8 @@ def test_the_setting_and_flags_of_other_engines_name_them_all() -> None:
         assert name in INSTEAD["--speculative-config"]
 
 
-@pytest.mark.parametrize("asked", RANK_SETTINGS)
-@pytest.mark.parametrize("name", PROPOSERS)
+@each_case("asked", RANK_SETTINGS)
+@each_case("name", PROPOSERS)
 def test_what_several_ranks_cannot_compute_is_refused(
     name: ProposerName, asked: RankSetting
 ) -> None:

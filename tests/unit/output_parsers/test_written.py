@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.output_parsers.registry import TOOL_CALL_FORMATS
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import WRITERS, Calls
@@ -74,9 +75,7 @@ def test_every_format_is_covered() -> None:
     assert len(SAID) >= 20
 
 
-@pytest.mark.parametrize(
-    "form", [form for form in WRITERS if WRITERS[form][0] not in ("qwen3_coder", "glm")]
-)
+@each_case("form", [form for form in WRITERS if WRITERS[form][0] not in ("qwen3_coder", "glm")])
 def test_json_arguments_pass_unchanged(form: str) -> None:
     arguments: dict[str, Any] = {"where": {"b": 1, "a": [1, 2]}}
     dialect, write = WRITERS[form]
@@ -84,7 +83,7 @@ def test_json_arguments_pass_unchanged(form: str) -> None:
     assert answer.calls[0].arguments == json.dumps(arguments)
 
 
-@pytest.mark.parametrize("form", WRITERS)
+@each_case("form", WRITERS)
 def test_a_truncated_answer_keeps_its_beginning(form: str) -> None:
     """Arguments grow with the text: those of a shorter text are a prefix of those of a
     longer one.
@@ -104,7 +103,7 @@ def test_a_truncated_answer_keeps_its_beginning(form: str) -> None:
     assert len(answer.calls) == 1
 
 
-@pytest.mark.parametrize("form", WRITERS)
+@each_case("form", WRITERS)
 def test_a_truncated_second_call_leaves_no_markup_in_the_content(form: str) -> None:
     dialect, write = WRITERS[form]
     first = ("weather", {"city": "Oslo"})

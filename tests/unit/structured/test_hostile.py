@@ -18,6 +18,7 @@ from quire.base.grammar import MAX_CHARS, Grammar, choice, grammar, json_schema,
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import MatcherError
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 
 SOON_S = 60.0
 
@@ -155,7 +156,7 @@ class socket_server:
         self._listening.close()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "said"),
     [
         (lambda: regex("a" * (MAX_CHARS + 1)), "at most"),

@@ -14,6 +14,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Evaluator, Undecided, equal
 from quire.structured.schema import for_llguidance, negation, path_of
 from quire.structured.schema_form import malformed
+from tests.cases import each_case
 from tests.unit.structured.conftest import Accepts, json_text
 
 VALUES: list[Any] = [
@@ -149,7 +150,7 @@ MALFORMED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "said"), MALFORMED)
+@each_case(("schema", "said"), MALFORMED)
 def test_a_malformed_keyword_is_named_with_its_path(schema: Any, said: str) -> None:
     assert said in (malformed(schema) or "")
 
@@ -263,7 +264,7 @@ def test_values_are_compared_as_in_json() -> None:
     assert not equal({"a": 1}, {"b": 1})
 
 
-@pytest.mark.parametrize("name", sorted(REWRITTEN))
+@each_case("name", sorted(REWRITTEN))
 def test_the_evaluator_agrees_with_jsonschema(name: str) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)

@@ -17,6 +17,7 @@ from quire.text.gguf_splits import SPLITS
 from quire.text.sentencepiece_proto import read_pieces
 from quire.text.template_files import sources_in
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.data import outside
 from tests.drawn import examples
 from tests.unit.text.made_files import (
@@ -227,7 +228,7 @@ def test_every_pre_tokenizer_round_trips_texts(pre: str, tmp_path: Path) -> None
         assert (ids[0] == 0) == SPLITS[pre].adds_bos
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pre", "text", "words"),
     [
         ("gpt-2", "Hi 12345", ["Hi", "Ġ12345"]),
