@@ -4,9 +4,10 @@ An item costs milliseconds: each process of pytest-xdist collects it, and report
 call and its teardown. Tables with hundreds of cases, each of about that time or less, take one.
 Knows no test. Always holds: all cases run, in the order of pytest's items; those that fail are
 listed by the names that pytest would give them, the first of them with their tracebacks. With
-QUIRE_CASE=NAME only cases run whose names contain NAME.
+QUIRE_CASE=NAME only cases run whose names contain NAME. Each case has a `tmp_path` and a
+`monkeypatch` of its own.
 
-Not for tests with fixtures that a case changes, nor for tests that skip: cases share both.
+Not for tests with other fixtures that a case changes, nor for tests that skip: cases share both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -63,9 +65,10 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
             if only not in name:
                 continue
             num_run += 1
-            case = {key: value for _, values in parts for key, value in values.items()}
+            case = fixtures | {key: value for _, values in parts for key, value in values.items()}
             try:
-                body(**fixtures, **case)
+                with _own_fixtures(case, str(num_run)):
+                    body(**case)
             except Exception as error:  # noqa: BLE001
                 failed[name] = error
             except pytest.fail.Exception as error:  # no Exception, so that it passes handlers
@@ -88,6 +91,18 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
     test.place_as = body  # type: ignore[attr-defined]  # where pytest says that the test is
     test.each_case = (body, axes)  # type: ignore[attr-defined]
     return test
+
+
+@contextmanager
+def _own_fixtures(case: dict[str, Any], number: str) -> Iterator[None]:
+    """Replace the fixtures of a test by those of a case."""
+    if "tmp_path" in case:
+        case["tmp_path"] = case["tmp_path"] / number
+        case["tmp_path"].mkdir()
+    with pytest.MonkeyPatch.context() as patches:
+        if "monkeypatch" in case:
+            case["monkeypatch"] = patches
+        yield
 
 
 def _name_of(arguments: Sequence[str], row: Sequence[object], place: int, ids: Names | None) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +73,13 @@ def test_items_and_cases_may_be_mixed(number: int, text: str, more: str, other: 
     assert number < 3
     assert text < more
     assert other in "ab"
+
+
+@each_case("number", range(3))
+def test_each_case_has_its_own_folder_and_patches(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "file").touch()
+    assert "QUIRE_TEST_NUMBER" not in os.environ
+    monkeypatch.setenv("QUIRE_TEST_NUMBER", str(number))

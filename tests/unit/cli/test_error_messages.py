@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "said"),
     [
         ("complete cut-config -p x", "the file is damaged: copy or download it again"),

@@ -78,7 +78,7 @@ def test_every_setting_has_a_variable(setting: Setting) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
+@each_case("setting", EVERY, ids=lambda setting: setting.key)
 def test_a_value_of_a_wrong_type_is_rejected_in_a_file(setting: Setting, tmp_path: Path) -> None:
     path = _file(tmp_path, f"\n{setting.key} = 1979-05-27\n")
     with pytest.raises(SettingError) as caught:
@@ -118,7 +118,7 @@ def test_keys_may_stand_at_the_top_or_in_a_table_with_dashes_or_underscores(tmp_
     assert warnings == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "told"),
     [
         ("\nmax-num-seq = 3", ":2: max-num-seq is not a setting; did you mean max-num-seqs?"),

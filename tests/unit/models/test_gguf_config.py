@@ -59,7 +59,7 @@ def test_a_number_that_was_no_float32_is_unchanged(number: float) -> None:
     assert decimal(number) == number
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"general__architecture": "mamba"}, 'general.architecture is "mamba", which is not read'),

@@ -81,7 +81,7 @@ BOMBS: dict[str, Grammar] = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@each_case("name", BOMBS)
 def test_an_exponential_grammar_is_rejected_or_works_soon(
     name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:

@@ -99,7 +99,7 @@ def judge_of(schema: Any) -> Any:
     return jsonschema.Draft201909Validator(schema)
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@each_case("name", REWRITTEN)
 def test_a_rewritten_schema_allows_the_same_values(name: str, accepts: Accepts) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)
@@ -198,7 +198,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED)
+@each_case(("schema", "said"), REFUSED)
 def test_an_unusable_schema_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
@@ -210,7 +210,7 @@ def test_an_unusable_schema_is_rejected_by_keyword_and_path(
     assert "<state>" not in str(error.value)
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED[:-1])
+@each_case(("schema", "said"), REFUSED[:-1])
 def test_a_schema_after_reasoning_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:

@@ -291,7 +291,7 @@ _DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "why"),
     [
         (_normalizing(_GROWS, _GROWS, _GROWS, _GROWS), r"text 1e\+12 times as long, 64 are"),
