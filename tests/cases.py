@@ -7,7 +7,8 @@ listed by the names that pytest would give them, the first of them with their tr
 QUIRE_CASE=NAME only cases with NAME in their names run. Each case has a `tmp_path` and a
 `monkeypatch` of its own.
 
-Not for tests with other fixtures that a case changes, nor for tests that skip: cases share both.
+Not for tests with other fixtures that a case changes, nor for tests that skip: a case that skips
+fails.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
 
     @functools.wraps(body)
     def test(**fixtures: Any) -> None:
-        only, num_run, failed = os.environ.get(ONLY, ""), 0, dict[str, Exception]()
+        only, num_run, failed = os.environ.get(ONLY, ""), 0, list[tuple[str, Exception]]()
         for parts in itertools.product(*axes):
             name = "-".join(part for part, _ in parts)
             if only not in name:
@@ -70,16 +71,18 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
                 with _own_fixtures(case, str(num_run)):
                     body(**case)
             except Exception as error:  # noqa: BLE001
-                failed[name] = error
+                failed.append((name, error))
             except pytest.fail.Exception as error:  # no Exception, so that it passes handlers
-                failed[name] = AssertionError(str(error)).with_traceback(error.__traceback__)
+                failed.append((name, AssertionError(str(error))))
+            except pytest.skip.Exception as error:
+                failed.append((name, AssertionError(f"a case cannot skip alone: {error}")))
         if failed:
-            for name, error in failed.items():
+            for name, error in failed:
                 error.add_note(f"case {name}")
-            listed = "".join(f"\n  {name}" for name in failed)
+            listed = "".join(f"\n  {name}" for name, _ in failed)
             raise ExceptionGroup(
                 f"{len(failed)} of {num_run} cases failed:{listed}\n",
-                list(failed.values())[:NUM_SHOWN],
+                [error for _, error in failed[:NUM_SHOWN]],
             )
         assert num_run, f"no case has {only!r} in its name"
 

@@ -54,6 +54,21 @@ def test_all_cases_run_and_those_that_fail_are_listed(monkeypatch: pytest.Monkey
     assert caught.value.exceptions[0].__notes__ == ["case dict-y-0.5-2"]
 
 
+def test_a_case_that_skips_fails_instead_of_skipping_the_others() -> None:
+    seen = []
+
+    @each_case("number", range(3))
+    def test(number: int) -> None:
+        seen.append(number)
+        if number == 1:
+            pytest.skip("not here")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        test()
+    assert "a case cannot skip alone: not here" in str(caught.value.exceptions[0])
+    assert seen == [0, 1, 2]
+
+
 def test_cases_are_chosen_by_a_part_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     test = recorded(seen)

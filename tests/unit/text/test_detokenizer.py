@@ -173,7 +173,7 @@ def test_every_kind_of_file_gives_the_whole_decode_for_any_ids_and_division(kind
     check()
 
 
-@each_case("kind", FILES)
+@pytest.mark.parametrize("kind", FILES)
 @each_case("line", HARD)
 def test_valid_text_one_token_at_a_time_never_shows_part_of_a_character(
     kind: str, line: str
