@@ -8,7 +8,7 @@ QUIRE_CASE=NAME only cases with NAME in their names run. Each case has a `tmp_pa
 `monkeypatch` of its own.
 
 Not for tests with other fixtures that a case changes, nor for tests that skip: a case that skips
-fails.
+fails, unless all do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
 
     @functools.wraps(body)
     def test(**fixtures: Any) -> None:
-        only, num_run, failed = os.environ.get(ONLY, ""), 0, list[tuple[str, Exception]]()
+        only, num_run = os.environ.get(ONLY, ""), 0
+        failed, skipped = list[tuple[str, Exception]](), list[tuple[str, Exception]]()
         for parts in itertools.product(*axes):
             name = "-".join(part for part, _ in parts)
             if only not in name:
@@ -75,7 +76,10 @@ def _folded(body: Test, axes: tuple[list[Case], ...]) -> Test:
             except pytest.fail.Exception as error:  # no Exception, so that it passes handlers
                 failed.append((name, AssertionError(str(error))))
             except pytest.skip.Exception as error:
-                failed.append((name, AssertionError(f"a case cannot skip alone: {error}")))
+                skipped.append((name, AssertionError(f"a case cannot skip alone: {error}")))
+        if skipped and len(skipped) == num_run:
+            pytest.skip(str(skipped[0][1]).partition(": ")[2])
+        failed += skipped
         if failed:
             for name, error in failed:
                 error.add_note(f"case {name}")

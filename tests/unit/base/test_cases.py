@@ -68,6 +68,13 @@ def test_a_case_that_skips_fails_instead_of_skipping_the_others() -> None:
     assert "a case cannot skip alone: not here" in str(caught.value.exceptions[0])
     assert seen == [0, 1, 2]
 
+    @each_case("number", range(3))
+    def all_skip(number: int) -> None:
+        pytest.skip(f"not here: {number}")
+
+    with pytest.raises(pytest.skip.Exception, match="not here: 0"):
+        all_skip()
+
 
 def test_cases_are_chosen_by_a_part_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
