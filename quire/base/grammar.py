@@ -58,12 +58,14 @@ class Grammar:
                 param=self.param,
             )
         for text in (self.text, self.whitespace or ""):
-            if any("\ud800" <= char <= "\udfff" for char in text):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
                 raise InvalidParameter(
                     f"{self.param} holds a lone surrogate, half of a character, which no text can "
                     "hold; send whole characters",
                     param=self.param,
-                )
+                ) from None
 
     @property
     def digest(self) -> bytes:

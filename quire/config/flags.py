@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quire.base.errors import CapacityError, SettingError
@@ -23,12 +24,18 @@ from quire.config.server_config import ServerConfig
 
 TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 Group = TypeVar("Group")
+_cached_hints = cache(get_type_hints)
 
 _SUFFIXES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _SUFFIXES[f"{_letter}ib"] = 1024**_power
     _SUFFIXES[_letter] = 1024**_power
     _SUFFIXES[f"{_letter}b"] = 1000**_power
+
+
+def _hints_of(group: Any) -> dict[str, Any]:
+    """Return the types of the fields of a group, which stay as they are."""
+    return _cached_hints(group)
 
 
 def parse_bytes(text: str) -> int:
@@ -61,7 +68,7 @@ def in_flags(text: str) -> str:
     A name without underscore is replaced only at the beginning, since it may be an English word;
     one in double quotes is what a file says.
     """
-    for group in (*get_type_hints(EngineConfig).values(), ServerConfig):
+    for group in (*_hints_of(EngineConfig).values(), ServerConfig):
         for setting in fields(group):
             at = r"(?<![\w\"-])" if "_" in setting.name else "^"
             text = re.sub(rf"{at}{setting.name}(?![\w-])", flag_of(setting), text)
@@ -85,8 +92,8 @@ def in_keywords(text: str) -> str:
     """Replace flags in an error message by keyword arguments, values of a choice in quotes."""
     choices = {
         flag_of(setting): tuple(map(str, get_args(kind_of(hints[setting.name]))))
-        for group in get_type_hints(EngineConfig).values()
-        for hints in (get_type_hints(group),)
+        for group in _hints_of(EngineConfig).values()
+        for hints in (_hints_of(group),)
         for setting in fields(group)
     } | {"--matryoshka-dimensions": ("any",)}
 
@@ -111,7 +118,7 @@ def add_flags(
     added = frozenset(setting.name for group in groups for setting in fields(group)) - skip
     parser.set_defaults(settings_taken=before | added)
     for group in groups:
-        hints = get_type_hints(group)
+        hints = _hints_of(group)
         section = parser.add_argument_group(str(group.__doc__).splitlines()[0].rstrip("."))
         for setting in fields(group):
             if setting.name not in skip:
@@ -127,7 +134,7 @@ def config_from_flags(group: type[Group], arguments: argparse.Namespace) -> Grou
 
 def engine_from_flags(arguments: argparse.Namespace) -> EngineConfig:
     """Build an EngineConfig from parsed arguments. Raises SettingError for an invalid value."""
-    groups = get_type_hints(EngineConfig)
+    groups = _hints_of(EngineConfig)
     return EngineConfig(**{name: config_from_flags(groups[name], arguments) for name in groups})
 
 
@@ -154,7 +161,7 @@ def server_and_engine_config(settings: Mapping[str, Any]) -> tuple[ServerConfig,
 
 def _engine_of(left: dict[str, Any], known: list[str]) -> EngineConfig:
     """Build an EngineConfig of its settings in `left`, which are taken out; add all to `known`."""
-    hints = get_type_hints(EngineConfig)
+    hints = _hints_of(EngineConfig)
     return EngineConfig(
         **{part.name: _group_of(hints[part.name], left, known) for part in fields(EngineConfig)}
     )
@@ -162,7 +169,7 @@ def _engine_of(left: dict[str, Any], known: list[str]) -> EngineConfig:
 
 def _group_of(group: type[Any], left: dict[str, Any], known: list[str]) -> Any:
     """Build a group of its settings in `left`, which are taken out; add their names to `known`."""
-    hints = get_type_hints(group)
+    hints = _hints_of(group)
     values, called = dict[str, Any](), dict[str, str]()
     for setting in fields(group):
         as_flag = flag_of(setting)[2:].replace("-", "_")  # as docs/flags.md has it

@@ -25,7 +25,7 @@ from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
 from quire.sim.cost import roofline_ms
 from quire.sim.links import Links
-from quire.sim.plan import Planner, SizedModel, fitted, product_precision
+from quire.sim.plan import Planner, SizedModel, fitted
 
 MAX_DEVICES = 1024
 
@@ -179,11 +179,12 @@ class LayoutPlanner:
         device, links = self._planner.device, self.links
         step = StepShape([1] * rows, [self.num_tokens - 1] * rows)
         share = self._share(tensor, experts)
-        cost = share.segment_cost(segment, step)
+        cost = self._planner.costs_of(share).segment_cost(segment, step)
+        whole = self._planner.costs_of(self._sized.program)
         computed_ms = roofline_ms(
             cost,
             gb_per_s=device.gb_per_s,
-            product_gflop_per_s=device.gflop_per_s(product_precision(self._sized.program)),
+            product_gflop_per_s=device.gflop_per_s(whole.product_precision),
             attention_gflop_per_s=device.gflop_per_s(str(share.caches[0].dtype)),
         )
         received_ms = cost.comm_bytes / links.node_gb_per_s / 1e6
@@ -215,7 +216,8 @@ class LayoutPlanner:
 
     def _received_bytes(self, layout: Layout) -> int:
         step = StepShape([1], [self.num_tokens - 1])
-        exchanged = self._share(layout.tensor, layout.experts).step_cost(step).comm_bytes
+        share = self._share(layout.tensor, layout.experts)
+        exchanged = self._planner.costs_of(share).step_cost(step).comm_bytes
         sent = (layout.stages - 1) * self._row_bytes() // layout.tensor
         return exchanged + sent
 

@@ -7,15 +7,14 @@ they are upper bounds where the rates are peaks (hardware.py).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.base.errors import CapacityError, ModelError, SettingError
 from quire.config.executor_config import ExecutorConfig
 from quire.config.flags import engine_config
-from quire.config.groups import EngineConfig
+from quire.config.groups import EngineConfig, ModelConfig
 from quire.config.machine import MachineMemory, machine_memory
 from quire.config.memory import MemoryNeeds, MemoryPlan, mib, num_blocks_of, plan_memory
 from quire.engine.assembly.model_files import model_folder
@@ -33,13 +32,13 @@ from quire.execute.native_limits import full_step_tokens
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
-from quire.program.declarations import WeightForm
 from quire.program.program import Program
 from quire.ranks.stages import StageLayout
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
 from quire.sim.links import Links, links_of
-from quire.sim.ranks import exchanges_of, largest_memory, shared_memory_of, shares_of
+from quire.sim.ranks import largest_memory, shared_memory_of, shares_of
+from quire.sim.step_costs import StepCosts
 
 PARALLEL_DEGREES = (2, 4, 8, 16, 32)
 
@@ -52,11 +51,12 @@ class DeviceSizing:
     """An ExecutorSizing (quire/execute/executor.py) for a device that need not be here.
 
     On a GPU the scratch of single kernels is not counted: it belongs to the reserve. settings: with
-    several ranks, each is on a device of its own, or all on this machine.
+    several ranks, each is on a device of its own, or all on this machine. divide: gives shares.
     """
 
     device: Device
     settings: ExecutorConfig = ONE_RANK
+    divide: Callable[[Program, ExecutorConfig], tuple[Program, ...]] = shares_of
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See ExecutorSizing."""
@@ -64,7 +64,7 @@ class DeviceSizing:
             return self._memory_of(program, limits)
         if self.device.name == THIS:
             return shared_memory_of(program, self.settings, limits)
-        shares = shares_of(program, self.settings)
+        shares = self.divide(program, self.settings)
         return largest_memory([self._memory_of(share, limits) for share in shares])
 
     def _memory_of(self, program: Program, limits: StepLimits) -> ExecutorMemory:
@@ -150,6 +150,11 @@ class Planner:
         # What must fit: None where it was not asked for.
         self.context: int | None = config.model.max_model_len
         self.concurrency: int | None = self._settings.get("max_num_seqs")
+        self._sized = dict[tuple[EngineConfig, object], SizedModel]()
+        self._programs = dict[tuple[ModelConfig, str], Program]()
+        # By the id of a program, which they keep alive.
+        self._costs = dict[int, StepCosts]()
+        self._shares = dict[tuple[int, ExecutorConfig], tuple[Program, tuple[Program, ...]]]()
 
     def size(self, **changes: Any) -> SizedModel:
         """Size the model with changed settings; a value of None leaves the setting out.
@@ -158,10 +163,15 @@ class Planner:
         """
         merged = {**self._settings, **changes}
         config = engine_config({name: value for name, value in merged.items() if value is not None})
-        program = engine_program(config, self.spec, self._checkpoint)
-        self._check(program)
-        shares = shares_of(program, config.executor)
-        sizing = replace(self._sizing, settings=config.executor)
+        key = (config, merged.get("max_num_seqs"))
+        if key not in self._sized:
+            self._sized[key] = self._size(config, merged.get("max_num_seqs"))
+        return self._sized[key]
+
+    def _size(self, config: EngineConfig, concurrency: int | None) -> SizedModel:
+        program = self._program(config)
+        shares = self._divide(program, config.executor)
+        sizing = replace(self._sizing, settings=config.executor, divide=self._divide)
         limits = step_limits(config, sizing)
         # Beside ranks too, what drafts is whole.
         proposer = sized_proposer(config, self.spec, program, self._checkpoint, self._sizing)
@@ -174,7 +184,7 @@ class Planner:
             device_is_own=self.memory.is_own,
             draft=proposer.needs,
         )
-        plan, problem = fitted(needs, self.memory, concurrency=merged.get("max_num_seqs"))
+        plan, problem = fitted(needs, self.memory, concurrency=concurrency)
         return SizedModel(
             config=config,
             program=program,
@@ -185,6 +195,22 @@ class Planner:
             problem=problem,
         )
 
+    def _program(self, config: EngineConfig) -> Program:
+        """Return the program that settings ask for; raises ModelError where it cannot run here."""
+        key = (config.model, config.cache.kv_cache_dtype)
+        if key not in self._programs:
+            program = engine_program(config, self.spec, self._checkpoint)
+            self._check(program)
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _divide(self, program: Program, settings: ExecutorConfig) -> tuple[Program, ...]:
+        """See shares_of; a plan asks for few programs many times."""
+        key = (id(program), settings)
+        if key not in self._shares:
+            self._shares[key] = program, shares_of(program, settings)
+        return self._shares[key][1]
+
     def stage_times_s(self, sized: SizedModel, counts: list[int], starts: list[int]) -> list[float]:
         """Return the least seconds of a step in each stage: of its largest rank, with what it
         exchanges and receives. Without stages there is one."""
@@ -193,25 +219,32 @@ class Planner:
         ranks = len(sized.shares) if self.device.name == THIS else 1  # they share its rates
         links, times_s = self.links, list[float]()
         for stage in sized.stages:
-            share = max(stage, key=lambda one: one.weight_bytes)
+            share = max(map(self.costs_of, stage), key=lambda one: one.weight_bytes)
             cost = share.step_cost(StepShape(counts, starts))
             received_s = cost.comm_bytes / links.node_gb_per_s / 1e9
-            waited_us = links.exchange_us * exchanges_of(share)
+            waited_us = links.exchange_us * share.exchanges
             waited_us += links.message_us * (len(times_s) > 0)
             times_s.append(ranks * self._cost_s(share, cost) + received_s + 1e-6 * waited_us)
         return times_s
 
     def step_s(self, program: Program, counts: list[int], starts: list[int]) -> float:
         """Return the least seconds of a step with these rows."""
-        return self._cost_s(program, program.step_cost(StepShape(counts, starts)))
+        costs = self.costs_of(program)
+        return self._cost_s(costs, costs.step_cost(StepShape(counts, starts)))
 
-    def _cost_s(self, program: Program, cost: Cost) -> float:
+    def costs_of(self, program: Program) -> StepCosts:
+        """Return the costs of steps of a program."""
+        if id(program) not in self._costs:
+            self._costs[id(program)] = StepCosts(program)
+        return self._costs[id(program)]
+
+    def _cost_s(self, costs: StepCosts, cost: Cost) -> float:
         device = self.device
         ms = roofline_ms(
             cost,
             gb_per_s=device.gb_per_s,
-            product_gflop_per_s=device.gflop_per_s(product_precision(program)),
-            attention_gflop_per_s=device.gflop_per_s(str(program.caches[0].dtype)),
+            product_gflop_per_s=device.gflop_per_s(costs.product_precision),
+            attention_gflop_per_s=device.gflop_per_s(str(costs.program.caches[0].dtype)),
         )
         return ms / 1e3
 
@@ -325,12 +358,3 @@ def sharded_needs(sized: SizedModel, degree: int) -> MemoryNeeds:
             cache.token_bytes * -(-cache.kv_heads // degree) // cache.kv_heads for cache in caches
         ),
     )
-
-
-def product_precision(program: Program) -> str:
-    """Return the precision that most weights of products have: "bf16", "int8", ..."""
-    sizes: Counter[str] = Counter()
-    for weight in program.weights.values():
-        if weight.form is WeightForm.MATRIX:
-            sizes[(weight.scheme or str(weight.dtype)).partition("-")[0]] += weight.size
-    return sizes.most_common(1)[0][0]

@@ -24,8 +24,9 @@ from quire.program.tensors import DType
 from quire.quant.scheme import PLAIN
 from quire.sim.disk_offload import disk_offload, offload_text
 from quire.sim.layouts import LayoutPlanner, layouts_outcome
-from quire.sim.plan import PARALLEL_DEGREES, Planner, SizedModel, product_precision
+from quire.sim.plan import PARALLEL_DEGREES, Planner, SizedModel
 from quire.sim.ranks import exchanges_of
+from quire.sim.step_costs import product_precision
 
 LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
 MAX_LENGTHS = 6
@@ -266,11 +267,11 @@ def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
         "of_rank": [
             {
                 "weights_bytes": share.weight_bytes,
-                "kv_bytes_per_token": sum(cache.token_bytes for cache in share.caches),
+                "kv_bytes_per_token": sum(cache.token_bytes for cache in share.program.caches),
                 "received_bytes_per_token": share.step_cost(token).comm_bytes,
                 "received_bytes_per_step": share.step_cost(step).comm_bytes,
             }
-            for share in sized.shares
+            for share in map(planner.costs_of, sized.shares)
         ],
     }
 

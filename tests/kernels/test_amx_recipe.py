@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.weights.dtypes import round_to_bf16
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import OneOp, Operand
 
@@ -37,8 +38,8 @@ def product_by_recipe(x: Float32s, w: Float32s) -> Float32s:
     return total
 
 
-@pytest.mark.parametrize("k", [1, 2, 31, 32, 33, 77, 100, 544])
-@pytest.mark.parametrize("rows", [1, 16, 17, 33, 70])
+@each_case("k", [1, 2, 31, 32, 33, 77, 100, 544])
+@each_case("rows", [1, 16, 17, 33, 70])
 def test_a_product_matches_the_recipe_bit_for_bit(k: int, rows: int) -> None:
     rng = np.random.default_rng(k)
     x, w = (
@@ -55,7 +56,7 @@ def test_a_product_matches_the_recipe_bit_for_bit(k: int, rows: int) -> None:
     np.testing.assert_array_equal(found, product_by_recipe(x, w))
 
 
-@pytest.mark.parametrize("scale", [1e-19, 1e-30, 1e-39])
+@each_case("scale", [1e-19, 1e-30, 1e-39])
 def test_one_row_flushes_denormals_as_many_rows_do(scale: float) -> None:
     rng = np.random.default_rng(3)
     x, w = (
@@ -78,8 +79,8 @@ def test_one_row_flushes_denormals_as_many_rows_do(scale: float) -> None:
     np.testing.assert_array_equal(pairs, together[5:7])
 
 
-@pytest.mark.parametrize("out", ["f32", "bf16"])
-@pytest.mark.parametrize(("num_threads", "shift"), [(1, 0), (2, 0), (3, 0), (2, 3)])
+@each_case("out", ["f32", "bf16"])
+@each_case(("num_threads", "shift"), [(1, 0), (2, 0), (3, 0), (2, 3)])
 def test_few_rows_of_a_large_weight_match_the_recipe(
     out: str, num_threads: int, shift: int
 ) -> None:

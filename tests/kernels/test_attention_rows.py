@@ -9,18 +9,18 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases import each_case
 from tests.drawn import each_third, examples
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Rows, Tokens
 from tests.kernels.isas import ISAS
 
 BORDERS = (0, 1, 15, 16, 17, 127, 128, 254, 255, 256, 257, 258, 510, 511, 512, 513, 599)
-on_every_isa = pytest.mark.parametrize("isa", ISAS)
-however_kept = pytest.mark.parametrize("kept", list(Kept))
-under_windows = pytest.mark.parametrize("window", [0, 37, 256, 301])
+on_every_isa = each_case("isa", ISAS)
+however_kept = each_case("kept", list(Kept))
+under_windows = each_case("window", [0, 37, 256, 301])
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
@@ -49,8 +49,8 @@ def test_a_row_is_equal_among_1_to_65_rows(isa: str, kept: Kept, window: int) ->
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("window", [0, 37, 301])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (2, 128), (3, 64), (4, 96), (2, 256)])
+@each_case("window", [0, 37, 301])
+@each_case(("group", "head_dim"), [(1, 32), (2, 128), (3, 64), (4, 96), (2, 256)])
 def test_few_rows_of_whole_steps_are_as_among_many(
     isa: str, kept: Kept, window: int, group: int, head_dim: int
 ) -> None:
@@ -93,8 +93,8 @@ def test_positions_around_every_border_ignore_unfilled_slots(
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("fill", [0x00, 0x7F, 0xFF])
-@pytest.mark.parametrize("head_dim", [9, 64])
+@each_case("fill", [0x00, 0x7F, 0xFF])
+@each_case("head_dim", [9, 64])
 def test_stale_slots_are_never_read(isa: str, kept: Kept, fill: int, head_dim: int) -> None:
     geometry = Geometry(kept=kept, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=300)
@@ -110,7 +110,7 @@ def test_stale_slots_are_never_read(isa: str, kept: Kept, fill: int, head_dim: i
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("head_dim", [1, 16, 20, 33, 64, 128])
+@each_case("head_dim", [1, 16, 20, 33, 64, 128])
 def test_stored_bytes_do_not_depend_on_other_rows(isa: str, kept: Kept, head_dim: int) -> None:
     geometry = Geometry(kept=kept, heads=2, kv_heads=2, head_dim=head_dim)
     tokens = Tokens(geometry, sequences=2, positions=90)
@@ -127,8 +127,8 @@ def test_stored_bytes_do_not_depend_on_other_rows(isa: str, kept: Kept, head_dim
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("head_dim", [16, 32])
+@each_case("poison", [np.nan, np.inf])
+@each_case("head_dim", [16, 32])
 def test_a_nan_token_does_not_reach_earlier_rows(
     isa: str, kept: Kept, poison: float, head_dim: int
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_nan_token_does_not_reach_earlier_rows(
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("broken", [205, 217, 262, 263, 290, 330])
+@each_case("broken", [205, 217, 262, 263, 290, 330])
 def test_a_nan_token_amid_many_rows_reaches_only_rows_that_see_it(
     isa: str, kept: Kept, broken: int
 ) -> None:
@@ -207,7 +207,7 @@ def test_rows_of_a_2048_row_prefill_are_as_alone(kept: Kept) -> None:
 
 @on_every_isa
 @however_kept
-@pytest.mark.parametrize("window", [0, 301, 400, 700])
+@each_case("window", [0, 301, 400, 700])
 def test_sequences_sharing_a_prefix_are_as_alone(isa: str, kept: Kept, window: int) -> None:
     geometry = Geometry(kept=kept, heads=4, kv_heads=2, head_dim=20, window=window)
     tokens = Tokens(geometry, sequences=9, positions=800)

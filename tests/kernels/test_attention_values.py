@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.program.declarations import KV_SCALE_BYTES
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Rows, Tokens
 from tests.kernels.isas import ISAS
 
@@ -45,9 +46,9 @@ def _reference(
 CALLS = (Rows(0, 238, 40), Rows(1, 511, 1), Rows(0, 0, 7), Rows(1, 509, 2))
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
+@each_case(("heads", "kv_heads", "head_dim"), SHAPES)
 def test_matches_the_reference_for_any_head_width_and_grouping(
     isa: str, kept: Kept, heads: int, kv_heads: int, head_dim: int
 ) -> None:
@@ -58,10 +59,10 @@ def test_matches_the_reference_for_any_head_width_and_grouping(
     np.testing.assert_allclose(cache.attend(CALLS), expected, atol=TOLERANCE[kept.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
-@pytest.mark.parametrize("window", [0, 1, 2, 17, 255, 256, 257, 300])
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
+@each_case("window", [0, 1, 2, 17, 255, 256, 257, 300])
+@each_case("soft_cap", [0.0, 3.0])
 def test_matches_the_reference_with_a_window_and_a_soft_cap(
     isa: str, kept: Kept, window: int, soft_cap: float
 ) -> None:
@@ -73,8 +74,8 @@ def test_matches_the_reference_with_a_window_and_a_soft_cap(
     np.testing.assert_allclose(cache.attend(calls), expected, atol=TOLERANCE[kept.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
 def test_a_row_that_sees_one_position_copies_its_value(isa: str, kept: Kept) -> None:
     geometry = Geometry(kept=kept, heads=6, kv_heads=2, head_dim=13, window=1)
     tokens = Tokens(geometry, sequences=1, positions=300)
@@ -86,8 +87,8 @@ def test_a_row_that_sees_one_position_copies_its_value(isa: str, kept: Kept) -> 
     np.testing.assert_array_equal(cache.attend([Rows(0, 0, 300)]), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
 def test_large_scores_neither_overflow_nor_vanish(isa: str, kept: Kept) -> None:
     tokens = Tokens(Geometry(kept=kept), sequences=1, positions=520)
     tokens.q *= np.float32(2.0**14)
@@ -98,16 +99,16 @@ def test_large_scores_neither_overflow_nor_vanish(isa: str, kept: Kept) -> None:
     np.testing.assert_allclose(y, expected, atol=TOLERANCE[kept.dtype], rtol=0)
 
 
-@pytest.mark.parametrize("kept", list(Kept))
+@each_case("kept", list(Kept))
 def test_an_empty_call_is_accepted(kept: Kept) -> None:
     cache = PagedCache(Tokens(Geometry(kept=kept), sequences=1, positions=16))
     assert cache.attend([Rows(0, 0, 0)]).shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
-@pytest.mark.parametrize("head_dim", [1, 7, 64])
-@pytest.mark.parametrize("block_size", [4, 8, 16, 48, 128])
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
+@each_case("head_dim", [1, 7, 64])
+@each_case("block_size", [4, 8, 16, 48, 128])
 def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
     isa: str, kept: Kept, head_dim: int, block_size: int
 ) -> None:
@@ -129,7 +130,7 @@ def test_every_set_bit_of_the_cache_was_stored_by_one_slot(
         changed |= now
 
 
-@pytest.mark.parametrize("head_dim", [0, 257])
+@each_case("head_dim", [0, 257])
 def test_an_unsupported_head_width_is_rejected(head_dim: int) -> None:
     program = _native.Program(_native.Pool(1), 64)
     with pytest.raises(ValueError, match=f"heads of {head_dim}; .* of 1 to 256"):

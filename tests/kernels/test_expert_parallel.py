@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.program.comm_ops import share_of
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import OneOp, Operand
 from tests.kernels.test_experts import Mixture
@@ -90,8 +91,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", CASES)
+@each_case("isa", ISAS)
+@each_case("name", CASES)
 def test_columns_of_all_ranks_are_the_bits_of_one_process(isa: str, name: str) -> None:
     mixture, degree = CASES[name]
     whole = mixture.native(isa)[0]
@@ -125,7 +126,7 @@ def test_rows_without_an_expert_are_zero_and_end() -> None:
         assert not one.y.any()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("holders", "words"),
     [
         ((1, 2, 0, 1), "an expert is on no rank"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from quire.execute import reference_experts as twin
@@ -18,6 +17,7 @@ from quire.program.tensors import Buffer, DType, Rows, View
 from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import SCHEMES
 from quire.weights.dtypes import round_to_bf16
+from tests.cases import each_case
 from tests.kernels.isas import EVERY_ISA, ISAS
 from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
@@ -79,8 +79,8 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ROUTERS)
+@each_case("isa", ISAS)
+@each_case("name", ROUTERS)
 def test_routing_weights_are_the_twins(isa: str, name: str) -> None:
     router = ROUTERS[name]
     logits = draw(np.random.default_rng(1), 65, router.experts) * 3
@@ -90,7 +90,7 @@ def test_routing_weights_are_the_twins(isa: str, name: str) -> None:
     assert_close(found, expected, dtype="f32")
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_case("isa", ISAS)
 def test_a_tie_goes_to_the_lower_id(isa: str) -> None:
     router = Router(experts=40, top_k=3)
     logits = np.zeros((2, 40), np.float32)
@@ -100,7 +100,7 @@ def test_a_tie_goes_to_the_lower_id(isa: str) -> None:
         assert np.flatnonzero(found[1]).tolist() == [0, 7, 30]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_case("isa", ISAS)
 def test_logits_that_are_no_numbers_stay_in_their_row(isa: str) -> None:
     router = Router(experts=20, top_k=2, form=NORMALIZED)
     logits = draw(np.random.default_rng(2), 3, 20)
@@ -201,8 +201,8 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("isa", EVERY_ISA)
-@pytest.mark.parametrize("name", MIXTURES)
+@each_case("isa", EVERY_ISA)
+@each_case("name", MIXTURES)
 def test_experts_are_the_twins(isa: str, name: str) -> None:
     mixture = MIXTURES[name]
     expected = mixture.twin()

@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from quire.execute import reference_ops as twin
 from quire.quant.int_rows import TINY
 from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import INT_SCHEMES, SCHEMES
+from tests.cases import each_case
 from tests.kernels.isas import EVERY_ISA
 from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
 Float32s = NDArray[np.float32]
 
 FUSED = tuple(isa for isa in EVERY_ISA if isa != "portable")
-each_isa = pytest.mark.parametrize("isa", EVERY_ISA)
-each_scheme = pytest.mark.parametrize("scheme", INT_SCHEMES)
+each_isa = each_case("isa", EVERY_ISA)
+each_scheme = each_case("scheme", INT_SCHEMES)
 # K not divisible by a group, 64 or 128; N within a panel, past one, and one more than one.
 SHAPES = [(1, 1, 1), (3, 31, 5), (13, 67, 100), (33, 192, 65), (50, 321, 32), (66, 1101, 33)]
 # Rows and K at the borders of packs, row groups, batches and K blocks.
@@ -62,8 +62,8 @@ def _recipe(scheme: str, dtype: str, rows: int, k: int, n: int) -> tuple[Float32
 
 @each_isa
 @each_scheme
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize(("rows", "k", "n"), SHAPES + BORDERS)
+@each_case("dtype", ["f32", "bf16"])
+@each_case(("rows", "k", "n"), SHAPES + BORDERS)
 def test_an_integer_product_matches_the_recipe(
     scheme: str, isa: str, dtype: str, rows: int, k: int, n: int
 ) -> None:
@@ -76,9 +76,9 @@ def test_an_integer_product_matches_the_recipe(
     np.testing.assert_array_equal(found[0], bias)  # a row of zeros
 
 
-@pytest.mark.parametrize("scheme", ["int4-g32", "int4-g64"])
-@pytest.mark.parametrize("rows", [5, 16, 17, 32, 33, 100])
-@pytest.mark.parametrize("k", [64, 128, 192, 448])
+@each_case("scheme", ["int4-g32", "int4-g64"])
+@each_case("rows", [5, 16, 17, 32, 33, 100])
+@each_case("k", [64, 128, 192, 448])
 def test_panels_with_stepped_scales_mix_with_others(scheme: str, rows: int, k: int) -> None:
     """Original 4-bit blocks keep their scales, so their products are scaled group by group; the
     largest products that steps allow also match the recipe.
@@ -99,7 +99,7 @@ def test_panels_with_stepped_scales_mix_with_others(scheme: str, rows: int, k: i
 
 
 @each_scheme
-@pytest.mark.parametrize("rows", [1, 7, 16, 17, 31, 48, 300, 2_048])
+@each_case("rows", [1, 7, 16, 17, 31, 48, 300, 2_048])
 def test_every_instruction_set_gives_the_same_bits(scheme: str, rows: int) -> None:
     rng = np.random.default_rng(rows)
     w, x = draw(rng, 70, 448), draw(rng, rows, 448)
@@ -123,7 +123,7 @@ def test_the_result_is_near_the_product_of_real_numbers(scheme: str) -> None:
 
 @each_isa
 @each_scheme
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@each_case("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_row_becomes_nan_and_affects_no_other(
     scheme: str, isa: str, bad: float
 ) -> None:
@@ -174,7 +174,7 @@ def test_outliers_affect_only_their_own_scale_group(scheme: str) -> None:
     assert np.sqrt(np.mean(undisturbed**2)) > 0.1 * np.sqrt(np.mean(exact**2))
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4-g32"])
+@each_case("scheme", ["int8", "int4-g32"])
 def test_weights_with_outlier_channels_keep_the_others_accurate(scheme: str) -> None:
     rng = np.random.default_rng(5)
     w, x = draw(rng, 96, 512), draw(rng, 8, 512)

@@ -12,13 +12,14 @@ from quire import _native
 from quire.quant.int_weights import IntMatrix, coarse_rows, quantize_matrix
 from quire.quant.scheme import INT_SCHEMES, SCHEMES
 from quire.weights.dtypes import bf16_bits, round_to_bf16
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import OneOp, Operand, draw, packed
 
 Float32s = NDArray[np.float32]
 
-each_isa = pytest.mark.parametrize("isa", ISAS)
-each_scheme = pytest.mark.parametrize("scheme", INT_SCHEMES)
+each_isa = each_case("isa", ISAS)
+each_scheme = each_case("scheme", INT_SCHEMES)
 SPECIALS = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3e38, -3e38)
 
 
@@ -28,7 +29,7 @@ def _read(weight: _native.Weight) -> Float32s:
 
 @each_isa
 @each_scheme
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 96), (33, 67), (64, 320), (70, 1101)])
+@each_case(("rows", "columns"), [(1, 1), (5, 96), (33, 67), (64, 320), (70, 1101)])
 def test_packed_bytes_decode_as_the_reference(
     scheme: str, isa: str, rows: int, columns: int
 ) -> None:
@@ -54,7 +55,7 @@ def test_non_finite_values_affect_only_their_group(scheme: str, isa: str) -> Non
 
 
 @each_isa
-@pytest.mark.parametrize("columns", [384, 1101])
+@each_case("columns", [384, 1101])
 def test_rows_dominated_by_few_elements_are_counted(isa: str, columns: int) -> None:
     w = draw(np.random.default_rng(columns), 70, columns)
     w[11] = 0
@@ -71,9 +72,9 @@ def test_rows_dominated_by_few_elements_are_counted(isa: str, columns: int) -> N
 
 
 @each_scheme
-@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@each_case("stored", ["f32", "f16", "bf16"])
+@each_case("transposed", [False, True])
+@each_case("num_threads", [1, 3])
 def test_parts_of_any_tensor_meet_inside_a_panel(
     scheme: str, stored: str, transposed: bool, num_threads: int
 ) -> None:
@@ -99,7 +100,7 @@ def test_parts_of_any_tensor_meet_inside_a_panel(
 
 @each_isa
 @each_scheme
-@pytest.mark.parametrize("out", ["f32", "bf16"])
+@each_case("out", ["f32", "bf16"])
 def test_rows_gathered_from_integers_are_what_the_product_uses(
     scheme: str, isa: str, out: str
 ) -> None:
@@ -114,7 +115,7 @@ def test_rows_gathered_from_integers_are_what_the_product_uses(
 
 
 @each_scheme
-@pytest.mark.parametrize("columns", [1, 32, 96, 128, 1024])
+@each_case("columns", [1, 32, 96, 128, 1024])
 def test_byte_counts_are_those_of_the_scheme_plus_padding(scheme: str, columns: int) -> None:
     weight = _native.Weight("matrix", "f32", 64, columns, scheme)
     counted = 64 * SCHEMES[scheme].row_bytes(columns)

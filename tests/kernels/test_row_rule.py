@@ -7,15 +7,16 @@ cases together have all. Attention is in test_attention_rows.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from quire.weights.dtypes import round_to_bf16
+from tests.cases import each_case
 from tests.drawn import each_third
 from tests.kernels.attention_cases import Geometry, Kept, PagedCache, Tokens
 from tests.kernels.attention_cases import Rows as Calls
@@ -23,8 +24,10 @@ from tests.kernels.isas import EVERY_ISA, ISAS
 from tests.kernels.one_op import OneOp, Operand, draw
 
 NUM_ROWS = 2_048
-# Rows computed alone: the first 65, the last 33, and each 37th: every place in a tile of rows.
-ALONE = sorted({*range(65), *range(NUM_ROWS - 33, NUM_ROWS), *range(65, NUM_ROWS, 37)})
+# Rows computed alone: the first 65, and of the last 33 and each 37th, every place in a tile of
+# rows, a third in the default suite.
+FIRST = range(65)
+OTHERS = sorted({*range(NUM_ROWS - 33, NUM_ROWS), *range(65, NUM_ROWS, 37)})
 # Rows that several threads share: about the sizes of tiles, and others.
 SOME_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 HALF = 5
@@ -60,11 +63,10 @@ class Case:
         rows = {index: values[first : first + count] for index, values in inputs.items()}
         return op(rows, num_rows=count, batch=batch)[self.output].view(np.uint32)
 
-    def alone(self, isa: str, inputs: Mapping[int, Float32s]) -> Any:
-        """Return the rows of ALONE, each in its own step."""
+    def alone(self, isa: str, inputs: Mapping[int, Float32s], numbers: Sequence[int]) -> Any:
+        """Return these rows, each in its own step."""
         op = self.op(isa, 1, 1)
-        rows = [self.run(op, row, 1, inputs) for row in ALONE]
-        return np.concatenate(rows)
+        return np.concatenate([self.run(op, row, 1, inputs) for row in numbers])
 
 
 def _linear(dtype: str, out: str, k: int, n: int) -> Case:
@@ -204,49 +206,55 @@ def _experts(dtype: str, scheme: str, hidden: int, inner: int) -> Case:
     )
 
 
-CASES = {
-    "linear f32": _linear("f32", "f32", 67, 100),
-    "linear f32 to bf16": _linear("f32", "bf16", 32, 33),
-    "linear f32 of long K": _linear("f32", "f32", 1100, 33),
-    "linear bf16": _linear("bf16", "f32", 66, 65),
-    "linear bf16 of odd K": _linear("bf16", "f32", 67, 300),
-    "linear bf16 of long K": _linear("bf16", "bf16", 1101, 40),
-    "linear int8": _int_linear("int8", "f32", "f32", 200, 70),
-    "linear int8 of long K": _int_linear("int8", "bf16", "bf16", 1101, 33),
-    "linear int4 in groups of 32": _int_linear("int4-g32", "bf16", "f32", 200, 70),
-    "linear int4 in groups of 64": _int_linear("int4-g64", "f32", "bf16", 600, 33),
-    "linear int4 in groups of 128": _int_linear("int4-g128", "bf16", "f32", 1101, 40),
-    "linear int4 with zero points": _int_linear("int4-g32-zp", "f32", "f32", 333, 33),
-    "rms norm with delta": _norm("rms", 0),
-    "layer norm with delta": _norm("layer", 0),
-    "layer norm with bias": _norm("layer", 0, num_vectors=2),
-    "layer norm without weight": _norm("layer", 0, num_vectors=0),
-    "norm of groups": _norm("rms", 24),
-    "silu": _activation("silu"),
-    "gelu": _activation("gelu"),
-    "gelu_tanh": _activation("gelu_tanh"),
-    "relu": _activation("relu"),
-    "rope": _rope(),
-    "embed from panels": _embed("matrix", "bf16", "f32"),
-    "embed from a table": _embed("table", "f32", "bf16"),
-    "embed by position": _embed("table", "bf16", "f32", ids="positions"),
-    "add": _plain("add", "f32", "f32"),
-    "add bf16 to f32": _plain("add", "f32", "bf16"),
-    "scale": _plain("scale", "f32", factor=0.3),
-    "scale bf16": _plain("scale", "bf16", factor=0.3),
-    "soft_cap": _plain("soft_cap", "f32", cap=1.5),
-    "soft_cap bf16": _plain("soft_cap", "bf16", cap=30.0),
-    "copy": _plain("copy", "f32", "bf16", output=1),
-    "copy bf16": _plain("copy", "bf16", "f32", output=1),
-    "gather_rows": _plain("gather_rows", "f32", "f32", output=1),
-    "route by softmax": _route("softmax", 37),
-    "route by sigmoid in groups": _route("sigmoid", 40, groups=5),
-    "experts f32": _experts("f32", "f32", 33, 19),
-    "experts bf16": _experts("bf16", "bf16", 67, 40),
-    "experts int8": _experts("bf16", "int8", 70, 33),
-    "experts int4 in groups of 32": _experts("bf16", "int4-g32", 130, 35),
-    "gather_rows bf16": _plain("gather_rows", "bf16", "bf16", output=1),
+# Drawn when they run, as the rows of all take long.
+CASES: dict[str, Callable[[], Case]] = {
+    "linear f32": partial(_linear, "f32", "f32", 67, 100),
+    "linear f32 to bf16": partial(_linear, "f32", "bf16", 32, 33),
+    "linear f32 of long K": partial(_linear, "f32", "f32", 1100, 33),
+    "linear bf16": partial(_linear, "bf16", "f32", 66, 65),
+    "linear bf16 of odd K": partial(_linear, "bf16", "f32", 67, 300),
+    "linear bf16 of long K": partial(_linear, "bf16", "bf16", 1101, 40),
+    "linear int8": partial(_int_linear, "int8", "f32", "f32", 200, 70),
+    "linear int8 of long K": partial(_int_linear, "int8", "bf16", "bf16", 1101, 33),
+    "linear int4 in groups of 32": partial(_int_linear, "int4-g32", "bf16", "f32", 200, 70),
+    "linear int4 in groups of 64": partial(_int_linear, "int4-g64", "f32", "bf16", 600, 33),
+    "linear int4 in groups of 128": partial(_int_linear, "int4-g128", "bf16", "f32", 1101, 40),
+    "linear int4 with zero points": partial(_int_linear, "int4-g32-zp", "f32", "f32", 333, 33),
+    "rms norm with delta": partial(_norm, "rms", 0),
+    "layer norm with delta": partial(_norm, "layer", 0),
+    "layer norm with bias": partial(_norm, "layer", 0, num_vectors=2),
+    "layer norm without weight": partial(_norm, "layer", 0, num_vectors=0),
+    "norm of groups": partial(_norm, "rms", 24),
+    "silu": partial(_activation, "silu"),
+    "gelu": partial(_activation, "gelu"),
+    "gelu_tanh": partial(_activation, "gelu_tanh"),
+    "relu": partial(_activation, "relu"),
+    "rope": _rope,
+    "embed from panels": partial(_embed, "matrix", "bf16", "f32"),
+    "embed from a table": partial(_embed, "table", "f32", "bf16"),
+    "embed by position": partial(_embed, "table", "bf16", "f32", ids="positions"),
+    "add": partial(_plain, "add", "f32", "f32"),
+    "add bf16 to f32": partial(_plain, "add", "f32", "bf16"),
+    "scale": partial(_plain, "scale", "f32", factor=0.3),
+    "scale bf16": partial(_plain, "scale", "bf16", factor=0.3),
+    "soft_cap": partial(_plain, "soft_cap", "f32", cap=1.5),
+    "soft_cap bf16": partial(_plain, "soft_cap", "bf16", cap=30.0),
+    "copy": partial(_plain, "copy", "f32", "bf16", output=1),
+    "copy bf16": partial(_plain, "copy", "bf16", "f32", output=1),
+    "gather_rows": partial(_plain, "gather_rows", "f32", "f32", output=1),
+    "route by softmax": partial(_route, "softmax", 37),
+    "route by sigmoid in groups": partial(_route, "sigmoid", 40, groups=5),
+    "experts f32": partial(_experts, "f32", "f32", 33, 19),
+    "experts bf16": partial(_experts, "bf16", "bf16", 67, 40),
+    "experts int8": partial(_experts, "bf16", "int8", 70, 33),
+    "experts int4 in groups of 32": partial(_experts, "bf16", "int4-g32", 130, 35),
+    "gather_rows bf16": partial(_plain, "gather_rows", "bf16", "bf16", output=1),
 }
+
+
+@lru_cache(maxsize=1)  # the same for each instruction set
+def _drawn(name: str) -> Case:
+    return CASES[name]()
 
 
 def _each(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -256,10 +264,11 @@ def _each(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(isa, name) for name in names for isa in EVERY_ISA if isa in ISAS or " int" in name]
 
 
-@pytest.mark.parametrize(("isa", "name"), _each(CASES))
+@each_case(("isa", "name"), _each(CASES))
 def test_a_row_does_not_depend_on_row_or_thread_counts(isa: str, name: str) -> None:
-    case = CASES[name]
-    expected = case.alone(isa, case.inputs)
+    case = _drawn(name)
+    numbers = [*FIRST, *each_third(OTHERS, isa, name)]
+    expected = case.alone(isa, case.inputs, numbers)
     for num_threads in (1, 2, 3):
         op = case.op(isa, num_threads, 65)
         counts = range(1, 66) if num_threads == 1 else SOME_COUNTS
@@ -268,20 +277,19 @@ def test_a_row_does_not_depend_on_row_or_thread_counts(isa: str, name: str) -> N
             assert np.array_equal(found, expected[:count]), f"{count} rows, {num_threads} threads"
     for num_threads in each_third((1, 2, 3), isa, name):
         found = case.run(case.op(isa, num_threads, NUM_ROWS), 0, NUM_ROWS, case.inputs)
-        assert np.array_equal(found[ALONE], expected), f"{NUM_ROWS} rows, {num_threads} threads"
+        assert np.array_equal(found[numbers], expected), f"{NUM_ROWS} rows, {num_threads} threads"
 
 
-@pytest.mark.parametrize(
-    ("isa", "name"), _each(name for name, case in CASES.items() if case.inputs)
-)
+@each_case(("isa", "name"), _each(name for name in CASES if not name.startswith("embed")))
 def test_a_row_does_not_depend_on_the_content_of_other_rows(isa: str, name: str) -> None:
-    case, count = CASES[name], 65
+    case, count = _drawn(name), 65
+    assert case.inputs
     mixed = {index: values[:count].copy() for index, values in case.inputs.items()}
     special = np.array([special for special in SPECIALS for _ in range(2)], np.float32)
     for index, values in mixed.items():
         beside = np.resize(special, len(values[1::2]))[:, None]
         values[1::2, index % 2 :] = round_to_bf16(beside)  # all its columns, or all but the first
-    alone = np.concatenate([case.run(case.op(isa, 1, 1), row, 1, mixed) for row in range(count)])
+    alone = case.alone(isa, mixed, range(count))
     plain = case.run(case.op(isa, 1, count), 0, count, case.inputs)
     assert np.array_equal(alone[::2], plain[::2])
     for num_threads in (1, 3):
@@ -292,8 +300,8 @@ def test_a_row_does_not_depend_on_the_content_of_other_rows(isa: str, name: str)
             assert ((found == alone[:rows]) | both_nan).all(), "a row of special values"
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kept", list(Kept))
+@each_case("isa", ISAS)
+@each_case("kept", list(Kept))
 def test_keys_and_values_are_stored_as_if_each_row_were_alone(isa: str, kept: Kept) -> None:
     geometry = Geometry(kept=kept, head_dim=24)
     tokens = Tokens(geometry, sequences=2, positions=70)

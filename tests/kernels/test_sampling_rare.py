@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.sampling import native, rare, reference
 from quire.sampling.batch import SampleBatch, TokenChoice
+from tests.drawn import examples
 from tests.kernels.rare_cases import make_rare, random_history
 from tests.kernels.sampling_cases import make_batch
 
@@ -197,7 +198,7 @@ def test_xtc_acts_after_the_filters(choose: Choose) -> None:
 def test_the_xtc_coin_has_its_probability_and_is_independent_of_the_token(
     choose: Choose, probability: float
 ) -> None:
-    num = 6_000
+    num = 6_000 if choose is not reference.choose else examples(6_000)
     row = np.array([3.0, 2.9, -30.0], np.float32)
     given = {"xtc_probability": probability, "xtc_threshold": 0.1}
     batch = make_batch(num, temperature=1.0, seeds=5, positions=range(num), rare=given)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from quire import _native
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import draw, packed
 
@@ -89,8 +89,8 @@ def _run(program: _native.Program, segments: int, rows: int) -> list[NDArray[Any
     return [array.copy() for array in (*arrays, program.cache)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 96])
+@each_case("isa", ISAS)
+@each_case("rows", [1, 2, 15, 16, 17, 96])
 def test_fused_and_separate_operations_have_the_same_bits(isa: str, rows: int) -> None:
     apart = _program(isa, 1, apart=True)
     alone = _run(apart, 11, rows)

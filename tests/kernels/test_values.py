@@ -9,40 +9,27 @@ import itertools
 from typing import Any
 
 import numpy as np
-import pytest
 
 from quire.execute import reference_ops as twin
 from quire.weights.dtypes import round_to_bf16
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.kernels.one_op import OneOp, Operand, assert_close, draw
 
 DTYPES = ("f32", "bf16")
-each_isa = pytest.mark.parametrize("isa", ISAS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(7)
+each_isa = each_case("isa", ISAS)
+each_dtype = each_case("dtype", DTYPES)
 
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "k", "n"), [(1, 1, 1), (2, 3, 31), (13, 67, 100), (30, 64, 32), (5, 129, 65)]
-)
+@each_case("out", DTYPES)
+@each_case("biased", [False, True])
+@each_case(("rows", "k", "n"), [(1, 1, 1), (2, 3, 31), (13, 67, 100), (30, 64, 32), (5, 129, 65)])
 def test_linear_is_the_product(
-    rng: np.random.Generator,
-    isa: str,
-    dtype: str,
-    out: str,
-    biased: bool,
-    rows: int,
-    k: int,
-    n: int,
+    isa: str, dtype: str, out: str, biased: bool, rows: int, k: int, n: int
 ) -> None:
+    rng = np.random.default_rng(7)
     x, w = draw(rng, rows, k, dtype=dtype), draw(rng, n, k, dtype=dtype)
     bias = draw(rng, n) if biased else None
     weights = [("matrix", dtype, w)] + ([("vector", "f32", bias)] if bias is not None else [])
@@ -53,19 +40,14 @@ def test_linear_is_the_product(
 
 
 @each_isa
-@pytest.mark.parametrize("form", ["rms", "layer"])
-@pytest.mark.parametrize("width", [1, 33, 60, 259])
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), [*itertools.product(DTYPES, DTYPES)])
-@pytest.mark.parametrize("delta_dtype", [None, *DTYPES])
+@each_case("form", ["rms", "layer"])
+@each_case("width", [1, 33, 60, 259])
+@each_case(("x_dtype", "y_dtype"), [*itertools.product(DTYPES, DTYPES)])
+@each_case("delta_dtype", [None, *DTYPES])
 def test_norm_adds_the_residual_first(
-    rng: np.random.Generator,
-    isa: str,
-    form: str,
-    width: int,
-    x_dtype: str,
-    y_dtype: str,
-    delta_dtype: str | None,
+    isa: str, form: str, width: int, x_dtype: str, y_dtype: str, delta_dtype: str | None
 ) -> None:
+    rng = np.random.default_rng(7)
     rows = 3
     x, weight = draw(rng, rows, width, dtype=x_dtype), draw(rng, width)
     bias = draw(rng, width) if form == "layer" else None
@@ -88,10 +70,9 @@ def test_norm_adds_the_residual_first(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 16), (2, 7), (1, 80)])
-def test_norm_of_heads_works_in_place(
-    rng: np.random.Generator, isa: str, dtype: str, heads: int, head_dim: int
-) -> None:
+@each_case(("heads", "head_dim"), [(3, 16), (2, 7), (1, 80)])
+def test_norm_of_heads_works_in_place(isa: str, dtype: str, heads: int, head_dim: int) -> None:
+    rng = np.random.default_rng(7)
     x, weight = draw(rng, 4, heads * head_dim, dtype=dtype), draw(rng, head_dim)
     apart = OneOp(
         "norm",
@@ -107,12 +88,11 @@ def test_norm_of_heads_works_in_place(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "half"), [(3, 16, 8), (2, 10, 5), (5, 64, 32), (1, 20, 3)]
-)
+@each_case(("heads", "head_dim", "half"), [(3, 16, 8), (2, 10, 5), (5, 64, 32), (1, 20, 3)])
 def test_rope_rotates_pairs_by_position_bit_for_bit(
-    rng: np.random.Generator, isa: str, dtype: str, heads: int, head_dim: int, half: int
+    isa: str, dtype: str, heads: int, head_dim: int, half: int
 ) -> None:
+    rng = np.random.default_rng(7)
     angles = rng.uniform(0, 6, (9, half))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     positions = np.array([8, 0, 3, 3, 1], np.int32)
@@ -131,11 +111,12 @@ def test_rope_rotates_pairs_by_position_bit_for_bit(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("form", ["silu", "gelu", "gelu_tanh", "relu"])
+@each_case("gated", [True, False])
+@each_case("form", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activation_is_accurate_over_its_whole_range(
-    rng: np.random.Generator, isa: str, dtype: str, gated: bool, form: str
+    isa: str, dtype: str, gated: bool, form: str
 ) -> None:
+    rng = np.random.default_rng(7)
     exponents = np.linspace(-30, 4, 333)
     magnitudes = np.concatenate([2.0**exponents, [0.0, 88.0, 104.0, 1e4]]).astype(np.float32)
     gate = np.stack([magnitudes, -magnitudes])
@@ -151,10 +132,9 @@ def test_activation_is_accurate_over_its_whole_range(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("other", DTYPES)
-def test_add_and_scale_round_once(
-    rng: np.random.Generator, isa: str, dtype: str, other: str
-) -> None:
+@each_case("other", DTYPES)
+def test_add_and_scale_round_once(isa: str, dtype: str, other: str) -> None:
+    rng = np.random.default_rng(7)
     x, y = draw(rng, 3, 45, dtype=dtype), draw(rng, 3, 45, dtype=other)
     added = OneOp("add", [Operand(45, dtype), Operand(45, other)], isa)({0: x, 1: y}, num_rows=3)
     scaled = OneOp("scale", [Operand(45, dtype)], isa, values={"factor": 0.3})({0: x}, num_rows=3)
@@ -165,7 +145,7 @@ def test_add_and_scale_round_once(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("cap", [0.3, 30.0])
+@each_case("cap", [0.3, 30.0])
 def test_a_soft_cap_is_accurate_over_its_whole_range(isa: str, dtype: str, cap: float) -> None:
     magnitudes = np.concatenate([2.0 ** np.linspace(-30, 12, 333), [0.0, 1e30, np.inf]])
     x = np.stack([magnitudes, -magnitudes]).astype(np.float32)
@@ -188,10 +168,9 @@ def test_a_soft_cap_propagates_nan(isa: str) -> None:
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("out", DTYPES)
-def test_copy_rounds_to_the_output_type(
-    rng: np.random.Generator, isa: str, dtype: str, out: str
-) -> None:
+@each_case("out", DTYPES)
+def test_copy_rounds_to_the_output_type(isa: str, dtype: str, out: str) -> None:
+    rng = np.random.default_rng(7)
     x = draw(rng, 3, 45, dtype=dtype)
     y = OneOp("copy", [Operand(45, dtype), Operand(45, out)], isa)({0: x}, num_rows=3)[1]
     np.testing.assert_array_equal(y, round_to_bf16(x) if out == "bf16" else x)
@@ -199,10 +178,9 @@ def test_copy_rounds_to_the_output_type(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("form", ["rms", "layer"])
-def test_a_norm_without_a_weight_uses_ones(
-    rng: np.random.Generator, isa: str, dtype: str, form: str
-) -> None:
+@each_case("form", ["rms", "layer"])
+def test_a_norm_without_a_weight_uses_ones(isa: str, dtype: str, form: str) -> None:
+    rng = np.random.default_rng(7)
     x = draw(rng, 3, 45, dtype=dtype)
     operands = [Operand(45, dtype), Operand(45)]
     op = OneOp("norm", operands, isa, values={"form": form, "group": 0, "eps": 1e-5})
@@ -213,11 +191,10 @@ def test_a_norm_without_a_weight_uses_ones(
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("form", ["matrix", "table"])
-def test_embed_gathers_rows_of_panels_and_tables(
-    rng: np.random.Generator, isa: str, dtype: str, out: str, form: str
-) -> None:
+@each_case("out", DTYPES)
+@each_case("form", ["matrix", "table"])
+def test_embed_gathers_rows_of_panels_and_tables(isa: str, dtype: str, out: str, form: str) -> None:
+    rng = np.random.default_rng(7)
     table = draw(rng, 101, 37, dtype=dtype)
     ids = np.array([0, 31, 32, 100, 7, 7], np.int32)
     expected = twin.embed(table, ids)
@@ -230,7 +207,8 @@ def test_embed_gathers_rows_of_panels_and_tables(
 
 @each_isa
 @each_dtype
-def test_gather_rows_copies_bits(rng: np.random.Generator, isa: str, dtype: str) -> None:
+def test_gather_rows_copies_bits(isa: str, dtype: str) -> None:
+    rng = np.random.default_rng(7)
     x = draw(rng, 9, 19, dtype=dtype)
     index = np.array([0, 3, 8], np.int32)
     op = OneOp("gather_rows", [Operand(19, dtype), Operand(19, dtype)], isa)
@@ -257,7 +235,7 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan_and_infinity(isa: str
 
 
 @each_isa
-@pytest.mark.parametrize(("kind", "values"), [("copy", {}), ("activation", {"form": "relu"})])
+@each_case(("kind", "values"), [("copy", {}), ("activation", {"form": "relu"})])
 def test_denormals_are_rounded_to_bf16_like_other_numbers(
     isa: str, kind: str, values: dict[str, str]
 ) -> None:

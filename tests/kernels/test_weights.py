@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire import _native
 from quire.weights.dtypes import bf16_bits, from_bf16_bits, round_to_bf16
+from tests.cases import each_case
 
 Float32s = NDArray[np.float32]
 
@@ -23,9 +24,9 @@ def _read(weight: _native.Weight) -> Float32s:
     return np.array([weight.row(row) for row in range(weight.rows)], np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("form", ["matrix", "table"])
-@pytest.mark.parametrize("columns", [1, 64, 67])
+@each_case("dtype", ["f32", "bf16"])
+@each_case("form", ["matrix", "table"])
+@each_case("columns", [1, 64, 67])
 def test_fused_parts_meet_inside_a_panel(dtype: str, form: str, columns: int) -> None:
     rng = np.random.default_rng(1)
     values = rng.standard_normal((101, columns)).astype(np.float32)
@@ -36,7 +37,7 @@ def test_fused_parts_meet_inside_a_panel(dtype: str, form: str, columns: int) ->
     np.testing.assert_array_equal(_read(weight), expected)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@each_case("dtype", ["f32", "bf16"])
 def test_every_f16_value_is_widened_exactly(dtype: str) -> None:
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(64, 1024)
     weight = _native.Weight("matrix", dtype, 64, 1024)
@@ -67,11 +68,11 @@ def test_an_offset_is_added_in_f32_before_rounding() -> None:
     np.testing.assert_array_equal(_read(weight), expected)
 
 
-@pytest.mark.parametrize("stored", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("form", ["matrix", "table"])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@each_case("stored", ["f32", "f16", "bf16"])
+@each_case("dtype", ["f32", "bf16"])
+@each_case("form", ["matrix", "table"])
+@each_case("transposed", [False, True])
+@each_case("num_threads", [1, 3])
 def test_rows_are_cut_from_a_larger_tensor_of_any_layout(
     stored: str, dtype: str, form: str, transposed: bool, num_threads: int
 ) -> None:

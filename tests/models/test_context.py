@@ -36,6 +36,7 @@ from quire.program.tensors import DType
 from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.cases import each_case
 from tests.kernels.isas import ISAS
 from tests.models.case import Case
 from tests.models.cases import CASES
@@ -130,7 +131,7 @@ def answers_of_ranks(
     return on_all_ranks(shared_memory_ranks(degree), run)
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+@each_case("case", CASES[::3], ids=lambda case: case.name)
 def test_ranks_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     program, checkpoint = make(case, tmp_path)
     whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)

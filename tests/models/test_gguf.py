@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from quire.models.registry import open_model
 from quire.models.spec import ExpertsSpec
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.gguf_convert import ARCHITECTURES, write_gguf_of
 from tests.models.case import Case
 from tests.models.cases import CASES
@@ -73,7 +73,7 @@ def _stacked(experts: ExpertsSpec) -> ExpertsSpec:
     return replace(experts, tensors=replace(experts.tensors, stacked=True))
 
 
-@pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
+@each_case("case", SAID, ids=lambda case: case.name)
 def test_the_spec_is_that_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
     checkpoint, path = both(case, tmp_path)
     found, right = open_model(path), open_model(checkpoint)
@@ -86,8 +86,8 @@ def test_the_spec_is_that_of_the_checkpoint(case: Case, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
-@pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
+@each_case("kind", EXECUTORS)
+@each_case("case", SAID, ids=lambda case: case.name)
 def test_logits_equal_those_of_the_checkpoint_bit_for_bit(
     case: Case, kind: str, tmp_path: Path
 ) -> None:

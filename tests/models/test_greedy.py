@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each_case
 from tests.data import outside
 from tests.models.case import Case
 from tests.models.cases import CASES
@@ -24,10 +25,8 @@ def test_a_trained_model_continues_greedily_as_published(model: str, kind: str) 
     assert ids == expected["ids"]
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name in CONTINUED], ids=lambda case: case.name
-)
+@each_case("kind", EXECUTORS)
+@each_case("case", [case for case in CASES if case.name in CONTINUED], ids=lambda case: case.name)
 def test_a_random_model_continues_greedily_as_in_transformers(
     case: Case, kind: str, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ from quire.program.tensors import DType
 from quire.ranks.rank_executor import RankExecutor
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
+from tests.cases import each_case
 from tests.gguf_convert import write_gguf_of
 from tests.models.case import Case
 from tests.models.cases import CASES
@@ -107,7 +108,7 @@ def answers_of_ranks(
     return on_all_ranks(shared_memory_ranks(degree), run)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case("case", CASES, ids=lambda case: case.name)
 def test_ranks_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     program, checkpoint = make(case, tmp_path)
     whole = answer(NativeExecutor(program, checkpoint, OPTIONS, poison=True), case)
@@ -143,7 +144,7 @@ def placements_of(case: Case, program: Program, degree: int) -> list[ExpertPlace
     ]
 
 
-@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
+@each_case("case", EXPERT_CASES, ids=lambda case: case.name)
 def test_distributed_experts_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     program, checkpoint = make(case, tmp_path)
     if case.seed % 3 == 0:

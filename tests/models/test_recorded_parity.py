@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.models.generate import EXECUTORS, logits_of, open_executor
@@ -17,8 +18,8 @@ from tests.models.record import RECORDED, bf16_error, same_tokens, weights_diges
 F32_ERROR = 1e-4
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case("kind", EXECUTORS)
+@each_case("case", CASES, ids=lambda case: case.name)
 def test_logits_in_f32_match_transformers(case: Case, kind: str, tmp_path: Path) -> None:
     recorded = json.loads((RECORDED / f"{case.name}.json").read_text())
     folder = case.write(tmp_path)
@@ -37,10 +38,8 @@ def test_logits_in_f32_match_transformers(case: Case, kind: str, tmp_path: Path)
     assert sure.mean() > 0.95
 
 
-@pytest.mark.parametrize("kind", EXECUTORS)
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name
-)
+@each_case("kind", EXECUTORS)
+@each_case("case", [case for case in CASES if case.stored == "bf16"], ids=lambda case: case.name)
 def test_logits_in_bf16_are_as_close_to_f32_as_in_transformers(
     case: Case, kind: str, tmp_path: Path
 ) -> None:

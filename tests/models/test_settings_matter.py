@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from quire.models.registry import open_model
 from quire.models.spec import ModelSpec, RopeSettings
 from quire.program.forms import ActivationForm, RouterScore
+from tests.cases import each_case
 from tests.models import cases_experts, cases_gemma, cases_phi3
 from tests.models.generate import executor_of, logits_of
 from tests.models.record import relative_error
@@ -149,7 +148,7 @@ TURNED_OFF: dict[str, tuple[Change, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TURNED_OFF)
+@each_case("name", TURNED_OFF)
 def test_a_wrong_setting_moves_logits_beyond_the_parity_tolerance(
     name: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 CHAT, COUNT = "/v1/chat/completions", "/v1/messages/count_tokens"
@@ -21,7 +22,7 @@ def answered(path: str, body: Any) -> Reply:
     return asyncio.run(exchange())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "fields", "said"),
     [
         (CHAT, {"think": True}, 'write it as reasoning_effort: "none" switches reasoning off'),

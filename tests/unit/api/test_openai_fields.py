@@ -19,6 +19,7 @@ from openai.types.responses import response_create_params as response_types
 from quire.api.generation.fields import CHAT, COMPLETIONS
 from quire.api.generation.foreign_fields import HINTS, NO_EFFECT, OPTIONS, UNSERVED
 from quire.api.openai.responses.fields import INPUT_TOKENS, RESPONSES
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT_FIELDS = {*typing.get_type_hints(chat_types.CompletionCreateParamsBase), "stream"}
@@ -48,13 +49,13 @@ def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> R
     return asyncio.run(exchange())
 
 
-@pytest.mark.parametrize("name", sorted(CHAT_FIELDS))
+@each_case("name", sorted(CHAT_FIELDS))
 def test_every_field_of_openais_chats_is_in_the_table(name: str) -> None:
     assert name in CHAT or sum(name in table for table in FOREIGN) == 1
     assert (name in UNSERVED) == (name in REFUSED)
 
 
-@pytest.mark.parametrize("name", sorted(COMPLETION_FIELDS))
+@each_case("name", sorted(COMPLETION_FIELDS))
 def test_every_field_of_openais_completions_is_in_the_table(name: str) -> None:
     assert sum(name in table for table in (COMPLETIONS, *FOREIGN)) == 1
 
@@ -75,7 +76,7 @@ def test_unserved_fields_are_rejected_by_name(name: str) -> None:
     assert post("/v1/chat/completions", {"messages": MESSAGES, name: None}).status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [
         ("metadata", {"a": "b"}),

@@ -30,6 +30,7 @@ from quire.api.openapi.operations import OPERATIONS
 from quire.base.sampling_params import SamplingParams
 from quire.config.tenants import Tenant, key_digest
 from quire.engine.output.output_stream import TextDelta
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Site
 from tests.unit.api.said import full_document, validator
 
@@ -101,7 +102,7 @@ def test_every_honoured_field_has_a_description_and_no_other_has() -> None:
     assert all(described <= taken for described, taken in own.values())
 
 
-@pytest.mark.parametrize("name", sorted(n for n, op in OPERATIONS.items() if op.body is not None))
+@each_case("name", sorted(n for n, op in OPERATIONS.items() if op.body is not None))
 def test_a_request_has_its_honoured_rejected_and_inert_fields(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.body is not None

@@ -18,6 +18,7 @@ from quire.api.generation.unknown_fields import OTHER_NAMES
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import FILTERS_OFF
 from quire.base.sampling_params import SamplingParams
+from tests.cases import each_case
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.api.test_values import asked, chat, completion
 
@@ -39,7 +40,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS))
+@each_case("name", sorted(FIELDS))
 def test_a_field_reaches_the_engine(name: str) -> None:
     assert getattr(asked(**{name: FIELDS[name]}), name) == FIELDS[name]
 
@@ -54,7 +55,7 @@ def test_lists_of_words_and_ids_reach_the_engine() -> None:
     assert (params.allowed_token_ids, params.bad_words) == (None, ())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value", "said"),
     [
         ("mirostat", 3, "whole number"),
@@ -92,7 +93,7 @@ def ours(name: str) -> str:
     return OTHER_NAMES[name]
 
 
-@pytest.mark.parametrize("name", sorted(OTHER_NAMES))
+@each_case("name", sorted(OTHER_NAMES))
 def test_a_name_of_another_program_is_rejected_with_ours(name: str) -> None:
     tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE) if ours(name) in table]
     assert tables

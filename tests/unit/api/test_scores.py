@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.sampling_params import SamplingParams
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -200,7 +201,7 @@ def test_listed_ids_follow_the_best_and_are_keyed_by_text() -> None:
     assert "listed_logprobs" not in plain["logprobs"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "fields", "param", "words"),
     [
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "or 0 with prompt_logprobs"),

@@ -14,6 +14,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.speculation_params import SpeculationParams
 from quire.engine.client.speculation import speculation_of
 from quire.engine.output.output_stream import TextDelta
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -116,7 +117,7 @@ async def _posted(engine: FakeEngine, body: dict[str, Any]) -> Reply:
     return await Site(engine).post("/v1/chat/completions", body)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"speculation": "on"}, "speculation"),
@@ -153,7 +154,7 @@ def test_a_prediction_is_a_field_of_chats() -> None:
     assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("card", "wishes", "expected"),
     [
         (CARD, {}, None),

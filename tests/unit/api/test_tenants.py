@@ -13,6 +13,7 @@ from quire.api.admin.reload import reload_tenants
 from quire.base.errors import SettingError
 from quire.base.scheduling_params import SchedulingParams
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 SEARCH = Tenant(name="search", key_digests=(key_digest("s1"), key_digest("s2")), priority_min=-5)
@@ -79,8 +80,8 @@ def test_objectives_reach_the_engine_as_requested() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["deadline_ms", "ttft_slo_ms", "tpot_slo_ms"])
-@pytest.mark.parametrize("value", [0, -1, 1e11, True, "5", float("inf")])
+@each_case("name", ["deadline_ms", "ttft_slo_ms", "tpot_slo_ms"])
+@each_case("value", [0, -1, 1e11, True, "5", float("inf")])
 def test_an_absurd_time_is_rejected_before_anything_runs(name: str, value: Any) -> None:
     reply, site = asked("s1", **{name: value})
     assert (reply.status, reply.error["param"]) == (400, name)

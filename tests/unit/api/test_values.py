@@ -11,6 +11,7 @@ import pytest
 
 from quire.base.sampling_params import SamplingParams
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -40,7 +41,7 @@ def asked(**body: Any) -> SamplingParams:
     return engine.asked[0].sampling
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value"),
     [
         ("n", 3),
@@ -136,7 +137,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "value"), BAD_VALUES, ids=lambda value: repr(value)[:40])
+@each_case(("field", "value"), BAD_VALUES, ids=lambda value: repr(value)[:40])
 def test_a_bad_value_is_rejected_by_name_and_never_reaches_the_engine(
     field: str, value: Any
 ) -> None:
@@ -183,7 +184,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "body"), BAD_CHATS, ids=lambda value: repr(value)[:60])
+@each_case(("field", "body"), BAD_CHATS, ids=lambda value: repr(value)[:60])
 def test_a_bad_chat_is_rejected_by_name(field: str, body: dict[str, Any]) -> None:
     engine = FakeEngine()
     reply = chat(engine, **body)

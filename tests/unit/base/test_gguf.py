@@ -19,6 +19,7 @@ from quire.base.gguf_model import GgufModel, find_gguf, model_name_of
 from quire.models.registry import open_model
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.gguf_convert import write_gguf_of
 from tests.gguf_writer import (
@@ -97,7 +98,7 @@ def test_metadata_and_tensors_round_trip(version: int, alignment: int, tmp_path:
     assert path.read_bytes().startswith(file.header())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "said"),
     [
         (b"", "begins with b''"),
@@ -121,7 +122,7 @@ def test_unsupported_files_are_rejected(content: bytes, said: str, tmp_path: Pat
         GgufFile(path)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("entries", "said"),
     [
         ([entry("a", 1), entry("a", 2)], 'key "a" is there twice'),
@@ -148,7 +149,7 @@ def test_inconsistent_metadata_is_rejected_with_its_position(
     assert "byte " in refused(tmp_path, header(entries, []))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("tensors", "said"),
     [
         ([describe("a", (32,), 0, 0)] * 2, "a is there twice"),

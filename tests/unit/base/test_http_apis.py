@@ -18,6 +18,7 @@ from quire.router.api_forms import FORMS, form_of
 from quire.router.faults import Refusal
 from quire.router.routed_request import RoutedRequest
 from quire.router.routes import LISTS, ROUTES, find_route, reason_not_routed, route_of
+from tests.cases import each_case
 
 # Routes of a server that a router does not have, and no reason is given for: other names of a
 # route, and what a server says of itself.
@@ -41,7 +42,7 @@ def dialect_of(path: str) -> Dialect:
     return DIALECTS[tops[0]] if tops else DEFAULT_DIALECT
 
 
-@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/batches/x/results", "/apis", "/v1"])
+@each_case("path", [*PATHS, "/v1/messages/batches/x/results", "/apis", "/v1"])
 def test_the_router_writes_errors_as_the_server_does(path: str) -> None:
     form, dialect = form_of(path), dialect_of(path)
     for status in STATUSES:
@@ -76,7 +77,7 @@ def test_server_and_router_read_the_same_key(api: str, dialect: Dialect) -> None
     assert FORMS[api].key_in([(b"authorization", b"Basic abc")]) == b""
 
 
-@pytest.mark.parametrize("path", PATHS)
+@each_case("path", PATHS)
 def test_each_route_of_a_server_is_routed_or_refused_with_a_reason(path: str) -> None:
     is_routed, why = path in ROUTES, reason_not_routed(path)
     if path in NOT_AT_A_ROUTER:

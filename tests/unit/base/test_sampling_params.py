@@ -11,9 +11,10 @@ import pytest
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import FILTERS_OFF
 from quire.base.sampling_params import SamplingParams
+from tests.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [
         ("stop", 5),
@@ -142,7 +143,7 @@ def test_resolve_sets_only_a_missing_seed() -> None:
     assert len(drawn) == 8
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [
         ("typical_p", 0.0),
@@ -251,7 +252,7 @@ def test_beams_without_an_explicit_temperature_have_none() -> None:
     assert drawn.changed(use_beam_search=True) == SamplingParams(use_beam_search=True, n=2)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [
         ("mirostat", False),

@@ -9,10 +9,11 @@ import pytest
 
 from quire.base.errors import InvalidParameter
 from quire.base.scheduling_params import MAX_TERM_MS, OBJECTIVES, SchedulingParams
+from tests.cases import each_case
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize(
+@each_case("name", OBJECTIVES)
+@each_case(
     "value",
     [0, -1, -0.5, float("nan"), float("inf"), MAX_TERM_MS * 1.001, 10**400, True, "100", [100]],
     ids=lambda value: str(value)[:20],
@@ -24,8 +25,8 @@ def test_an_absurd_time_is_rejected_by_name_with_the_allowed_range(name: str, va
     assert str(caught.value).startswith(f"{name} is ")
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("value", [0.001, 5, np.float32(2.5), MAX_TERM_MS])
+@each_case("name", OBJECTIVES)
+@each_case("value", [0.001, 5, np.float32(2.5), MAX_TERM_MS])
 def test_a_time_within_a_year_is_kept_as_a_float(name: str, value: Any) -> None:
     terms = SchedulingParams(**{name: value})
     assert getattr(terms, name) == float(value)

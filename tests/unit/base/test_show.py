@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from quire.base.show import MAX_SHOWN_CHARS, show
+from tests.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "shown"),
     [
         (None, "null"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.base.strict_json import MAX_DEPTH, parse_object
+from tests.cases import each_case
 
 
 def nested(depth: int) -> bytes:
@@ -17,7 +18,7 @@ def test_an_object_is_parsed() -> None:
     assert parse_object(raw, limit_bytes=len(raw)) == {"a": [1, -2.5, True, None, "猫"], "b": {}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("raw", "words"),
     [
         (b'{"a": 1, "a": 2}', '"a" is given twice'),

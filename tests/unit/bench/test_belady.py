@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
-import pytest
 
 from bench.memory.belady import belady_hits, footprint, lru_without_dead_hits
+from tests.cases import each_case
 
 # Chains of a small tree of prefixes: 0-1-2, 0-1-3, 0-4, 5-6, 7.
 CHAINS = ((0, 1, 2), (0, 1, 3), (0, 4), (0, 1), (5, 6), (5,), (7,), (0,))
@@ -34,7 +34,7 @@ def best_hits(chains: Sequence[Sequence[int]], asked: Sequence[int], capacity: i
     return max(reachable.values())
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_case("seed", range(40))
 def test_no_choice_of_kept_blocks_finds_more_than_beladys(seed: int) -> None:
     rng = np.random.default_rng(seed)
     chains = [CHAINS[at] for at in rng.integers(0, len(CHAINS), 9)]

@@ -15,6 +15,7 @@ from quire.bench.workloads import (
     fit_lengths,
     mixed_lengths,
 )
+from tests.cases import each_case
 
 
 def test_the_workloads_are_the_documented_ones() -> None:
@@ -69,7 +70,7 @@ def test_static_groups_run_to_their_longest_answer() -> None:
     assert [[ask.output_tokens for ask in group] for group in groups] == [[9, 9], [4, 4], [2]]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("context", "prompts", "outputs", "found"),
     [
         (None, None, None, ((128, 512), (32, 128))),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import numpy as np
-import pytest
 
 from quire.cache.tier_map import TierMap
+from tests.cases import each_case
 
 
 def key(number: int) -> bytes:
@@ -87,7 +87,7 @@ def test_everything_can_be_cleared_during_transfers() -> None:
     assert tier.problems() == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_case("seed", range(20))
 def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
     random, tier = Random(seed), TierMap(6)
     held: list[tuple[bytes, int]] = []  # least recently used first

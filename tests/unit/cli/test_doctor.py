@@ -12,6 +12,7 @@ import pytest
 from quire.doctor import machine_exam
 from quire.doctor.finding import Effect, Finding, Lever, Verdict, ok, problem, warning, worst
 from quire.doctor.report import report_text
+from tests.cases import each_case
 from tests.unit.cli.command import LIMIT_S, environment, quire_main
 
 
@@ -67,7 +68,7 @@ def test_only_a_problem_ends_with_1(
     assert finding.action in done.stdout
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "code", "said"),
     [
         (("--seconds", "5"), 2, "--seconds is for a server; give its URL"),

@@ -16,6 +16,7 @@ from quire.api.http.request_io import parse
 from quire.base.errors import QuireError
 from quire.base.grammar import Grammar, GrammarKind
 from quire.structured.rejection import rejection
+from tests.cases import each_case
 from tests.gguf_writer import write_gguf
 from tests.tiny_models import write_tiny_llama
 from tests.unit.cli.command import quire_main
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "said"),
     [
         ("complete cut-config -p x", "the file is damaged: copy or download it again"),
@@ -157,7 +158,7 @@ def test_names_of_vllm_lead_to_what_there_is() -> None:
         _ = LLM.__new__(LLM).generat
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "said"),
     [
         ("--port 80", "flags come after it: quire serve --port 80"),

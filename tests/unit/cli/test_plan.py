@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each_case
 from tests.tiny_models import tiny_config
 from tests.unit.cli.command import quire_main
 from tests.unit.sim.llama_configs import LLAMA_3_70B, config_folder
@@ -69,7 +70,7 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert outcome["available_bytes"] == 2 * 2**30
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "said"),
     [
         (("--device", "h10"), "there is no device 'h10' in the table; did you mean h100"),

@@ -14,13 +14,14 @@ from quire.cli.main import command_parser
 from quire.router.discovery import parsed, replica_url
 from quire.router.route_file import read_route_file
 from quire.router.settings import RouterSettings
+from tests.cases import each_case
 
 
 def _run(*words: str) -> int:
     return route.run(command_parser(["route"]).parse_args(["route", *words]))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "message"),
     [
         ([], "give the addresses"),

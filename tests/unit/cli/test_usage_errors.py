@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each_case
 from tests.unit.cli.command import quire_main
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("words", "said"),
     [
         ("replay", "required: FILE (a recording that `quire record URL FILE` wrote)"),

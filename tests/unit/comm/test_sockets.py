@@ -15,6 +15,7 @@ import pytest
 from quire.base.errors import DeviceLost
 from quire.comm.links import LinkMemory, LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank, create_segment
+from tests.cases import each_case
 from tests.rank_threads import connected_ranks, on_all_ranks
 
 SMALL = SegmentSizes(slot_bytes=64, message_bytes=64)
@@ -132,7 +133,7 @@ def test_the_reason_of_a_lost_rank_reaches_those_that_do_not_see_it() -> None:
         assert re.match(r"rank \d or another one cannot go on", group.native.wait_until_over())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("frame", "found"),
     [
         (FRAME.pack(PUBLISH, 1, 0, 0, 1 << 40, 0, 0, 0, 0), "outside the memory"),

@@ -18,6 +18,7 @@ from quire.config.kv_store import KVStoreConfig
 from quire.config.server_config import ServerConfig
 from quire.config.speculation import SpeculationConfig
 from quire.config.transfer import TransferConfig
+from tests.cases import each_case
 
 GROUPS = (
     *(ModelConfig, CacheConfig, SchedulerConfig, SpeculationConfig, ExecutorConfig),
@@ -94,7 +95,7 @@ def test_unreadable_values_are_rejected(line: str) -> None:
         _parser().parse_args(line.split())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("group", "values", "named"),
     [
         (ModelConfig, {"max_model_len": 1}, "max_model_len is 1"),
@@ -143,7 +144,7 @@ def test_sizes_are_read_in_both_kinds_of_units(text: str, num_bytes: int) -> Non
     assert parse_bytes(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "nan", "inf", "1 2", "1e30GiB", "0x10"])
+@each_case("text", ["", "GiB", "-1", "1XB", "nan", "inf", "1 2", "1e30GiB", "0x10"])
 def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(SettingError, match="is not a size"):
         parse_bytes(text)

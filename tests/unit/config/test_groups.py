@@ -10,9 +10,10 @@ from quire.base.errors import SettingError
 from quire.config.executor_config import ExecutorConfig
 from quire.config.groups import CacheConfig, ModelConfig, SchedulerConfig
 from quire.config.server_config import ServerConfig
+from tests.cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("group", "name", "allowed", "refused"),
     [
         (ModelConfig, "max_model_len", (2, None), (1, 0, -1)),

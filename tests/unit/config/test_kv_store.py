@@ -9,6 +9,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.config.flags import engine_config
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
+from tests.cases import each_case
 
 ON = {"kv_store": "/shared/kv"}
 MOONCAKE = {"kv_store": "mooncakestore://10.0.0.7:50051", "kv_store_key_file": "key"}
@@ -29,7 +30,7 @@ def test_a_store_is_a_directory_or_a_master(text: str, place: StorePlace) -> Non
     assert store_place(text) == place
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         *("", "file://relative", "s3://bucket", "mooncakestore://host", "mooncakestore://:1"),
@@ -42,7 +43,7 @@ def test_malformed_places_are_refused(text: str) -> None:
         KVStoreConfig(kv_store=text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "words"),
     [
         ({"kv_store_bytes": 5}, "add kv_store"),

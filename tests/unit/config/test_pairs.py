@@ -14,6 +14,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.config.flags import engine_config, server_and_engine_config
 from quire.config.server_and_engine import check_together
+from tests.cases import each_case
 
 FEATURES: dict[str, dict[str, Any]] = {
     "tensor_parallel_size": {"tensor_parallel_size": 2},
@@ -92,7 +93,7 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
     assert {name: " ".join(others) for name, others in found.items()} == TOGETHER
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "words"),
     [
         (

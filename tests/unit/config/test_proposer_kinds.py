@@ -19,6 +19,7 @@ from quire.config.proposer_kinds import (
     ProposerName,
 )
 from quire.config.sources import SETTINGS
+from tests.cases import each_case
 
 
 def test_the_types_have_the_names_of_the_table() -> None:
@@ -37,8 +38,8 @@ def test_the_setting_and_flags_of_other_engines_name_them_all() -> None:
         assert name in INSTEAD["--speculative-config"]
 
 
-@pytest.mark.parametrize("degree", ["tensor", "pipeline", "context"])
-@pytest.mark.parametrize("name", PROPOSERS)
+@each_case("degree", ["tensor", "pipeline", "context"])
+@each_case("name", PROPOSERS)
 def test_all_go_with_ranks_of_every_kind(name: ProposerName, degree: str) -> None:
     settings: dict[str, Any] = {"model": "m", "speculate": name, f"{degree}_parallel_size": 2}
     assert engine_config(settings).speculation.proposer == name

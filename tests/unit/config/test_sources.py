@@ -15,6 +15,7 @@ from quire.config.environment import read_environment
 from quire.config.flags import flag_of
 from quire.config.foreign_variables import INSTEAD, unread_variables
 from quire.config.sources import SETTINGS, Setting, Source, Sourced, merged, with_sources
+from tests.cases import each_case
 
 EVERY = list(SETTINGS.values())
 
@@ -62,7 +63,7 @@ def test_all_settings_are_written_to_a_file_and_read_back(
     assert "quoted" not in text
 
 
-@pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
+@each_case("setting", EVERY, ids=lambda setting: setting.key)
 def test_every_setting_has_a_variable(setting: Setting) -> None:
     value = _example(setting)
     text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -77,7 +78,7 @@ def test_every_setting_has_a_variable(setting: Setting) -> None:
     assert warnings == []
 
 
-@pytest.mark.parametrize("setting", EVERY, ids=lambda setting: setting.key)
+@each_case("setting", EVERY, ids=lambda setting: setting.key)
 def test_a_value_of_a_wrong_type_is_rejected_in_a_file(setting: Setting, tmp_path: Path) -> None:
     path = _file(tmp_path, f"\n{setting.key} = 1979-05-27\n")
     with pytest.raises(SettingError) as caught:
@@ -86,7 +87,7 @@ def test_a_value_of_a_wrong_type_is_rejected_in_a_file(setting: Setting, tmp_pat
     assert str(caught.value) == f"{path}:2: {setting.key} is {shown}; {setting.allowed} is expected"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "setting",
     [one for one in EVERY if one.kind not in (str,) and get_origin(one.kind) is not tuple],
     ids=lambda setting: setting.key,
@@ -117,7 +118,7 @@ def test_keys_may_stand_at_the_top_or_in_a_table_with_dashes_or_underscores(tmp_
     assert warnings == []
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "told"),
     [
         ("\nmax-num-seq = 3", ":2: max-num-seq is not a setting; did you mean max-num-seqs?"),
@@ -241,7 +242,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         read_api_keys(str(path))
 
 
-@pytest.mark.parametrize("variable", INSTEAD)
+@each_case("variable", INSTEAD)
 def test_a_variable_of_another_engine_is_answered_by_what_is_read_here(variable: str) -> None:
     said = unread_variables({variable: "a secret"}, ())
     assert f"are set and not read: {variable} (set " in said

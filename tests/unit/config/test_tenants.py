@@ -10,6 +10,7 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config.tenants import MAX_FILE_BYTES, Tenant, needs_restart, read_tenants
+from tests.cases import each_case
 
 ALL = """
 [tenants.search]
@@ -89,7 +90,7 @@ def test_the_default_tenant_may_have_limits(tmp_path: Path) -> None:
     assert (default.max_running, other.name) == (2, "a")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("setting", "said"),
     [
         ("weigth = 2", '"weigth" is not known; did you mean weight?'),
@@ -161,7 +162,7 @@ def test_a_missing_too_large_or_invalid_file_is_rejected(tmp_path: Path) -> None
         read_tenants(str(file))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("was", "is_now", "said"),
     [
         ('"key-3"', '"key-5", "key-6"', None),

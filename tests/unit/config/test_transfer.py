@@ -11,6 +11,7 @@ from quire.base.errors import SettingError
 from quire.config.flags import engine_config
 from quire.config.key_file import read_shared_key
 from quire.config.transfer import TransferConfig, peer_address
+from tests.cases import each_case
 
 KEY = {"kv_transfer_key_file": "key"}
 
@@ -26,7 +27,7 @@ def test_roles_say_who_hands_over_and_who_fetches() -> None:
         assert (config.hands_over, config.fetches) == (hands_over, fetches)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "words"),
     [
         ({"role": "server"}, "prefill, decode, both"),

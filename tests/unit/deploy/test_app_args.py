@@ -10,10 +10,11 @@ import yaml
 
 from quire.base.errors import SettingError
 from quire.deploy.ray_serve.app_args import read_args
+from tests.cases import each_case
 from tests.repository.source_files import ROOT
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("args", "said"),
     [
         ({"modell": "a"}, "did you mean 'model'"),

@@ -24,6 +24,7 @@ from quire.deploy.ray_serve.scaling import (
     ScalingTarget,
     replicas_needed,
 )
+from tests.cases import each_case
 from tests.unit.api.fake_engine import SNAPSHOT, FakeEngine
 
 TARGET = ScalingTarget(busy_share=0.5, waiting_tokens=1000)
@@ -41,7 +42,7 @@ def reports(*replicas: tuple[float, float, float], slots: float = 8.0) -> Report
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("load", "count"),
     [
         (reports((0, 0, 0)), 0),

@@ -11,6 +11,7 @@ from quire.config.machine import MachineMemory
 from quire.doctor import machine_checks as checks
 from quire.doctor.finding import Finding, Verdict
 from quire.doctor.machine_facts import MachineFacts, NativeModule, Place, read_machine, read_native
+from tests.cases import each_case
 
 GIB, GB = 2**30, 10**9
 PLACE = Place(name="model cache", path=Path("/c"), free_bytes=50 * GB, is_writable=True)
@@ -57,7 +58,7 @@ def memory(num_bytes: int) -> MachineMemory:
     return MachineMemory(available_bytes=num_bytes, limit="control group")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("check", "change", "verdict", "said"),
     [
         ("python", {"python": (3, 10, 9)}, PROBLEM, "install Python 3.11"),

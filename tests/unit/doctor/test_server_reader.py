@@ -17,6 +17,7 @@ import pytest
 from quire.base.errors import InvalidParameter, WorkerError
 from quire.base.server_url import unreachable_text
 from quire.doctor.server_reader import ServerReader
+from tests.cases import each_case
 from tests.serve.test_tls import made_in
 
 Answer = Callable[[socket.socket, bytes], None]
@@ -93,7 +94,7 @@ def error_of(port: int, **limits: float) -> str:
     raise AssertionError("the server was read")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answer", "said"),
     [
         (reply("<html><body>It works!</body></html>"), "is not a Quire server: GET /version"),

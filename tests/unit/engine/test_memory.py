@@ -16,15 +16,15 @@ from bench.checkpoints import tokenizer_json
 from quire.bench.floor import program_of
 from tests.tiny_models import write_tiny_llama
 
-# 76 M elements of weights, and 256 KiB of f32 keys and values per token: 1,408 tokens fill 352
+# 38 M elements of weights, and 256 KiB of f32 keys and values per token: 1,536 tokens fill 384
 # MiB. The interpreter and its modules alone take 28 MiB, and a step's rows of this wide model 20:
 # smaller caches could not hide them. Narrow layers with wide heads have few operations per byte.
 SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 64, "head_dim": 128,
+    "hidden_size": 256, "intermediate_size": 1536, "num_attention_heads": 64, "head_dim": 128,
     "num_key_value_heads": 64, "vocab_size": 512, "num_hidden_layers": 4,
     "max_position_embeddings": 2048,
 }  # fmt: skip
-KV_TOKENS = 1408
+KV_TOKENS = 1536
 MAX_RATIO = 1.15
 LIMIT_S = 300
 
@@ -37,7 +37,7 @@ def sampling(**more):
     return SamplingParams(temperature=0.9, seed=1, max_tokens=8, ignore_eos=True, **more)
 
 with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
-    prompts = [[(at * number) % 500 + 5 for at in range(1, 265)] for number in range(1, 6)]
+    prompts = [[(at * number) % 500 + 5 for at in range(1, 289)] for number in range(1, 6)]
     llm.generate(prompts, sampling(logprobs=5))
     llm.generate(prompts[:1], sampling(prompt_logprobs=5, top_p=0.9, repetition_penalty=1.2))
     llm.generate([prompt[:20] for prompt in prompts], sampling(n=2))

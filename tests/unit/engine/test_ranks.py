@@ -18,6 +18,7 @@ from quire.engine.assembly import ranks
 from quire.engine.assembly.expert_loads import read_expert_loads
 from quire.obs.engine_metrics import EngineCollector
 from quire.speculative.control import AdaptiveControl
+from tests.cases import each_case
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny, write_tiny_llama
 
@@ -42,7 +43,7 @@ def test_two_ranks_answer_as_one_process() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "words"),
     [
         ({"executor": "reference"}, "executor is reference: only the native executor"),

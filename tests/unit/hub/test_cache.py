@@ -13,6 +13,7 @@ from quire.config.flags import engine_config
 from quire.engine.library.llm import LLM
 from quire.hub.cache import cache_dir, find, local_model, repo_dir, required_local, with_local_model
 from quire.hub.names import HubName, hub_name, parsed_name, required_name
+from tests.cases import each_case
 from tests.fake_hub import FakeHub
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,7 +47,7 @@ def test_names_are_parsed_and_printed_alike(text: str, name: HubName) -> None:
     assert str(name) == text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "", "gpt2", "/a/b", "./a", "../a", "~/a", "a/b/c", "a/b@", "a/b:", "a/b:../c", "a/b@../c",

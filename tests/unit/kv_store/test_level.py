@@ -14,6 +14,7 @@ from quire.kv_store.entry import HEAD_BYTES, EntryFormat, Seal, checksum, keyed_
 from quire.kv_store.int8 import Int8Encoding
 from quire.kv_store.level import Bytes, Fetched, SharedLevel
 from quire.kv_store.shared_store import Parts
+from tests.cases import each_case
 
 BLOCK_BYTES = 512
 WIDTH = 16
@@ -130,8 +131,8 @@ def test_a_block_comes_back_as_it_was_put() -> None:
     assert level.traffic.put_bytes == level.traffic.fetched_bytes == 2 * level.entry_bytes
 
 
-@pytest.mark.parametrize("seal", [checksum, keyed_seal(b"a key")])
-@pytest.mark.parametrize("at", [0, 9, 20, 40, HEAD_BYTES - 1, HEAD_BYTES, -1])
+@each_case("seal", [checksum, keyed_seal(b"a key")])
+@each_case("at", [0, 9, 20, 40, HEAD_BYTES - 1, HEAD_BYTES, -1])
 def test_one_changed_bit_is_found_counted_and_removed(seal: Seal, at: int) -> None:
     store = MemoryStore()
     level = level_of(store, Clock(), seal=seal)

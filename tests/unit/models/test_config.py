@@ -23,6 +23,7 @@ from quire.models.spec import (
     RotarySpec,
 )
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.data import outside
 from tests.fp8_checkpoints import KINDS, config_of
 from tests.tiny_models import tiny_config, write_tiny_llama
@@ -190,7 +191,7 @@ def test_yarn_without_a_factor_derives_it_from_the_lengths(tmp_path: Path) -> No
     assert read(tmp_path, rope_scaling=scaling).rotary.full.factor == 4.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, 'rope_type is "ntk", not supported; d'),
@@ -256,8 +257,8 @@ def test_a_missing_size_is_named(key: str, tmp_path: Path) -> None:
     assert f"{key} is missing" in refused(tmp_path, **{key: None})
 
 
-@pytest.mark.parametrize("value", [0, -1, HUGE, 2.5, "64", True, [64], {}])
-@pytest.mark.parametrize(
+@each_case("value", [0, -1, HUGE, 2.5, "64", True, [64], {}])
+@each_case(
     "key",
     ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
      "num_key_value_heads", "vocab_size", "max_position_embeddings", "head_dim"],
@@ -294,15 +295,15 @@ def test_numbers_too_large_for_a_float_are_rejected(tmp_path: Path) -> None:
         read_text(tmp_path, config.replace("1e999", "1" * 5000))
 
 
-@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "tie_word_embeddings"])
-@pytest.mark.parametrize("value", [1, 0, "true", []])
+@each_case("key", ["attention_bias", "mlp_bias", "tie_word_embeddings"])
+@each_case("value", [1, 0, "true", []])
 def test_a_flag_is_true_or_false(key: str, value: Any, tmp_path: Path) -> None:
     assert f"{key} is {json.dumps(value)}; true or false is allowed" in refused(
         tmp_path, **{key: value}
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"sliding_window": 4096}, "sliding_window is 4096"),
@@ -536,7 +537,7 @@ def test_all_problems_are_reported_together(tmp_path: Path) -> None:
         assert said in message
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     ["", "[]", "null", "{", '"x"', "{} {}", "\udcff\udcfe", "[" * 100_000, '{"a": 1, "a": 2}'],
 )
@@ -663,7 +664,7 @@ def test_a_file_without_sampling_makes_greedy_the_default(tmp_path: Path) -> Non
     assert spec.generation.defaults["temperature"] == 0.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "said"),
     [
         ({"num_beams": 4}, "num_beams is 4"),

@@ -24,6 +24,7 @@ from quire.models.spec import (
 from quire.program.ops import Attention, Norm, Rope, Scale
 from quire.program.program import Program
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.unit.models.published_configs import (
     CODEGEMMA_2B,
     GEMMA_2_2B_IT,
@@ -247,7 +248,7 @@ def test_embeddings_are_scaled_by_a_factor_of_the_computing_dtype(
 # ---- rejections
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "changes", "said"),
     [
         (CODEGEMMA_2B, {"hidden_act": "silu"}, 'hidden_act is "silu"; one of gelu_pytorch_tanh'),

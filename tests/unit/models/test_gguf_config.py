@@ -19,6 +19,7 @@ from quire.models.rope import rope_spec
 from quire.models.spec import ModelSpec
 from quire.program.tensors import DType
 from quire.weights.gguf_names import NAMES
+from tests.cases import each_case
 from tests.gguf_convert import gguf_of, write_gguf_of
 from tests.gguf_writer import F32, U64, Typed, write_gguf
 from tests.models.cases import CASES
@@ -47,7 +48,7 @@ def test_both_packages_read_the_same_architectures() -> None:
     assert set(MEANINGS) == set(NAMES)
 
 
-@pytest.mark.parametrize("number", [1e-5, 1e-6, 0.22, 12.0, 0.0078125, 1e6, 500000.0, 0.1, 3.5])
+@each_case("number", [1e-5, 1e-6, 0.22, 12.0, 0.0078125, 1e6, 500000.0, 0.1, 3.5])
 def test_a_decimal_stored_as_float32_is_restored(number: float) -> None:
     assert decimal(float(np.float32(number))) == number
     assert decimal(number) == number
@@ -58,7 +59,7 @@ def test_a_number_that_was_no_float32_is_unchanged(number: float) -> None:
     assert decimal(number) == number
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"general__architecture": "mamba"}, 'general.architecture is "mamba", which is not read'),

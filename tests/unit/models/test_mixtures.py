@@ -21,6 +21,7 @@ from quire.program.forms import RouterScore, RoutingForm
 from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
+from tests.cases import each_case
 from tests.models.case import Case
 from tests.models.cases_experts import DOTS1, OLMOE, QWEN2_MOE
 from tests.models.generate import EXECUTORS, executor_of, logits_of
@@ -344,7 +345,7 @@ def test_a_family_may_call_its_router_and_its_counts_otherwise(tmp_path: Path) -
     assert sources["model.layers.0.moe.router.bias"] == (64,)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "changes", "said"),
     [
         (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; there are 8 experts"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from quire.models.registry import build_program
 from quire.models.spec import AttentionSpec, GenerationSpec, HeadSpec, MlpSpec, ModelSpec, NormSpec
 from quire.program.forms import NormForm
 from quire.program.ops import Copy, GatherRows, Linear, Norm
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -164,7 +163,7 @@ def test_a_width_not_divisible_by_heads_is_rejected(tmp_path: Path) -> None:
     assert "hidden_size is 766, not a multiple of num_attention_heads 12" in message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value"),
     [
         ("ffn_dim", None),

@@ -22,6 +22,7 @@ from quire.models.spec import (
 )
 from quire.program.ops import Attention
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.unit.models.published_configs import (
     PHI_3_5_LONG,
     PHI_3_5_MINI,
@@ -165,7 +166,7 @@ def test_a_window_as_long_as_the_model_is_none(tmp_path: Path) -> None:
     assert {op.window for op in program if isinstance(op, Attention)} == {2047}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"attention_bias": True}, "attention_bias is true: biases are not supported"),
@@ -187,7 +188,7 @@ def test_unsupported_settings_are_rejected(
     assert said in refused(tmp_path, PHI_3_5_MINI, **changes)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"short_factor": [1.0] * 47}, "short_factor has 47 numbers; one for each of the 48"),

@@ -13,6 +13,7 @@ from quire.config.groups import ModelConfig
 from quire.engine.assembly.pooling import model_pooling
 from quire.models.pooling_files import PoolingSpec, read_pooling
 from quire.models.registry import open_model
+from tests.cases import each_case
 from tests.tiny_models import tiny_config
 
 SIZE = 60
@@ -140,7 +141,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each_case("case", WRONG)
 def test_what_is_not_computed_is_refused(tmp_path: Path, case: str) -> None:
     found, said = WRONG[case]
     with pytest.raises(ConfigError) as caught:

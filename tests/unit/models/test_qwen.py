@@ -10,6 +10,7 @@ import pytest
 from quire.models.registry import build_program
 from quire.program.ops import Embed, Linear, Norm, Rope
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.unit.models.config_folder import opened, refused
 
 # As published on the model hub.
@@ -195,7 +196,7 @@ def test_windows_begin_at_a_layer_or_follow_layer_types(
     assert opened(tmp_path, windowed | {"sliding_window": None}).attention.windows == ()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("config", "changes", "said"),
     [
         (

@@ -9,12 +9,13 @@ import pytest
 
 from quire.models.refusals import gguf_kind, with_head
 from quire.models.registry import FAMILIES
+from tests.cases import each_case
 from tests.models.cases import CASES
 from tests.tiny_models import tiny_config
 from tests.unit.models.config_folder import opened, refused
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("architecture", "keys", "said"),
     [
         ("BertModel", {}, "an encoder or a classifier (BertModel)"),

@@ -14,6 +14,7 @@ from quire.base.records import RequestTimes
 from quire.base.scheduling_params import SchedulingParams
 from quire.obs.engine_metrics import BusyShare
 from quire.obs.metrics import Metrics
+from tests.cases import each_case
 
 TIMES = RequestTimes(
     arrival_ms=1_000.0, first_scheduled_ms=1_010.0, first_token_ms=1_200.0, last_token_ms=1_600.0
@@ -179,7 +180,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "happens", "value"), MOVES, ids=[name for name, _, _ in MOVES])
+@each_case(("name", "happens", "value"), MOVES, ids=[name for name, _, _ in MOVES])
 def test_each_metric_moves_when_its_event_happens(
     name: str, happens: Callable[[Metrics], None], value: float
 ) -> None:

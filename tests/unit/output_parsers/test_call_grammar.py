@@ -14,6 +14,7 @@ from quire.output_parsers.call_grammar import CALL_SYNTAXES, AnswerRule, call_sy
 from quire.output_parsers.registry import TOOL_CALL_FORMATS
 from quire.output_parsers.selection import select_parsers
 from quire.output_parsers.tools import Tools
+from tests.cases import each_case
 from tests.unit.output_parsers.writers import WRITERS
 
 llguidance = pytest.importorskip("llguidance")
@@ -68,7 +69,7 @@ def written(form: str, calls: Any, content: str = "") -> str:
     return text.removesuffix("<|call|>")
 
 
-@pytest.mark.parametrize("form", HELD)
+@each_case("form", HELD)
 def test_a_required_call_is_one_of_the_functions_with_its_arguments(form: str) -> None:
     held = grammar(form)
     assert allows(held, written(form, ONE))
@@ -82,7 +83,7 @@ def test_a_required_call_is_one_of_the_functions_with_its_arguments(form: str) -
     assert not allows(held, written(form, ONE)[:-3])
 
 
-@pytest.mark.parametrize("form", HELD)
+@each_case("form", HELD)
 def test_at_most_one_call_is_one(form: str) -> None:
     for must in (True, False):
         alone = grammar(form, must=must, several=False)
@@ -91,7 +92,7 @@ def test_at_most_one_call_is_one(form: str) -> None:
         assert allows(alone, text)
 
 
-@pytest.mark.parametrize("form", [form for form in HELD if form != "harmony"])
+@each_case("form", [form for form in HELD if form != "harmony"])
 def test_optional_calls_may_follow_text(form: str) -> None:
     free = grammar(form, must=False)
     assert allows(free, "It is cold, 3 < 5 {so} [far].")
@@ -103,7 +104,7 @@ def test_optional_calls_may_follow_text(form: str) -> None:
         assert not allows(free, written(form, [("weather", {"city": 7})], "Let me look."))
 
 
-@pytest.mark.parametrize("form", [form for form in HELD if form != "harmony"])
+@each_case("form", [form for form in HELD if form != "harmony"])
 def test_reasoning_may_come_first_as_the_prompt_left_it(form: str) -> None:
     text = written(form, ONE)
     for must in (True, False):
@@ -118,7 +119,7 @@ def test_reasoning_may_come_first_as_the_prompt_left_it(form: str) -> None:
     assert not allows(grammar(form, reasoning="think", prompt="<think>"), text)
 
 
-@pytest.mark.parametrize("form", HELD)
+@each_case("form", HELD)
 def test_an_answer_beside_calls_has_only_its_format(form: str) -> None:
     shape: dict[str, Any] = {"properties": {"name": {"type": "string"}, "b": {}}}
     shape |= {
@@ -155,7 +156,7 @@ def test_harmony_may_reason_in_its_channel_first() -> None:
     assert not allows(grammar("harmony"), thought)
 
 
-@pytest.mark.parametrize("form", HELD)
+@each_case("form", HELD)
 def test_text_allowed_by_a_grammar_is_parsed_as_its_calls(form: str) -> None:
     dialect = WRITERS[form][0]
     reasoning = "harmony" if dialect == "harmony" else "none"

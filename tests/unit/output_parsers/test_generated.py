@@ -9,8 +9,7 @@ import json
 import random
 from typing import Any
 
-import pytest
-
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import TOOLS, WRITERS
@@ -59,7 +58,7 @@ def _call(draw: random.Random) -> tuple[str, dict[str, Any]]:
     return draw.choice(["look_up", "add", "weather"]), {key: drawn[key] for key in kept}
 
 
-@pytest.mark.parametrize("form", WRITERS)
+@each_case("form", WRITERS)
 def test_random_calls_are_parsed_back(form: str) -> None:
     dialect, write = WRITERS[form]
     draw = random.Random(form)
@@ -76,8 +75,8 @@ def test_random_calls_are_parsed_back(form: str) -> None:
         assert [call.name for call in cut.calls] == [name for name, _ in calls][: len(cut.calls)]
 
 
-@pytest.mark.parametrize("dialect", sorted({dialect for dialect, _ in WRITERS.values()}))
-@pytest.mark.parametrize("reasoning", ["none", "think"])
+@each_case("dialect", sorted({dialect for dialect, _ in WRITERS.values()}))
+@each_case("reasoning", ["none", "think"])
 def test_random_text_is_parsed_the_same_for_any_division(dialect: str, reasoning: str) -> None:
     draw = random.Random(f"{dialect} {reasoning}")
     how = reading(dialect, reasoning)

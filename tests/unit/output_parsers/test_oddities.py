@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.output_parsers.answer_parser import AnswerParser
+from tests.cases import each_case
 from tests.unit.output_parsers.cuts import everywhere, reading, said_in
 from tests.unit.output_parsers.writers import TOOLS
 
@@ -196,7 +197,7 @@ ODD: list[tuple[str, str, str, list[tuple[str, str]], bool]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("at", range(len(ODD)))
+@each_case("at", range(len(ODD)))
 def test_an_odd_answer_is_parsed_as_far_as_possible(at: int) -> None:
     dialect, text, content, calls, is_whole = ODD[at]
     answer, whole, _ = everywhere(text, reading(dialect))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from quire.output_parsers.answer_parser import parse_answer
 from quire.output_parsers.reasoning import STYLES
 from quire.output_parsers.registry import HARMONY, REASONING_PARSERS
+from tests.cases import each_case
 from tests.unit.output_parsers.cuts import everywhere, reading
 from tests.unit.output_parsers.writers import TOOLS
 
@@ -40,8 +39,8 @@ THOUGHT: list[tuple[str, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("at", range(len(THOUGHT)))
+@each_case("style", STYLES)
+@each_case("at", range(len(THOUGHT)))
 def test_reasoning_is_the_text_between_the_marks_at_the_beginning(style: str, at: int) -> None:
     marks = STYLES[style]
 
@@ -111,7 +110,7 @@ CHANNELS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("at", range(len(CHANNELS)))
+@each_case("at", range(len(CHANNELS)))
 def test_channels_separate_reasoning_and_content(at: int) -> None:
     text, reasoning, content, calls = CHANNELS[at]
     answer, _, reasoned = everywhere(text, reading(HARMONY))

@@ -7,6 +7,7 @@ import pytest
 from quire.output_parsers.reasoning import STYLES
 from quire.output_parsers.registry import REASONING_PARSERS, TOOL_CALL_FORMATS, TOOL_PARSERS
 from quire.output_parsers.selection import ParserSelection, select_parsers
+from tests.cases import each_case
 from tests.data import outside
 
 BAR = "\uff5c"
@@ -20,7 +21,7 @@ def names(reading: ParserSelection) -> tuple[str, str]:
     return tools, style
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("template", "expected"),
     [
         ("{{ messages }}", ("json", "none")),

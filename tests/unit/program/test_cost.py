@@ -12,6 +12,7 @@ from quire.program.cost import Cost, StepShape
 from quire.program.ops import Attention, Embed, Linear, Op, SoftCap, StoreKV
 from quire.program.program import Program
 from quire.program.tensors import DType, Rows
+from tests.cases import each_case
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 
@@ -90,8 +91,8 @@ def test_a_chunked_prompt_attends_to_as_much_as_a_whole_one() -> None:
     assert sum(part.attended_positions(0) for part in parts) == whole == 100 * 101 // 2
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 500])
-@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 100), (5, 3), (200, 90)])
+@each_case("window", [1, 7, 64, 500])
+@each_case(("start", "count"), [(0, 1), (0, 100), (5, 3), (200, 90)])
 def test_a_window_matches_the_count_by_hand(start: int, count: int, window: int) -> None:
     step = StepShape([count], [start])
     rows = range(start, start + count)

@@ -18,6 +18,7 @@ from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.serialize import to_plain
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.models.cases import CASES
 from tests.tiny_models import tiny_config
 from tests.unit.models.config_folder import opened
@@ -71,8 +72,8 @@ def meaning(program: Program) -> dict[str, Any]:
     return plain
 
 
-@pytest.mark.parametrize("family", sorted(BY_FAMILY))
-@pytest.mark.parametrize("num", [1, 3, NUM_LAYERS])
+@each_case("family", sorted(BY_FAMILY))
+@each_case("num", [1, 3, NUM_LAYERS])
 def test_the_rewrite_is_a_model_with_fewer_layers(tmp_path: Path, family: str, num: int) -> None:
     spec = spec_of(tmp_path, dict(BY_FAMILY[family].config))
     short = first_layers(built(spec), num)

@@ -13,6 +13,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.serialize import digest, from_plain, to_plain
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.models.case import Case
 from tests.models.cases import CASES
 from tests.tiny_models import write_tiny_llama
@@ -25,7 +26,7 @@ def make(
     return build_program(spec, dtype=dtype, max_positions=positions)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@each_case("case", CASES, ids=lambda case: case.name)
 def test_a_program_round_trips_through_json(case: Case, tmp_path: Path) -> None:
     spec = open_model(case.write(tmp_path))
     positions = min(300, spec.max_positions)

@@ -20,6 +20,7 @@ from quire.program.serialize import digest, from_plain, to_plain
 from quire.program.shard import shard
 from quire.program.table import format_program
 from quire.program.tensors import DType
+from tests.cases import each_case
 from tests.models.cases_experts import MIXTRAL
 from tests.tiny_models import write_tiny, write_tiny_llama
 
@@ -34,8 +35,8 @@ def llama(folder: Path, **changes: object) -> Program:
     return build_program(open_model(path), dtype=DType.BF16, max_positions=64)
 
 
-@pytest.mark.parametrize("width", [1, 5, 32, 33, 64, 97, 130])
-@pytest.mark.parametrize("unit", [1, 16, 32])
+@each_case("width", [1, 5, 32, 33, 64, 97, 130])
+@each_case("unit", [1, 16, 32])
 def test_shares_tile_the_columns_in_order(width: int, unit: int) -> None:
     for degree in range(1, -(-width // unit) + 1):
         shares = [share_of(width, unit, rank, degree) for rank in range(degree)]

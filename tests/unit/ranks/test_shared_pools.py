@@ -17,6 +17,7 @@ from quire.ranks.shared_pools import (
     mapped,
     span_bytes,
 )
+from tests.cases import each_case
 
 LAYERS, BLOCKS, HEAD_BYTES = 3, 5, 64
 
@@ -48,7 +49,7 @@ class Pools:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("degree", "kv_heads", "stages"),
     [
         *((1, 4, (3,)), (2, 4, (3,)), (4, 4, (3,)), (4, 2, (3,)), (2, 1, (3,))),

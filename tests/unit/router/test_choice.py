@@ -16,6 +16,7 @@ from quire.router.discovery import WatchedFile
 from quire.router.event_blocks import EventBlocks
 from quire.router.routed_request import RoutedRequest
 from quire.router.settings import RouterSettings
+from tests.cases import each_case
 
 # ---- discovery
 
@@ -55,7 +56,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
 # ---- what requests ask for
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "why"),
     [
         ({"prompt": "a"}, ""),

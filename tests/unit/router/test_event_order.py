@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from quire.router.event_order import CLEARED, Change, EventOrder, changes_of
+from tests.cases import each_case
 
 _encode = msgspec.msgpack.encode
 
@@ -152,7 +153,7 @@ def test_a_publisher_that_answers_no_replay_is_followed_without() -> None:
     assert order.live(6, raw) == ([CLEARED, Change((9,), 16)], None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "events",
     [
         [["BlockStored", [1], None, [1], 0, None, "GPU", None]],

@@ -15,6 +15,7 @@ from quire.router.discovery import StaticList
 from quire.router.fleet import Fleet
 from quire.router.prefill_pairs import PARAMS, PrefillPairs
 from quire.router.prober import Prober
+from tests.cases import each_case
 from tests.unit.router.fake_replica import FakeReplica, Router
 
 OFFER = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
@@ -129,7 +130,7 @@ def test_a_stream_that_continues_elsewhere_fetches_nothing() -> None:
         assert PARAMS not in later
 
 
-@pytest.mark.parametrize(
+@each_case(
     "change",
     [
         {"prompt": "short"},

@@ -8,6 +8,7 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.router.route_file import ModelTable, parse_route_file, read_route_file
+from tests.cases import each_case
 
 WHOLE = """
 replicas = ["http://a:1", "http://b:2"]
@@ -68,7 +69,7 @@ def test_a_whole_file_is_read() -> None:
     assert parse_route_file("").quotas is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         ("polcy = 'x'", "polcy is not a setting; did you mean policy?"),

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from quire.runner.row_errors import NOT_FINITE
 from quire.sampling.batch import SampleBatch
 from quire.sampling.parts import WHOLE
+from tests.cases import each_case
 from tests.unit.runner.plans import BLOCK_SIZE, admission_of, ints, plan_of, runner_of
 from tests.unit.runner.scripted_executor import ScriptedExecutor, next_ids
 
@@ -193,7 +194,7 @@ def test_plain_rows_carry_no_history_bias_or_banned_ids() -> None:
     assert batch.num_logprobs.tolist() == [-1, 3]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "parts"),
     [
         ({}, set()),

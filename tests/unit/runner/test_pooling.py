@@ -16,6 +16,7 @@ from quire.program.batch import ForwardBatch
 from quire.runner.logprobs import joined_scores
 from quire.runner.model_runner import ModelRunner
 from quire.runner.pooling import MAX_VALUE, POOL_FAILED
+from tests.cases import each_case
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 from tests.unit.runner.test_logprobs import _admission, _run
 
@@ -59,8 +60,8 @@ def _expected(ids: list[int]) -> list[int]:
     return np.rint(rows * POOL_SCALE).astype(np.int64).sum(axis=0).tolist()
 
 
-@pytest.mark.parametrize("max_samples", [1, 2, 3, 64])
-@pytest.mark.parametrize("cuts", [(7,), (1, 6), (3, 2, 2), (1,) * 7])
+@each_case("max_samples", [1, 2, 3, 64])
+@each_case("cuts", [(7,), (1, 6), (3, 2, 2), (1,) * 7])
 def test_sums_depend_on_neither_chunks_nor_slices(cuts: tuple[int, ...], max_samples: int) -> None:
     executor = PoolingScript()
     runner = _runner(executor, max_samples)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import NO_RULES, Admission, StepPlan, StepResult, TokenRules
@@ -15,6 +14,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.runner.model_runner import ModelRunner
 from quire.runner.rare_params import RareParamsTables, ragged
 from quire.sampling.batch import SampleBatch, TokenChoice
+from tests.cases import each_case
 from tests.unit.runner.scripted_executor import ScriptedExecutor
 
 RULES = TokenRules(banned_sequences=((4,), (5, 6)), breaker_ids=(7, 8))
@@ -49,7 +49,7 @@ def test_plain_rows_have_no_rare_parameters() -> None:
     assert tables.uses[_ints(2, 1)].tolist() == [False, True]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
         {"typical_p": 0.5},

@@ -16,6 +16,7 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
+from tests.cases import each_case
 from tests.unit.scheduler.fake_worker import alone_scores, make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -50,8 +51,8 @@ def test_the_scores_of_a_chunked_prompt_are_emitted_together(plans_in_flight: in
     harness.check_end()
 
 
-@pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 8, 13])
+@each_case("plans_in_flight", [1, 2, 3])
+@each_case("num_tokens", [1, 2, 4, 5, 8, 13])
 def test_a_request_without_output_is_computed_once_and_samples_nothing(
     plans_in_flight: int, num_tokens: int
 ) -> None:

@@ -23,6 +23,7 @@ from quire.sim.links import Links, links_of
 from quire.sim.machine import described_machine
 from quire.sim.plan import Planner
 from quire.sim.plan_report import plan_outcome, plan_text
+from tests.cases import each_case
 from tests.models.cases_experts import MIXTRAL
 from tests.tiny_models import write_tiny
 from tests.unit.sim.llama_configs import LLAMA_3_70B, config_folder
@@ -170,7 +171,7 @@ def test_the_bytes_of_both_modes_are_those_of_the_page(
         assert f" {round(received / 1e3):,} kB |" in page
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
+@each_case("device", DEVICES, ids=lambda device: device.name)
 def test_every_device_has_links(device: Device) -> None:
     links = links_of(device)
     assert links.per_node >= 2

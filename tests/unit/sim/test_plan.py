@@ -20,6 +20,7 @@ from quire.sim.cost import RooflineCost
 from quire.sim.hardware import DEVICES, THIS, Device, find_device
 from quire.sim.plan import Planner, sharded_needs
 from quire.sim.plan_report import plan_outcome, plan_text
+from tests.cases import each_case
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 from tests.unit.sim.llama_configs import LLAMA_2_7B, LLAMA_3_70B, LLAMA_3_405B, config_folder
@@ -270,7 +271,7 @@ def test_what_a_device_cannot_compute_is_an_error(tmp_path: Path) -> None:
         _planner(tmp_path, LLAMA_3_70B, "xeon-8480")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "found"),
     [
         *((device.name, device.name) for device in DEVICES),

@@ -9,6 +9,7 @@ import pytest
 
 from quire.structured.call_beginnings import may_begin
 from quire.structured.schema import for_llguidance
+from tests.cases import each_case
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -78,20 +79,20 @@ def writes(schema: Any, begin: str) -> bool:
     return taken == len(ids)
 
 
-@pytest.mark.parametrize("case", NEVER)
+@each_case("case", NEVER)
 def test_impossible_beginnings_are_detected(case: str) -> None:
     assert not may_begin(NEVER[case], names=["add"], key="parameters")
     assert not writes(NEVER[case], '{"name": "add", "parameters": ')
 
 
-@pytest.mark.parametrize("case", MAY)
+@each_case("case", MAY)
 def test_possible_beginnings_are_never_denied(case: str) -> None:
     assert may_begin(MAY[case], names=["sub", "add"], key="parameters")
     if case not in TOO_CAREFUL:
         assert writes(MAY[case], '{"name": "add", "parameters": ')
 
 
-@pytest.mark.parametrize("schema", [*NEVER.values(), *MAY.values()])
+@each_case("schema", [*NEVER.values(), *MAY.values()])
 def test_a_list_is_judged_by_its_first_entry(schema: Any) -> None:
     own = schema if isinstance(schema, dict) else {}
     beside = {"$defs": own["$defs"]} if "$defs" in own else {}

@@ -9,6 +9,7 @@ import pydantic
 import pytest
 
 from quire.structured.closed import closed
+from tests.cases import each_case
 
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 CLOSED = {**PERSON, "additionalProperties": False}
@@ -45,7 +46,7 @@ def test_an_object_that_lists_its_properties_has_no_others(schema: Any, expected
     assert closed(schema) == expected
 
 
-@pytest.mark.parametrize(
+@each_case(
     "schema",
     [
         True,

@@ -19,6 +19,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.disjoint import Disjoint, finite_values
 from quire.structured.evaluate import equal
 from quire.structured.schema import for_llguidance
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.unit.structured.conftest import Accepts, json_text
 
@@ -304,7 +305,7 @@ DECIDED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", DECIDED)
+@each_case("name", DECIDED)
 def test_decidable_schemas_become_grammars(name: str, accepts: Accepts) -> None:
     schema, good, bad = DECIDED[name]
     judge = jsonschema.Draft202012Validator(schema)

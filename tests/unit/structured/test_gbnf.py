@@ -10,6 +10,7 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar, grammar, json_schema, regex, structural_tag
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.gbnf import lark_of
+from tests.cases import each_case
 
 conversion = pytest.importorskip("llguidance.gbnf_to_lark")
 
@@ -67,7 +68,7 @@ def test_each_rule_is_visited_a_few_times_however_many_there_are(
     assert looks <= 2 * 401
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("unusable", "said"),
     [
         (regex("(a"), 'expression "(a" cannot be used: unclosed group (at character 0); Rust'),

@@ -18,6 +18,7 @@ from quire.base.grammar import MAX_CHARS, Grammar, choice, grammar, json_schema,
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import MatcherError
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 
 SOON_S = 60.0
 
@@ -80,7 +81,7 @@ BOMBS: dict[str, Grammar] = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@each_case("name", BOMBS)
 def test_an_exponential_grammar_is_rejected_or_works_soon(
     name: str, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
@@ -155,7 +156,7 @@ class socket_server:
         self._listening.close()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("make", "said"),
     [
         (lambda: regex("a" * (MAX_CHARS + 1)), "at most"),

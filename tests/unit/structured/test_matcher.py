@@ -20,6 +20,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher, MatcherError, only_id, without
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.unit.structured.conftest import DEAR, DEAR_TEXT, EOS, Accepts, allows
 
 PERSON = {
@@ -74,7 +75,7 @@ KINDS: dict[str, tuple[Grammar, list[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_a_grammar_accepts_its_language_and_nothing_else(kind: str, accepts: Accepts) -> None:
     allowed, texts, others = KINDS[kind]
     assert [text for text in texts if not accepts(allowed, text)] == []

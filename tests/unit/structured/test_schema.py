@@ -14,6 +14,7 @@ from quire.structured.compiler import GrammarCompiler
 from quire.structured.evaluate import Evaluator, Undecided, equal
 from quire.structured.schema import for_llguidance, negation, path_of
 from quire.structured.schema_form import malformed
+from tests.cases import each_case
 from tests.unit.structured.conftest import Accepts, json_text
 
 VALUES: list[Any] = [
@@ -98,7 +99,7 @@ def judge_of(schema: Any) -> Any:
     return jsonschema.Draft201909Validator(schema)
 
 
-@pytest.mark.parametrize("name", REWRITTEN)
+@each_case("name", REWRITTEN)
 def test_a_rewritten_schema_allows_the_same_values(name: str, accepts: Accepts) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)
@@ -149,7 +150,7 @@ MALFORMED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "said"), MALFORMED)
+@each_case(("schema", "said"), MALFORMED)
 def test_a_malformed_keyword_is_named_with_its_path(schema: Any, said: str) -> None:
     assert said in (malformed(schema) or "")
 
@@ -197,7 +198,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED)
+@each_case(("schema", "said"), REFUSED)
 def test_an_unusable_schema_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
@@ -209,7 +210,7 @@ def test_an_unusable_schema_is_rejected_by_keyword_and_path(
     assert "<state>" not in str(error.value)
 
 
-@pytest.mark.parametrize(("schema", "said"), REFUSED[:-1])
+@each_case(("schema", "said"), REFUSED[:-1])
 def test_a_schema_after_reasoning_is_rejected_by_keyword_and_path(
     schema: Any, said: str, compiler: GrammarCompiler
 ) -> None:
@@ -263,7 +264,7 @@ def test_values_are_compared_as_in_json() -> None:
     assert not equal({"a": 1}, {"b": 1})
 
 
-@pytest.mark.parametrize("name", sorted(REWRITTEN))
+@each_case("name", sorted(REWRITTEN))
 def test_the_evaluator_agrees_with_jsonschema(name: str) -> None:
     schema = REWRITTEN[name]
     judge = judge_of(schema)

@@ -14,6 +14,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.output.stop_conditions import PatternStops, stops_of
 from quire.structured.stop_patterns import PatternFailed, StopPatterns, check_patterns
 from quire.text.stops import StopStrings
+from tests.cases import each_case
 
 PATTERNS = ("ab+c", "[a-c]{3}", "a|bb", "é.", r"c\sb", "(ab)*c", "[^a]b", "a.c")
 LETTERS = st.text(alphabet="abcé ", max_size=24)
@@ -62,7 +63,7 @@ def test_a_copy_is_independent() -> None:
     assert twin.push("b") == (1, "ab")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "pattern",
     [
         *("(?=a)b", r"(a)\1", "^a", "a$", r"\ba", r"a\Z", "(a", "a)|(b", "[a", "a{2,1}", "*a"),

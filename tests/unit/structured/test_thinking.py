@@ -23,6 +23,7 @@ from quire.structured import thinking
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.matcher import Matcher, only_id
 from quire.structured.vocabulary import Vocabulary
+from tests.cases import each_case
 
 NAMES = ("<eos>", "<think>", "</think>", *harmony.MARKS)
 IDS = {name: 256 + at for at, name in enumerate(NAMES)}
@@ -220,7 +221,7 @@ def test_a_budget_smaller_than_its_mark_is_refused(
     compiler.matcher(budget(3, marks))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
         *(5, [], {}, {**OPEN, "max_tokens": True}),

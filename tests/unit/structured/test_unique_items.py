@@ -24,6 +24,7 @@ from quire.structured.unique_plan import planned
 from quire.structured.unique_tracker import UniqueTracker
 from quire.structured.vocabulary import Vocabulary
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.unit.structured.conftest import Accepts, json_text
 from tests.unit.structured.test_matcher import ids_of
@@ -377,7 +378,7 @@ TRACKED: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRACKED)
+@each_case("name", TRACKED)
 def test_valid_answers_are_taken_and_repeated_items_are_not(name: str, accepts: Accepts) -> None:
     schema, good, bad = TRACKED[name]
     judge = jsonschema.Draft202012Validator(schema)
@@ -436,7 +437,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_case("name", REFUSED)
 def test_what_cannot_be_tracked_is_refused_with_path_and_reason(
     name: str, compiler: GrammarCompiler
 ) -> None:

@@ -82,6 +82,11 @@ def write_vocabulary(folder: Path) -> Path:
 
 def bpe_pieces(*, byte_fallback: bool = True) -> list[Piece]:
     """Return the pieces of a model like Llama 2's: bytes, words by score, letters last."""
+    return list(_bpe_pieces(byte_fallback))
+
+
+@functools.cache
+def _bpe_pieces(byte_fallback: bool) -> tuple[Piece, ...]:
     words = ["▁" + line.replace(" ", "▁") for line in (*LINES, "the the  them   a aaaaaa")]
     letters = sorted({letter for word in words for letter in word if ord(letter) < 0x3100})
     pieces: list[Piece] = [("<unk>", 0.0, UNKNOWN), ("<s>", 0.0, CONTROL), ("</s>", 0.0, CONTROL)]
@@ -92,7 +97,7 @@ def bpe_pieces(*, byte_fallback: bool = True) -> list[Piece]:
     made = [token for token in tokens[len(letters) :] if known.issuperset(token)]
     pieces += [(token, -float(place), NORMAL) for place, token in enumerate(made)]
     pieces += [(token, -1000.0 - place, NORMAL) for place, token in enumerate(letters)]
-    return pieces
+    return tuple(pieces)
 
 
 def model_bytes(

@@ -8,6 +8,7 @@ import pytest
 
 from quire.base.errors import InvalidParameter
 from quire.text.messages import checked_messages
+from tests.cases import each_case
 
 ASKED = {"role": "user", "content": "Hi"}
 CALL = {"name": "look", "arguments": '{"at": 1}'}
@@ -55,7 +56,7 @@ def test_a_call_of_the_older_form_is_one_tool_call_and_its_result_a_tools() -> N
     assert empty[-1]["content"] == ""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("message", "words"),
     [
         ({"audio": {"id": "a"}}, 'messages[1].audio is {"id": "a"}; the model reads text only'),

@@ -16,6 +16,7 @@ from quire.text.compiled_template import MAX_SOURCE_CHARS, CompiledTemplate
 from quire.text.message_forms import takes_argument_objects, takes_argument_text
 from quire.text.template_sandbox import TemplateSandbox
 from quire.text.template_work import Limits
+from tests.cases import each_case
 from tests.unit.text.made_tokenizers import NAMED, byte_level_json, made, write_folder
 
 # A selected template must read messages.
@@ -103,7 +104,7 @@ def test_loop_variables_and_recursion_work_with_counting() -> None:
     assert _template(lazy).render(SEVERAL) == "userFalseassistantFalseuserTrue"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "source",
     [
         "{{ 'a' | random }}",

@@ -20,6 +20,7 @@ from quire.models.model_folder import box_path
 from quire.text.byte_fallback import RUN_LIMIT
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.data import outside
 from tests.drawn import examples
 from tests.unit.text.made_files import (
@@ -173,7 +174,7 @@ def test_every_kind_of_file_gives_the_whole_decode_for_any_ids_and_division(kind
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("line", HARD)
+@each_case("line", HARD)
 def test_valid_text_one_token_at_a_time_never_shows_part_of_a_character(
     kind: str, line: str
 ) -> None:

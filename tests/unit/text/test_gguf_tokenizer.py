@@ -17,6 +17,7 @@ from quire.text.gguf_splits import SPLITS
 from quire.text.sentencepiece_proto import read_pieces
 from quire.text.template_files import sources_in
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.data import outside
 from tests.drawn import examples
 from tests.unit.text.made_files import (
@@ -150,7 +151,7 @@ def _tied() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"model": "t5"}, '"t5"'),
@@ -217,7 +218,7 @@ def test_merges_give_the_ids_of_the_original_tokenizer(
     check()
 
 
-@pytest.mark.parametrize("pre", SPLITS)
+@each_case("pre", SPLITS)
 def test_every_pre_tokenizer_round_trips_texts(pre: str, tmp_path: Path) -> None:
     tokenizer = loaded(tmp_path, of_json(byte_level_json(), pre, bos_token_id=0, eos_token_id=1))
     for text in (*LINES, "  HelloWorld 12345  it's\r\n\n x", "e\u0301"):
@@ -227,7 +228,7 @@ def test_every_pre_tokenizer_round_trips_texts(pre: str, tmp_path: Path) -> None
         assert (ids[0] == 0) == SPLITS[pre].adds_bos
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pre", "text", "words"),
     [
         ("gpt-2", "Hi 12345", ["Hi", "Ġ12345"]),
@@ -293,7 +294,7 @@ def test_usual_bytes_need_a_token(byte: int, tmp_path: Path) -> None:
     assert f"no token for 1 of the 256 bytes, the first 0x{byte:02X}" in refused(tmp_path, metadata)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "said"),
     [
         ({"pre": None}, "pre, which names how text is split before merging, is missing"),

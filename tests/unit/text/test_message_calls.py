@@ -8,6 +8,7 @@ import pytest
 
 from quire.base.errors import InvalidParameter
 from quire.text.messages import checked_messages
+from tests.cases import each_case
 
 ASKED = {"role": "user", "content": "Hi"}
 Message = dict[str, Any]
@@ -23,7 +24,7 @@ def result(id_: Any = None) -> Message:
     return {"role": "tool", "content": "42"} | ({} if id_ is None else {"tool_call_id": id_})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "turns",
     [
         [called("a"), result("a")],

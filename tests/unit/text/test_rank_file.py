@@ -19,6 +19,7 @@ from quire.base.errors import TokenizerError
 from quire.text.byte_alphabet import stand_ins, written
 from quire.text.rank_file import CL100K, LLAMA_3, O200K, P50K, QWEN, Family
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.drawn import examples
 from tests.unit.text.made_files import byte_tokens, write_ranks, write_vocabulary
 from tests.unit.text.made_tokenizers import LINES
@@ -201,7 +202,7 @@ def _line(number: int, becomes: bytes) -> Callable[[bytes], bytes]:
     return change
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "why"),
     [
         (_line(300, b"!!!! 299"), r"line 300 is b'!!!! 299'; expected: a token in base64"),
@@ -254,7 +255,7 @@ def test_older_added_tokens_are_read(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path).encode("<sep>") == [400]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("file", "content", "why"),
     [
         (

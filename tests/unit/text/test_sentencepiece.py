@@ -19,6 +19,7 @@ from quire.base.errors import TokenizerError
 from quire.text.sentencepiece_model import why_not_converted
 from quire.text.sentencepiece_proto import read_pieces
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.data import outside
 from tests.drawn import examples
 from tests.unit.text.made_files import (
@@ -227,7 +228,7 @@ def test_a_garbled_model_is_an_error_or_still_a_tokenizer(name: str, tmp_path: P
     assert num_errors > 50
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "why"),
     [
         (lambda pieces: model_bytes(pieces)[:400], r"the field at byte \d+ has \d+ bytes, \d+ are"),

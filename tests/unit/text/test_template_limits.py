@@ -14,6 +14,7 @@ import pytest
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_work import Limits
+from tests.cases import each_case
 
 PLAIN = [{"role": "user", "content": "Hi"}]
 SMALL = Limits(num_rounds=20_000, made_bytes=64 << 20, text_chars=1_000_000, list_entries=200_000)
@@ -218,7 +219,7 @@ MUCH: dict[str, str] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUCH)
+@each_case("name", MUCH)
 def test_work_and_size_are_bounded_as_template_errors(name: str) -> None:
     template = ChatTemplate({"default": "\n" + MUCH[name]}, variables={}, limits=SMALL)
     assert not template.problems
@@ -266,7 +267,7 @@ HARMLESS = ("by format in pieces", "by format_map", "by a marked text")  # writt
 MISSING = ("internals of a namespace", "an object that would change by dict")
 
 
-@pytest.mark.parametrize("name", REACHING)
+@each_case("name", REACHING)
 def test_reaching_for_python_is_a_template_error(name: str) -> None:
     template = ChatTemplate({"default": "\n" + REACHING[name]}, variables={}, limits=SMALL)
     assert not template.problems

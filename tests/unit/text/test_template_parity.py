@@ -14,6 +14,7 @@ import pytest
 
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.data import outside
 from tests.unit.text.template_cases import (
     NOW,
@@ -91,13 +92,13 @@ def _right(source: str, talk: str, begun: bool | None) -> tuple[str | None, str]
         return None, refusal.words or ""
 
 
-@pytest.mark.parametrize("name", TWINS)
+@each_case("name", TWINS)
 def test_synthetic_templates_render_their_texts(name: str) -> None:
     source, text = TWINS[name]
     assert _ours(source, TALKS["two calls at once"], begun=True) == text
 
 
-@pytest.mark.parametrize("name", REFUSING)
+@each_case("name", REFUSING)
 def test_synthetic_templates_reject_with_their_own_message(name: str) -> None:
     source, words = REFUSING[name]
     with pytest.raises((InvalidParameter, TokenizerError)) as caught:

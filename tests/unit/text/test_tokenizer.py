@@ -13,6 +13,7 @@ from tokenizers import processors
 
 from quire.base.errors import InvalidParameter, TokenizerError
 from quire.text.tokenizer import Tokenizer
+from tests.cases import each_case
 from tests.data import outside
 from tests.unit.text.made_tokenizers import (
     LINES,
@@ -32,8 +33,8 @@ def _that_adds_bos(tokenizer_json: str) -> str:
     return backend.to_str()
 
 
-@pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
-@pytest.mark.parametrize("line", [*LINES, "", " ", "\n", "a</s>b", "\0"])
+@each_case("tokenizer_json", [byte_level_json(), metaspace_json()])
+@each_case("line", [*LINES, "", " ", "\n", "a</s>b", "\0"])
 def test_ids_match_the_library_and_text_round_trips(tokenizer_json: str, line: str) -> None:
     tokenizer, library = made(tokenizer_json), reference(tokenizer_json)
     ids = tokenizer.encode(line)
@@ -232,8 +233,8 @@ def test_a_long_text_matches_the_library_and_does_not_hold_the_interpreter() -> 
     assert tokenizer.encode(text[:9000]) == library.encode(text[:9000]).ids
 
 
-@pytest.mark.parametrize("tokenizer_json", [byte_level_json(), metaspace_json()])
-@pytest.mark.parametrize("text", [*LINES, "</s>" * 50, " " * 700, "<tool>\n", "a" * 99, "\0"])
+@each_case("tokenizer_json", [byte_level_json(), metaspace_json()])
+@each_case("text", [*LINES, "</s>" * 50, " " * 700, "<tool>\n", "a" * 99, "\0"])
 def test_the_minimal_token_count_of_a_text_is_a_lower_bound(tokenizer_json: str, text: str) -> None:
     tokenizer = made(tokenizer_json)
     assert (
@@ -290,7 +291,7 @@ _DOUBLES = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 _CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("content", "why"),
     [
         (_normalizing(_GROWS, _GROWS, _GROWS, _GROWS), r"text 1e\+12 times as long, 64 are"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from quire.transfer.host import PIECE_BYTES, HostStore, piece_sizes
+from tests.cases import each_case
 
 SIZE = 24
 
@@ -38,8 +38,8 @@ def test_a_block_is_found_by_its_digest_only() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("block_bytes", [1, 4096, 3 << 20, PIECE_BYTES, PIECE_BYTES + 1])
-@pytest.mark.parametrize(
+@each_case("block_bytes", [1, 4096, 3 << 20, PIECE_BYTES, PIECE_BYTES + 1])
+@each_case(
     "max_bytes", [0, 1, 4095, 100 << 20, PIECE_BYTES, (PIECE_BYTES * 7) // 2, 3 * PIECE_BYTES + 9]
 )
 def test_pieces_are_powers_of_two_within_the_given_memory(max_bytes: int, block_bytes: int) -> None:

@@ -17,6 +17,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
 from quire.weights import binding
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.cases import each_case
 from tests.safetensors_writer import write_safetensors
 from tests.tiny_models import tiny_config, tiny_tensors, write_tiny_llama, write_weights
 
@@ -114,7 +115,7 @@ def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "file",
     [
         "../model.safetensors",

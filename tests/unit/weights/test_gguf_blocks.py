@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from quire.base.gguf_types import TYPES
 from quire.weights.gguf_blocks import CHUNK_ELEMENTS, UNPACKERS, QuantizedRows
+from tests.cases import each_case
 from tests.gguf_quantizers import BLOCKS, drawn, quantized, scalar_values
 
 KINDS = sorted(BLOCKS)
@@ -32,7 +32,7 @@ def test_every_supported_type_is_covered() -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_blocks_of_random_bits_match_the_definition(kind: str) -> None:
     raw = drawn(kind, 12, np.random.default_rng(len(kind)))
     size = BLOCKS[kind].num_bytes
@@ -43,7 +43,7 @@ def test_blocks_of_random_bits_match_the_definition(kind: str) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_codes_scales_and_offsets_match_the_values(kind: str) -> None:
     raw = drawn(kind, 6, np.random.default_rng(5))
     rows = rows_of(kind, raw, 2)
@@ -60,7 +60,7 @@ def test_codes_scales_and_offsets_match_the_values(kind: str) -> None:
         assert value == rows.to_f32(slice(1, 2))[0, column]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_case("kind", KINDS)
 def test_quantized_values_are_near_the_originals(kind: str) -> None:
     values = np.random.default_rng(8).standard_normal((5, 512)).astype(np.float32)
     found = rows_of(kind, quantized(values, kind), 5).to_f32()

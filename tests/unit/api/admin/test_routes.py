@@ -18,6 +18,7 @@ from quire.base.errors import NotAuthorized, SettingError
 from quire.base.log import LEVELS
 from quire.config.admin_keys import read_admin_keys
 from quire.config.tenants import ONLY_TENANT, Tenant, key_digest
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 OPERATOR = Tenant(name="operator", key_digests=(key_digest("o"),), is_admin=True)
@@ -70,7 +71,7 @@ def test_proxied_requests_are_not_local(header: str) -> None:
     assert (reply.status, reply.error["code"]) == (403, "not_admin")
 
 
-@pytest.mark.parametrize("path", [*ADMIN_PATHS, "/admin/drain", "/v1/cache/flush", "/admin/new"])
+@each_case("path", [*ADMIN_PATHS, "/admin/drain", "/v1/cache/flush", "/admin/new"])
 def test_a_plain_key_is_an_admins_only_on_this_machine(path: str) -> None:
     assert asked(path, key("k"), client=FAR, api_key=("k",))[0].status == 403
     assert asked(path, key("k"), api_key=("k",))[0].status in (200, 404, 405)
@@ -274,7 +275,7 @@ def test_local_means_a_loopback_address_without_proxy_headers(client: Any, here:
     assert not is_here({"client": client, "headers": [(b"x-forwarded-for", b"127.0.0.1")]})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "header",
     [
         *("forwarded", "via", "x-forwarded", "x-forwarded-for", "x-forwarded-proto"),
@@ -297,7 +298,7 @@ def test_headers_sent_by_clients_do_not_make_them_proxies() -> None:
     assert is_here({"client": ("127.0.0.1", 1), "headers": headers})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("method", "path", "body", "said"),
     [
         ("PUT", "/admin/log-level", b"{}", "level is missing; debug, info, warning, error are"),

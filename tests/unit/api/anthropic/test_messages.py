@@ -13,6 +13,7 @@ from msgspec import structs
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
@@ -564,7 +565,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_case("case", REFUSED)
 def test_a_refusal_names_what_is_wrong(case: str) -> None:
     body, words = REFUSED[case]
     status, kind, message = refusal({**ASKED, **body})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 PATH = "/v1/models"
@@ -45,7 +46,7 @@ def test_a_model_has_the_keys_that_the_sdk_reads() -> None:
     assert get(f"{PATH}/e").status == 404
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("query", "names", "has_more"),
     [
         ("", NAMES, False),

@@ -13,6 +13,7 @@ from quire.base.errors import (
     WorkerError,
 )
 from quire.base.records import TOO_FEW_SEQUENCES, FinishReason
+from tests.cases import each_case
 from tests.unit.api.fake_engine import FakeEngine, Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -183,9 +184,9 @@ def test_many_prompts_with_more_output_than_is_read_are_all_answered() -> None:
     asyncio.run(exchange())
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case("prompt", ["a", ["a", "b"]])
+@each_case(
     ("error", "status"),
     [
         (ContextTooLong("too long", param="prompt"), 400),

@@ -35,6 +35,7 @@ from quire.api.ollama.fields import OLLAMA_CHAT
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openapi.operations import OPERATIONS
 from quire.base.errors import InvalidParameter
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Site
 
 
@@ -61,13 +62,13 @@ def test_the_documented_rows_are_those_of_the_table() -> None:
     assert rows["`rid`"] == "any string; no effect"
 
 
-@pytest.mark.parametrize("name", [*sorted(CHAT | COMPLETIONS), *FOREIGN, "frobnicate"])
+@each_case("name", [*sorted(CHAT | COMPLETIONS), *FOREIGN, "frobnicate"])
 def test_null_means_absent_for_every_field(name: str) -> None:
     found, ignored = known_fields({name: None}, CHAT | COMPLETIONS, warn_unknown=False)
     assert (found, ignored) == ({}, ())
 
 
-@pytest.mark.parametrize("name", sorted(NO_EFFECT))
+@each_case("name", sorted(NO_EFFECT))
 def test_fields_without_effect_are_accepted_at_any_value(name: str) -> None:
     body = {name: OF_KIND[NO_EFFECT[name]]}
     assert known_fields(body, COMPLETIONS, warn_unknown=False) == ({}, ())
@@ -92,7 +93,7 @@ def test_a_key_of_options_is_accepted_at_what_asks_for_nothing(name: str, key: s
             given({name: odd})
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "value"),
     [
         (name, value)
@@ -105,7 +106,7 @@ def test_the_default_of_an_unserved_field_is_accepted(name: str, value: Any) -> 
     assert given({name: value}) == {}
 
 
-@pytest.mark.parametrize("name", sorted(UNSERVED.keys() - CHAT))
+@each_case("name", sorted(UNSERVED.keys() - CHAT))
 def test_any_other_value_is_rejected_with_field_and_reason(name: str) -> None:
     with pytest.raises(InvalidParameter) as caught:
         given({name: "something else"})
@@ -126,7 +127,7 @@ def test_an_unknown_field_is_rejected_with_the_nearest_name() -> None:
     assert caught.value.param == "temprature"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("honoured", "body", "said"),
     [
         (CHAT, {"prompt": "a"}, 'takes messages; write it as "messages": [{"role": "user", "con'),
@@ -227,7 +228,7 @@ def test_a_label_of_another_type_is_rejected(name: str, value: Any, words: str) 
     assert given({name: None}) == {}
 
 
-@pytest.mark.parametrize("name", sorted(SYNONYMS))
+@each_case("name", sorted(SYNONYMS))
 def test_a_synonym_is_read_as_its_field(name: str) -> None:
     field, *keys = SYNONYMS[name]
     tables = [table for table in (CHAT, COMPLETIONS, TOKENIZE, GENERATE) if field in table]
@@ -261,7 +262,7 @@ def test_an_empty_grammar_requests_none() -> None:
     assert given(body) == {}
 
 
-@pytest.mark.parametrize("name", sorted(HINTS))
+@each_case("name", sorted(HINTS))
 def test_a_hint_is_accepted_and_listed(name: str) -> None:
     value = next(iter(HINT_VALUES.get(name, ("any",))))
     assert known_fields({name: value}, CHAT, warn_unknown=False) == ({}, (name,))

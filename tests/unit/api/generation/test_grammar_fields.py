@@ -10,6 +10,7 @@ import pytest
 from quire.api.generation.grammar_fields import grammar_asked_for
 from quire.base.errors import InvalidParameter
 from quire.base.grammar import GrammarKind
+from tests.cases import each_case
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}}
 SCHEMA_FORM = 'schema is (given as|needed:) {"type": "json_schema", "json_schema": {"name": "...",'
@@ -69,7 +70,7 @@ def test_white_space_is_configurable() -> None:
     assert whitespace(whitespace_pattern="[ ]?") == "[ ]?"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "said"),
     [
         (response_format("yaml"), "one of text, json_object"),

@@ -11,6 +11,7 @@ import pytest
 
 from quire.base.grammar import Grammar
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 llguidance = pytest.importorskip("llguidance")
@@ -253,9 +254,9 @@ SAID = (
 )
 
 
-@pytest.mark.parametrize(("template", "script", "arguments"), SAID)
-@pytest.mark.parametrize("pieces", [1, 3, 1000])
-@pytest.mark.parametrize("stream", [False, True])
+@each_case(("template", "script", "arguments"), SAID)
+@each_case("pieces", [1, 3, 1000])
+@each_case("stream", [False, True])
 def test_with_a_format_an_answer_that_begins_as_a_call_is_one(
     template: str, script: str, arguments: Any, pieces: int, *, stream: bool
 ) -> None:
@@ -289,7 +290,7 @@ def test_required_calls_of_dialects_without_json_are_written_in_json() -> None:
     assert made["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("template", "body", "param"),
     [
         (CODER, {"parallel_tool_calls": False}, "parallel_tool_calls"),

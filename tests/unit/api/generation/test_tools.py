@@ -15,6 +15,7 @@ from quire.base.records import FinishReason
 from quire.config import server_config
 from quire.output_parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 CHAT = "/v1/chat/completions"
@@ -284,7 +285,7 @@ def test_unfollowed_hints_cause_no_error_and_are_listed(
     assert reply.headers.get("x-quire-ignored-fields") == listed
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param", "words"),
     [
         ({"tools": {}}, "tools", "list"),
@@ -379,7 +380,7 @@ REFUSED_TOOLS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED_TOOLS)
+@each_case(("given", "said"), REFUSED_TOOLS)
 def test_a_tool_of_another_form_is_refused_whether_calls_are_enforced_or_not(
     given: Any, said: str
 ) -> None:

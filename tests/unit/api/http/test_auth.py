@@ -9,6 +9,7 @@ import pytest
 from quire.api.http.auth import Caller, Keys
 from quire.api.openai.dialect import OPENAI
 from quire.base.errors import NotAuthorized
+from tests.cases import each_case
 
 PATH = "/v1/chat/completions"
 
@@ -27,7 +28,7 @@ def test_each_configured_key_is_accepted(sent: bytes) -> None:
     check(Keys(("first", "second")), PATH, sent)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "sent",
     [None, b"", b"first", b"Basic first", b"Bearer", b"Bearer ", b"Bearer firs", b"Bearer first2",
      b"Bearer \xff\xfe", b"Bearer first second"],

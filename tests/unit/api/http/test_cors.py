@@ -9,6 +9,7 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config.server_config import ServerConfig
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 PAGE = "https://app.example"
@@ -93,8 +94,8 @@ def test_an_allowed_origin_needs_no_key_without_keys() -> None:
     assert reply_to("POST", foreign_name, cors_origin=("*",))[0].status == 403
 
 
-@pytest.mark.parametrize("path", ["/admin/pause", "/admin", "/v1/cache", "/flush_cache"])
-@pytest.mark.parametrize("method", ["OPTIONS", "POST", "GET"])
+@each_case("path", ["/admin/pause", "/admin", "/v1/cache", "/flush_cache"])
+@each_case("method", ["OPTIONS", "POST", "GET"])
 def test_no_foreign_page_reaches_admin_routes(path: str, method: str) -> None:
     reply, site = reply_to(method, ASKS_FIRST, path=path, cors_origin=("*",))
     assert (reply.status, allowed(reply)) == (403, None)

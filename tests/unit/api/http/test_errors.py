@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from quire.api.http.dialect import error_response
 from quire.api.http.errors import SHAPES, Aborted, ReadElsewhere, report_of, shape_of
 from quire.api.openai.dialect import OPENAI
@@ -19,6 +17,7 @@ from quire.base.errors import (
     SettingError,
     ShuttingDown,
 )
+from tests.cases import each_case
 
 TREE = [
     kind
@@ -27,7 +26,7 @@ TREE = [
 ]
 
 
-@pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
+@each_case("kind", TREE, ids=lambda kind: kind.__name__)
 def test_each_error_has_a_status_of_the_responsible_side(kind: type[QuireError]) -> None:
     status = shape_of(kind("words")).status
     # A tenant that reaches its own limit gets a status of the client's side.
@@ -67,7 +66,7 @@ def test_a_response_has_retry_after() -> None:
     assert json.loads(bytes(response.body))["error"]["code"] == "overloaded"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "is_final"),
     [
         *[(kind, True) for kind in (Aborted, ReadElsewhere, errors.PoisonRequest)],

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Site
 
 
@@ -17,7 +16,7 @@ def status(headers: dict[str, str], **settings: object) -> int:
     return asyncio.run(exchange())
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         {},
@@ -35,7 +34,7 @@ def test_programs_and_our_own_pages_are_answered(headers: dict[str, str]) -> Non
     assert status(headers) == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     "headers",
     [
         {"host": "evil.example"},

@@ -11,6 +11,7 @@ import pytest
 from quire.api.http.middleware import served_path
 from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.operations import OPERATIONS
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 SAID = {"messages": [{"role": "user", "content": "hi"}]}
@@ -64,7 +65,7 @@ def test_a_trailing_slash_opens_no_admin_path(path: str) -> None:
     asyncio.run(exchange())
 
 
-@pytest.mark.parametrize("name", FOREIGN_PATHS)
+@each_case("name", FOREIGN_PATHS)
 def test_a_path_of_another_server_names_the_replacement(name: str) -> None:
     """A part in braces is any text; a method before the path is one that is not served there."""
     path = name.removeprefix("POST ").replace("{model}", "a/b").replace("{", "").replace("}", "")

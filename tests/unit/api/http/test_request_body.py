@@ -9,6 +9,7 @@ import pytest
 from quire.api.http import request_io as gone
 from quire.api.http.request_io import parse
 from quire.base.errors import RequestError
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Site
 
 LIMIT = 1 << 20
@@ -27,7 +28,7 @@ def test_an_object_is_read() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("raw", "words"),
     [
         (b"", "empty"),
@@ -138,8 +139,8 @@ def test_a_disconnect_while_sending_is_no_error() -> None:
     asyncio.run(exchange())
 
 
-@pytest.mark.parametrize("depth", [62, 64, 300, 970, 980, 990])
-@pytest.mark.parametrize("padding", [0, 140_000])
+@each_case("depth", [62, 64, 300, 970, 980, 990])
+@each_case("padding", [0, 140_000])
 def test_deeply_nested_values_are_a_client_error_in_any_thread(depth: int, padding: int) -> None:
     async def exchange() -> None:
         raw = b'{"prompt":"a","user":"' + b"x" * padding + b'","n":' + b"[" * depth + b"]" * depth

@@ -17,6 +17,7 @@ from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
 PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
@@ -170,7 +171,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "of_openai"), SAME)
+@each_case(("sent", "of_openai"), SAME)
 def test_a_completion_asks_the_engine_for_what_the_same_one_of_openai_asks(
     sent: dict[str, Any], of_openai: dict[str, Any]
 ) -> None:
@@ -307,8 +308,8 @@ def test_what_an_editor_sends_is_accepted() -> None:
     assert ask({**sent, **warm}, path=INFILL, on=made).json == {}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
+@each_case("stream", [False, True])
+@each_case(
     ("limits", "script", "text", "closed"),
     [
         ({"t_max_predict_ms": 7}, ("a", "b\nc", "d"), "ab\nc", True),
@@ -441,7 +442,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "words"), REFUSED)
+@each_case(("sent", "words"), REFUSED)
 def test_a_field_that_is_not_honoured_is_refused_by_name(sent: dict[str, Any], words: str) -> None:
     assert words in refusal({**ASKED, **sent})
 

@@ -12,6 +12,7 @@ import pytest
 
 from quire.api.server_state import NUM_THREADS
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, CHAT_TEMPLATES, ByteTokenizer, FakeEngine, Reply, Site
 
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So "}]
@@ -89,12 +90,12 @@ def test_ids_become_text_with_special_tokens_unless_skipped() -> None:
     assert text(list("é".encode())) == "é"
 
 
-@pytest.mark.parametrize("tokens", [None, "ab", [256], [-1], [True], [1.0], ["a"], [[1]], 3])
+@each_case("tokens", [None, "ab", [256], [-1], [True], [1.0], ["a"], [[1]], 3])
 def test_a_list_of_invalid_ids_is_rejected(tokens: Any) -> None:
     refused(ask("/detokenize", tokens=tokens), "tokens", "tokens")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),

@@ -14,6 +14,7 @@ import pytest
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.gguf_writer import write_gguf
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
 
@@ -249,8 +250,8 @@ def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
     assert "insert" in shown["capabilities"]
 
 
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-@pytest.mark.parametrize(
+@each_case("path", [CHAT, GENERATE])
+@each_case(
     ("keep", "reason"),
     [
         *((keep, "load") for keep in (None, "5m", "10s", -1, "m")),
@@ -359,7 +360,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "of_openai"), SAME)
+@each_case(("sent", "of_openai"), SAME)
 def test_a_chat_asks_the_engine_for_what_the_same_chat_of_openai_asks(
     sent: dict[str, Any], of_openai: dict[str, Any]
 ) -> None:
@@ -465,7 +466,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "words"), REFUSED)
+@each_case(("sent", "words"), REFUSED)
 def test_a_field_that_is_not_honoured_is_refused_by_name(sent: dict[str, Any], words: str) -> None:
     assert words in refusal({**ASKED, **sent})
 

@@ -11,6 +11,7 @@ from quire.api.openai.responses.history import sealed
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
+from tests.cases import each_case
 from tests.unit.api.responses.asking import (
     ASKED,
     CALL,
@@ -221,7 +222,7 @@ def test_a_conversation_has_the_prompt_and_parameters_of_the_same_chat() -> None
     assert asked.text_rules == chat.text_rules
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("sent", "chat"),
     [
         ({"tool_choice": "required"}, {"tool_choice": "required"}),
@@ -591,7 +592,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each_case("case", REFUSED)
 def test_a_refusal_names_what_is_wrong(case: str) -> None:
     body, words = REFUSED[case]
     reply = ask({**ASKED, **body})

@@ -15,6 +15,7 @@ import pytest
 from quire.api.app import build_admin_app
 from quire.api.web import routes
 from quire.api.web.routes import FILES, POLICY, accepts
+from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
 FOLDER = Path(routes.__file__).parent
@@ -31,7 +32,7 @@ def run(story: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(told())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("accept", "html"),
     [
         (BROWSER["accept"], True),
@@ -175,7 +176,7 @@ def test_the_page_has_nothing_inline_and_names_only_its_own_files() -> None:
     assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".js")])
+@each_case("name", [name for name in FILES if name.endswith(".js")])
 def test_scripts_make_no_html_of_texts_and_reach_no_other_host(name: str) -> None:
     text = (FOLDER / name).read_text(encoding="utf-8")
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc"

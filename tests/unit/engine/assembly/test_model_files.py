@@ -18,6 +18,7 @@ from quire.runner.fingerprint import FILES, files_digest
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.weights.checkpoint import open_checkpoint
+from tests.cases import each_case
 from tests.gguf_convert import write_gguf_of
 from tests.tiny_models import write_tiny_llama
 from tests.unit.text.made_files import write_vocabulary
@@ -92,10 +93,8 @@ def put(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "device"])
-@pytest.mark.parametrize(
-    "name", [pattern.replace("*", "file") for pattern in FILES] + ["model.safetensors"]
-)
+@each_case("kind", ["FIFO", "directory", "device"])
+@each_case("name", [pattern.replace("*", "file") for pattern in FILES] + ["model.safetensors"])
 def test_irregular_files_are_named_and_not_read(tmp_path: Path, name: str, kind: str) -> None:
     folder = write_tiny_llama(tmp_path / "tiny")
     put(folder / name, kind)

@@ -12,6 +12,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import SchedulingParams
 from quire.engine.client.request_builder import default_sampling, make_requests
 from quire.engine.model_card import ModelCard
+from tests.cases import each_case
 
 CARD = ModelCard(
     name="m",
@@ -81,7 +82,7 @@ def test_requests_beyond_the_context_are_rejected_with_the_numbers(
         _made(prompt, **settings)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "settings", "param"),
     [
         ([], {}, "prompt"),

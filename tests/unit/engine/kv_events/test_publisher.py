@@ -15,6 +15,7 @@ from quire.base.errors import SettingError
 from quire.cache.reporting import BlocksRemoved, BlocksStored, CacheCleared
 from quire.config.kv_events import KVEventsConfig, read_kv_events
 from quire.engine.kv_events.publisher import END_OF_REPLAY, KVEventPublisher
+from tests.cases import each_case
 
 WAIT_MS = 20_000
 STORED = BlocksStored(hashes=(2**64 - 1, 7), parent=None, token_ids=(1, 2, 3, 4))
@@ -153,7 +154,7 @@ def test_an_address_in_use_is_refused(subscriber: Subscriber, tmp_path: Path) ->
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "says"),
     [
         ("{", "no JSON"),

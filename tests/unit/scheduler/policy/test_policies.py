@@ -20,6 +20,7 @@ from quire.scheduler.policy.fair_share import FairShare
 from quire.scheduler.policy.policies import POLICY_NAMES, make_policy
 from quire.scheduler.policy.policy import Policy
 from quire.scheduler.slo.length_history import LengthHistory
+from tests.drawn import each_third
 from tests.repository.source_files import ROOT
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
@@ -205,8 +206,9 @@ FAVOURED: dict[str, Callable[[str, float], Request]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize(
+    ("name", "seed"), [(name, seed) for name in POLICY_NAMES for seed in each_third(range(4), name)]
+)
 def test_every_request_finishes_despite_a_stream_of_favoured_ones(name: str, seed: int) -> None:
     """More favoured requests come than can be served; the others still progress."""
     random = Random(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.cases import each_case
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -95,8 +96,8 @@ def test_a_request_alone_finishes_in_a_pool_that_just_holds_it(
     assert harness.scheduler.stats().preemptions_total == 0
 
 
-@pytest.mark.parametrize("plans_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("max_num_batched_tokens", [2, 5, 64])
+@each_case("plans_in_flight", [1, 2, 3])
+@each_case("max_num_batched_tokens", [2, 5, 64])
 def test_many_requests_in_a_pool_for_one_all_finish(
     plans_in_flight: int, max_num_batched_tokens: int
 ) -> None:

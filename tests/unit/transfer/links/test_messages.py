@@ -26,6 +26,7 @@ from quire.transfer.links.messages import (
     Release,
     Segment,
 )
+from tests.cases import each_case
 
 EXAMPLES: tuple[AnyMessage, ...] = (
     Hello(1, bytes(range(32))),
@@ -48,14 +49,14 @@ def test_the_examples_are_of_all_kinds() -> None:
     assert {type(one) for one in EXAMPLES} == set(KINDS.values())
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: type(one).__name__)
+@each_case("message", EXAMPLES, ids=lambda one: type(one).__name__)
 def test_a_message_is_read_as_it_was_packed(message: AnyMessage) -> None:
     raw = message.pack()
     assert len(raw) <= message.max_bytes
     assert KINDS[message.kind].unpack(raw) == message
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: type(one).__name__)
+@each_case("message", EXAMPLES, ids=lambda one: type(one).__name__)
 def test_cut_lengthened_and_random_payloads_are_message_errors_or_messages(
     message: AnyMessage,
 ) -> None:
