@@ -17,6 +17,7 @@ from quire.comm.links import LinkSizes
 from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.program.program import NUMERICS_VERSION, Program
 from quire.program.serialize import from_plain
+from quire.ranks.connected_pools import PoolServer, block_ends, block_link_bytes
 from quire.ranks.stages import StageLayout, StageLinks
 
 _MAX_FAILURE = 4000  # characters
@@ -28,7 +29,8 @@ class RankStart:
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
-    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py)."""
+    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py).
+    links_blocks: whether rank 0 asks for blocks over links (connected_pools.py)."""
 
     rank: int
     degree: int
@@ -51,6 +53,7 @@ class RankStart:
     row_slots: int = 0
     pool_file: int = -1
     torch: dict[str, Any] | None = None
+    links_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,19 @@ def links_of(start: RankStart, group: SharedMemoryRank) -> StageLinks:
 
 def link_bytes_of(start: RankStart) -> int:
     """Return the bytes of the segment beside what the group of ranks uses."""
+    of_blocks = block_link_bytes(start.degree) if start.links_blocks else 0
+    return _stage_link_bytes(start) + of_blocks
+
+
+def pool_server_of(start: RankStart, group: SharedMemoryRank) -> PoolServer | None:
+    """Return what answers rank 0's asks for blocks, not started; None where there are none."""
+    if not start.links_blocks:
+        return None
+    used = sizes_of(start).total(start.degree) + _stage_link_bytes(start)
+    return PoolServer(group, block_ends(group, used)[0])
+
+
+def _stage_link_bytes(start: RankStart) -> int:
     if start.stages == 1:
         return 0
     return _layout_of(start).link_bytes(_rows_of(start), sizes_of(start))

@@ -133,6 +133,7 @@ def open_store(
         folder,
         config.cache,
         executor,
+        block_tokens=config.kv_block_tokens,
         fingerprint=fingerprint,
         clock=clock,
         report=report,

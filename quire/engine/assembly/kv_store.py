@@ -57,6 +57,7 @@ class StorePort:
         config = engine.kv_store
         assert config.kv_store is not None, "there is a store"
         self.config, self._cache, self._folder = config, engine.cache, folder
+        self._block_tokens = engine.kv_block_tokens
         self.place: StorePlace = store_place(config.kv_store)
         self.seal: Seal = checksum
         self._files: StoreFiles | None = None
@@ -136,7 +137,7 @@ class StorePort:
                 fingerprint=fingerprint,
             )
             disk = DiskLevel(files, report)
-        num_tokens = store.num_blocks * self._cache.block_size
+        num_tokens = store.num_blocks * self._block_tokens
         on_disk = "" if folder is None else f"; a tier in {folder.path} before it"
         return StoreTier(
             tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),
@@ -174,7 +175,7 @@ class StorePort:
             shared=opened.shared,
             disk=opened.disk,
             settings=StoreSettings(
-                block_size=self._cache.block_size,
+                block_size=self._block_tokens,
                 fetch=self.config.kv_store_fetch,
                 timeout_ms=1000.0 * self.config.kv_store_timeout_s,
             ),

@@ -32,11 +32,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size kv_tier_path kv_transfer_key_file kv_store "
+        "pipeline_parallel_size context_parallel_size data_parallel_size kv_tier_path "
+        "kv_transfer_key_file kv_store kv_events_config speculate-ngram"
+    ),
+    "pipeline_parallel_size": (
+        "context_parallel_size data_parallel_size kv_tier_path kv_transfer_key_file kv_store "
         "kv_events_config speculate-ngram"
     ),
-    "pipeline_parallel_size": "context_parallel_size kv_tier_path kv_events_config speculate-ngram",
-    "context_parallel_size": "kv_tier_path kv_events_config speculate-ngram",
+    "context_parallel_size": (
+        "data_parallel_size kv_tier_path kv_transfer_key_file kv_store kv_events_config "
+        "speculate-ngram"
+    ),
     "data_parallel_size": "cpu_offload_gb speculate-ngram speculate-self",
     "disk_offload_gb": (
         "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
@@ -104,17 +110,28 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "there is one rank"),
         (
             {
-                "distributed_executor_backend": "external_launcher",
+                "distributed_executor_backend": "ray",
+                "data_parallel_size": 2,
                 "tensor_parallel_size": 2,
-                "kv_transfer_key_file": "key",
             },
-            "rank 0 has not started",
+            "distributed_executor_backend ray is given, which several engines do not share",
+        ),
+        (
+            {"executor": "torch", "tensor_parallel_size": 2, "kv_tier_path": "/tier"},
+            "take --executor native, or leave the tier out",
         ),
     ],
 )
 def test_values_that_exclude_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         engine_config(settings)
+
+
+@pytest.mark.parametrize("blocks", ["kv_tier_path", "kv_transfer_key_file", "kv_store"])
+@pytest.mark.parametrize("backend", ["mp", "ray", "external_launcher"])
+def test_blocks_go_elsewhere_however_ranks_were_started(backend: str, blocks: str) -> None:
+    settings = {"distributed_executor_backend": backend, "tensor_parallel_size": 2}
+    assert not refusal_of(settings | FEATURES[blocks])
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])

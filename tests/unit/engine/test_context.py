@@ -59,17 +59,12 @@ def test_two_ranks_with_pieces_answer_as_one_process(tmp_path: Path) -> None:
         ({"executor": "reference"}, "context_parallel_size is 2 and executor is reference: only"),
         ({"executor": "torch"}, "executor is torch: only the native executor"),
         ({"speculate": "draft"}, "what drafts has no KV blocks of so many positions"),
-        (
-            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
-            "has the blocks of ranks that it has started itself",
-        ),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         ({"block_size": 48}, "block_size is 48; ranks have whole pieces of 256 tokens, which 4"),
         (
             {"tensor_parallel_size": 2, "tp_mode": "fast"},
             "tp_mode is fast and context_parallel_size is 2, which keeps sums whole",
         ),
-        ({"data_parallel_size": 2}, "data_parallel_size is 2 and context_parallel_size is given"),
     ],
 )
 def test_what_ranks_with_pieces_do_not_support_is_refused(
