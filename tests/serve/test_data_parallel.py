@@ -72,7 +72,7 @@ def test_with_restarts_both_engines_come_back() -> None:
     ("flags", "reason"),
     [
         (("--api-processes", "2"), "several engines have one API process"),
-        (("--tensor-parallel-size", "2"), "tensor-parallel-size is given"),
+        (("--tensor-parallel-size", "2", "--threads", "3"), "the engines and their ranks"),
         (("--threads", "1"), "divided over the engines"),
         (("--record-plans", "x"), "record-plans is given"),
     ],

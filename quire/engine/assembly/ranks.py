@@ -59,12 +59,15 @@ def ranked_class(
     """Return the executor class. Raises SettingError for more ranks than cores."""
     site = rank_site(settings)
     cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
-    if here > cores:
+    engines = settings.data_parallel_size
+    if here * engines > cores:
         product = f", {settings.num_ranks} ranks together" if " and " in settings.ranks_text else ""
         of_them = "" if here == settings.num_ranks else f", {here} of them on this machine"
+        of_engines = "" if engines == 1 else f", in each of {engines} engines (data_parallel_size)"
         raise SettingError(
-            f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
-            "at most one rank per core is allowed, since ranks wait for each other"
+            f"{settings.ranks_text}{product}{of_them}{of_engines}, and this process may use "
+            f"{cores} CPU cores; at most one rank per core is allowed, since ranks wait for each "
+            "other"
         )
     return class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
 
@@ -83,6 +86,8 @@ def class_of(
         "context": settings.context_parallel_size,
         "block_size": block_size,
         "experts": expert_plan(settings),
+        # Engines of one server would bind their ranks to the same processors.
+        "binds": settings.data_parallel_size == 1,
         "mode": TpMode(settings.tp_mode),
         "site": site,
         "shares_blocks": shares_blocks,

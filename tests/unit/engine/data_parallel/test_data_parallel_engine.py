@@ -244,6 +244,10 @@ def test_threads_and_gpus_are_divided() -> None:
     ]
     with pytest.raises(SettingError, match="divided over the engines"):
         engine_configs(engine_config({"data_parallel_size": 3, "num_threads": 2}))
-    for more in ({"kv_tier_host_bytes": 1 << 20}, {"tensor_parallel_size": 2}, {"trace_file": "x"}):
+    for more in (
+        {"kv_tier_host_bytes": 1 << 20},
+        {"disk_offload_gb": "1", "pack_cache": "x"},
+        {"trace_file": "x"},
+    ):
         with pytest.raises(SettingError, match="which several engines do not share yet"):
             engine_config({"data_parallel_size": 2, **more})
