@@ -31,6 +31,7 @@ from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.kernels import linear_fixed
 from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.load import load
+from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import Weight
 from quire.program.program import Program
@@ -273,6 +274,30 @@ def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied
         with pytest.raises(DeviceLost, match="a rank of the model is lost"):
             call()
     executor.close()
+
+
+def test_nccl_keeps_to_the_memory_that_is_counted_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ["NCCL_NVLS_ENABLE"])
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    for asked in (True, False):
+        if not asked:
+            monkeypatch.delenv("NCCL_NVLS_ENABLE")
+        meeting = str(tmp_path / str(asked))
+        ProcessGroupExchange(
+            "nccl", rendezvous_file=meeting, rank=0, degree=1, timeout_s=5.0
+        ).connect()
+    assert seen == ["2", "0"]
 
 
 def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(

@@ -121,6 +121,25 @@ def test_a_lost_rank_ends_the_group(
     executor.close()
 
 
+def test_a_rank_that_hangs_while_blocks_leave_ends_the_group(
+    folder: Path, program: Program
+) -> None:
+    linked = replace(made(1, 2), shares_blocks=True)
+    executor = linked(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    block = np.zeros(executor.block_bytes, np.uint8)
+    executor.export_block(1, block)
+    ranks = executor.processes
+    assert isinstance(ranks, LoopbackRanks)
+    (process,) = ranks.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(DeviceLost, match="rank 1 does not respond"):
+        executor.export_block(1, block)
+    assert executor.group.native.is_aborted
+    process.kill()
+    executor.close()
+
+
 def test_a_rank_ends_with_rank_zero(folder: Path, program: Program) -> None:
     executor = made(1, 2)(program, open_checkpoint(folder), OPTIONS)
     ranks = executor.processes
