@@ -35,6 +35,7 @@ from quire.ranks.start import (
 RANK_ZERO_GONE = 3
 # How long a rank that has lost the group may take to end by itself.
 _END_S = 1.5
+_MAX_REASON = 400  # characters
 # How long the reason of a loss that an exchange has found is waited for.
 _REASON_S = 0.3
 
@@ -92,9 +93,8 @@ class ConnectedRanks:
         if self._watcher is not None:
             self._watcher.join(_REASON_S)
         known = self.explain() or self._lost or found
-        # A rank that fails publishes no reason.
-        says_why = "cannot go on" in known
-        return f"{known}: its own log has the reason" if says_why else known
+        is_vague = known.endswith("cannot go on")
+        return f"{known}: its own log has the reason" if is_vague else known
 
     @property
     def lost(self) -> str:
@@ -189,8 +189,11 @@ def run_connected(
     log.event("ready")
     try:
         do_commands(executor, next_command)
-    except BaseException:
+    except DeviceLost:
         group.abort()  # the others must not take this end for one by agreement
+        raise
+    except BaseException as error:
+        group.abort(failure_text(error)[:_MAX_REASON])
         raise
     finally:
         done.set()

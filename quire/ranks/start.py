@@ -155,7 +155,7 @@ def check_ready(rank: int, ready: RankReady, own: RankReady) -> None:
         )
 
 
-def failure_text(error: Exception) -> str:
+def failure_text(error: BaseException) -> str:
     """Return why a rank fails, in as many characters as a pipe that is read later can hold."""
     text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
     return text[:_MAX_FAILURE]
