@@ -90,8 +90,10 @@ void bind_rank_group(nb::module_& module) {
         .def("wait_until_over", &quire::RankGroup::wait_until_over,
              nb::call_guard<nb::gil_scoped_release>(),
              "Wait until a rank connected is lost and return why, or an empty text after leave.")
-        .def("abort", &quire::RankGroup::abort, nb::call_guard<nb::gil_scoped_release>(),
-             "Let the waits of all ranks end with RankLost.")
+        .def("abort", &quire::RankGroup::abort, "reason"_a = "",
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Let the waits of all ranks end with RankLost. reason: why this rank fails, for those "
+             "connected.")
         .def_prop_ro("is_aborted", &quire::RankGroup::is_aborted);
     module.def(
         "rank_group_bytes",

@@ -222,7 +222,7 @@ int64_t RankGroup::progress() const {
     return sum;
 }
 
-void RankGroup::abort() {
+void RankGroup::abort(const std::string& reason) {
     auto& header = *reinterpret_cast<Header*>(memory_);
     header.aborted.value.store(1);
     wake_all(header.sent.value);
@@ -230,7 +230,7 @@ void RankGroup::abort() {
         wake_all(words(rank).ready.value);
         wake_all(words(rank).taken.value);
     }
-    if (sockets_) sockets_->abort();
+    if (sockets_) sockets_->abort(reason);
 }
 
 // Answers other ranks in a thread of its own, so that a rank that computes for long is not taken

@@ -29,6 +29,7 @@ constexpr int kPollMs = 50, kPolls = 30;
 // What arrives is counted in pieces, so that a large frame on a slow network is a sign of life.
 constexpr int64_t kReadBytes = 1 << 18;
 constexpr auto kBetterReason = std::chrono::milliseconds(200);
+constexpr int64_t kMaxReason = 1024;  // bytes of what a rank says of its failure
 constexpr char kClosed[] =
     "has closed its connection: its process has ended, or its network is gone";
 
@@ -181,9 +182,17 @@ void RankSockets::post(Peer& peer) {
         if (poll(&room, 1, 0) != 1 || (room.revents & POLLOUT) == 0) return;
         const bool aborts = peer.owes_abort.load();
         (aborts ? peer.owes_abort : peer.owes_answer).store(false);
-        const Frame frame = frame_of(aborts ? kAbort : kAnswer);
-        if (send(peer.socket, &frame, sizeof(frame), kSendFlags) !=
-            static_cast<ssize_t>(sizeof(frame))) {
+        Frame frame = frame_of(aborts ? kAbort : kAnswer);
+        std::string reason;
+        if (aborts) {
+            std::lock_guard<std::mutex> read(lock_);
+            reason = reason_;
+        }
+        frame.sizes[0] = static_cast<int64_t>(reason.size());
+        const std::string bytes =
+            std::string(reinterpret_cast<const char*>(&frame), sizeof(frame)) + reason;
+        if (send(peer.socket, bytes.data(), bytes.size(), kSendFlags) !=
+            static_cast<ssize_t>(bytes.size())) {
             peer.is_broken.store(true);
             shutdown(peer.socket, SHUT_RDWR);
             return;
@@ -199,7 +208,11 @@ void RankSockets::ask(int peer) {
 
 uint32_t RankSockets::heard(int peer) const { return peers_[peer]->heard.load(); }
 
-void RankSockets::abort() {
+void RankSockets::abort(const std::string& reason) {
+    {
+        std::lock_guard<std::mutex> held(lock_);
+        if (!is_aborted_.load()) reason_ = reason.substr(0, kMaxReason);
+    }
     is_aborted_.store(true);
     for (auto& peer : peers_) {
         if (!peer) continue;
@@ -302,9 +315,18 @@ bool RankSockets::take_frame(Peer& peer, const Frame& frame) {
             return true;
         case kAnswer:
             return true;
-        case kAbort:
-            lose(peer, "or another one cannot go on", true);
+        case kAbort: {
+            if (frame.sizes[0] < 0 || frame.sizes[0] > kMaxReason) {
+                lose(peer, "has sent a reason of an impossible size");
+                return false;
+            }
+            std::string reason(static_cast<size_t>(frame.sizes[0]), '\0');
+            if (!read(peer, reason.data(), frame.sizes[0])) return false;
+            const bool is_vague = reason.empty();
+            lose(peer, is_vague ? "or another one cannot go on" : "cannot go on: " + reason,
+                 is_vague);
             return true;
+        }
         case kBye:
             peer.has_left.store(true);
             if (peer.rank == 0) {  // no rank goes on without it

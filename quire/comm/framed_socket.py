@@ -8,7 +8,9 @@ it at most; a message above the limit is refused before it is read. Bytes are no
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import struct
 from typing import Any
@@ -58,6 +60,12 @@ class FramedSocket:
             return True
         finally:
             self._socket.settimeout(before)
+
+    def closes_within(self, seconds: float) -> bool:
+        """Return whether the other end has closed the connection, or does so meanwhile."""
+        with contextlib.suppress(OSError, ValueError):  # a closed end is seen below
+            select.select([self._socket], [], [], seconds)
+        return self.is_closed
 
     def prove(self, key: bytes, *, is_server: bool) -> None:
         """Prove the key and check the other end's proof. Raises WrongKey, OSError."""

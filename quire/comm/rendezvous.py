@@ -23,6 +23,8 @@ from quire.comm.framed_socket import FramedSocket, WrongKey
 _HANDSHAKE_S = 10.0
 _MAX_HELLO_BYTES = 1 << 16
 _RETRY_S = 0.1
+# The end of a process that has died may arrive after its successor.
+_LATE_END_S = 0.5
 _MAX_HANDSHAKES = 64
 
 
@@ -246,6 +248,10 @@ class _Rendezvous:
                 f"rank {rank} ({one.host}) expects {hello['world_size']} ranks and rank "
                 f"{self._rank} expects {point.world_size}; start all of them with one command line"
             )
+        with self._lock:
+            before = self.connections.sockets.get(rank)
+        if before is not None:
+            before.closes_within(_LATE_END_S)
         with self._lock:
             before = self.connections.sockets.get(rank)
             is_taken = rank < self._min_rank or (before is not None and not before.is_closed)

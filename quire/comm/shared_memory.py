@@ -123,9 +123,9 @@ class SharedMemoryRank:
             raise DeviceLost(str(error)) from error
         return message
 
-    def abort(self) -> None:
-        """See Communicator."""
-        self.native.abort()
+    def abort(self, reason: str = "") -> None:
+        """See Communicator. reason: why this rank fails, for those connected by sockets."""
+        self.native.abort(reason)
         for call in self._on_abort:
             try:
                 call()

@@ -48,6 +48,11 @@ _PIECES = "positions of the KV cache are divided over ranks by --context-paralle
 _EXPERT_RANKS = (
     "experts are distributed over the ranks of --tensor-parallel-size by --enable-expert-parallel"
 )
+_EXPERT_PLACES = (
+    "experts are placed by measured load with --expert-load-file, and the most chosen ones copied "
+    "with --num-redundant-experts"
+)
+_TRANSPORT = "how ranks exchange follows from where they are; leave it out"
 _DEVICE = "the GPU is chosen by --device"
 _LAYERS = (
     "a GPU computes all layers (--executor torch) or none; leave it out, and keep weights that "
@@ -127,6 +132,24 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-dcp": _PIECES,
         "--prefill-context-parallel-size": _PIECES,
         "-pcp": _PIECES,
+        "--node-rank": _MACHINES,
+        "--master-addr": _MACHINES,
+        "--master-port": _MACHINES,
+        "--headless": _MACHINES,
+        "--data-parallel-size-local": _REPLICAS,
+        "-dpl": _REPLICAS,
+        "--data-parallel-address": _REPLICAS,
+        "-dpa": _REPLICAS,
+        "--data-parallel-rank": _REPLICAS,
+        "--data-parallel-start-rank": _REPLICAS,
+        "--data-parallel-backend": _REPLICAS,
+        "--data-parallel-rpc-port": _REPLICAS,
+        "--enable-eplb": _EXPERT_PLACES,
+        "--eplb-config": _EXPERT_PLACES,
+        "--expert-placement-strategy": _EXPERT_PLACES,
+        "--all2all-backend": _TRANSPORT,
+        "--disable-custom-all-reduce": _TRANSPORT,
+        "--max-parallel-loading-workers": "each rank loads its own weights; leave it out",
         "--speculative-config": _DRAFT,
         "--num-speculative-tokens": _DRAFT_TOKENS,
         "--speculative-num-draft-tokens": _DRAFT_TOKENS,

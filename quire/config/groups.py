@@ -411,19 +411,6 @@ class EngineConfig:
                 f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
                 "now: take --executor native, or leave it out"
             )
-        backend = self.executor.distributed_executor_backend
-        if backend != "mp":
-            raise SettingError(
-                f"{given} and distributed_executor_backend is {backend}; blocks of ranks that rank "
-                "0 has not started are not exchanged yet: leave one of them out"
-            )
-        for name in ("pipeline_parallel_size", "context_parallel_size"):
-            if (size := getattr(self.executor, name)) > 1:
-                raise SettingError(
-                    f"{given} and {name} is {size}; blocks of several stages, or divided by "
-                    "positions, are not exchanged yet: take --tensor-parallel-size, or leave one "
-                    "of them out"
-                )
 
     def _check_store(self) -> None:
         """Raise SettingError for what a shared KV store does not support yet."""
@@ -454,18 +441,6 @@ class EngineConfig:
                 "stores hold blocks of engines on CPUs for now",
                 "take --executor native, or leave it out",
             ),
-            (
-                executor.num_ranks > executor.tensor_parallel_size,
-                executor.ranks_text,
-                "blocks of several stages, or divided by positions, are not stored yet",
-                "take --tensor-parallel-size, or leave one of them out",
-            ),
-            (
-                executor.num_ranks > 1 and executor.distributed_executor_backend != "mp",
-                f"distributed_executor_backend is {executor.distributed_executor_backend}",
-                "blocks of ranks that rank 0 has not started are not stored yet",
-                "leave one of them out",
-            ),
         ):
             if is_given:
                 raise SettingError(f"{given} and {what}, but {reason}: {advice}")
@@ -492,17 +467,11 @@ class EngineConfig:
 
     def _check_tier_of_ranks(self, given: str) -> None:
         """Raise SettingError where blocks of several ranks cannot go to a tier."""
-        backend = self.executor.distributed_executor_backend
         given = f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes)"
         if self.executor.executor == "torch":
             raise SettingError(
                 f"{given} and executor is torch: ranks on it have no whole blocks for "
                 "a tier yet; take --executor native, or leave the tier out"
-            )
-        if backend != "mp":
-            raise SettingError(
-                f"{given} with distributed_executor_backend {backend}: rank 0 keeps the tier, and "
-                "has the blocks of ranks that it has started itself; take mp, or leave the tier out"
             )
 
     def _check_drafts(self, given: str, reason: str) -> None:

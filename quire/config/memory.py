@@ -15,6 +15,7 @@ from quire.config.machine import MachineMemory
 RESERVE_BYTES = 256 * 1024 * 1024
 # Tokens and block ids of a running request are int32, in the scheduler's and the worker's tables.
 SLOT_ENTRY_BYTES = 2 * 4
+EXCHANGE = "buffers of NCCL"
 # Default share of the remaining memory for the KV cache; OWN_SHARE on a device of our own.
 DEFAULT_SHARE = 0.6
 OWN_SHARE = 1.0
@@ -86,7 +87,8 @@ class MemoryNeeds:
     """What is known before anything is allocated.
 
     weights_bytes: as the executor stores them. step_bytes: buffers of the largest step.
-    token_bytes: KV of one token over all layers, as the executor stores it.
+    token_bytes: KV of one token over all layers, as the executor stores it. exchange_bytes: of a
+    device, for exchanges with others.
     """
 
     weights_bytes: int
@@ -98,6 +100,7 @@ class MemoryNeeds:
     max_model_len: int | None
     kv_cache_memory_bytes: int | None
     draft: DraftNeeds = field(default_factory=lambda: NO_DRAFT)
+    exchange_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +135,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     """
     draft = needs.draft
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
-    fixed_bytes += draft.fixed_bytes
+    fixed_bytes += draft.fixed_bytes + needs.exchange_bytes
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
     fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
@@ -142,7 +145,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         raise CapacityError(
             f"the model does not fit: {mib(fixed_bytes + block_bytes + draft_block_bytes)} are "
             f"needed ({mib(needs.weights_bytes)} weights, {mib(needs.step_bytes)} step buffers, "
-            f"{mib(slot_bytes)} slot tables, {_draft_text(needs)}"
+            f"{mib(slot_bytes)} slot tables, {_further_text(needs)}"
             f"{mib(RESERVE_BYTES)} reserve, {mib(block_bytes)} for one KV block), "
             f"{mib(memory.available_bytes)} are available ({memory.limit}); {memory.remedy}, "
             "take a smaller model, or lower --max-num-batched-tokens or --max-num-seqs"
@@ -159,6 +162,10 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
         MemoryLine(what="step buffers", num_bytes=-needs.step_bytes),
         MemoryLine(what="slot tables", num_bytes=-slot_bytes),
+        *(
+            [MemoryLine(what=EXCHANGE, num_bytes=-needs.exchange_bytes)]
+            * bool(needs.exchange_bytes)
+        ),
         MemoryLine(what="reserve", num_bytes=-RESERVE_BYTES),
         MemoryLine(
             what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
@@ -238,13 +245,15 @@ def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
     return needs.max_num_seqs * (entries * SLOT_ENTRY_BYTES + draft_entries * SLOT_ENTRY_BYTES // 2)
 
 
-def _draft_text(needs: MemoryNeeds) -> str:
-    """Return what the proposer takes, as part of an error; "" if that is nothing."""
+def _further_text(needs: MemoryNeeds) -> str:
+    """Return what proposer and exchanges take, as part of an error; "" if that is nothing."""
     draft = needs.draft
     parts = [f"{mib(-line.num_bytes)} {line.what}" for line in draft.fixed_lines()]
     if draft.token_bytes:
         block_bytes = needs.block_size * draft.token_bytes
         parts.append(f"{mib(block_bytes)} for one KV block of the {draft.name}")
+    if needs.exchange_bytes:
+        parts.append(f"{mib(needs.exchange_bytes)} {EXCHANGE}")
     return "".join(f"{part}, " for part in parts)
 
 

@@ -74,11 +74,13 @@ class ExecutorOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorMemory:
     """Bytes an executor will take: all weights, the buffers of the largest step (rotary tables
-    included), and keys and values of one token over all layers."""
+    included), keys and values of one token over all layers, and what a library of exchanges takes
+    of a device."""
 
     weights_bytes: int
     step_bytes: int
     token_bytes: int
+    exchange_bytes: int = 0
 
 
 class ExecutorSizing(Protocol):

@@ -20,7 +20,7 @@ from quire.base.log import Log
 from quire.comm.rendezvous import MeetingPoint, RankConnections, meet_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank, create_segment
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load
+from quire.ranks.rank_loop import do_commands, group_of, load, pool_server
 from quire.ranks.start import (
     RankReady,
     RankStart,
@@ -35,6 +35,7 @@ from quire.ranks.start import (
 RANK_ZERO_GONE = 3
 # How long a rank that has lost the group may take to end by itself.
 _END_S = 1.5
+_MAX_REASON = 400  # characters
 # How long the reason of a loss that an exchange has found is waited for.
 _REASON_S = 0.3
 
@@ -91,7 +92,9 @@ class ConnectedRanks:
         """See OtherRanks."""
         if self._watcher is not None:
             self._watcher.join(_REASON_S)
-        return self.explain() or self._lost or found
+        known = self.explain() or self._lost or found
+        is_vague = known.endswith("cannot go on")
+        return f"{known}: its own log has the reason" if is_vague else known
 
     @property
     def lost(self) -> str:
@@ -164,6 +167,7 @@ def run_connected(
         run_on(start.cpus)
         group = _own_group(start)
         executor, next_command = load(start, group)
+        server = pool_server(start, group, executor)
         ready = ready_of(executor.recipe, executor.weights_digest)
         with _rank_zero():
             zero.send_fields({"ready": asdict(ready)})
@@ -179,17 +183,25 @@ def run_connected(
         target=_leave_with_the_group, args=(group, done), name="quire-rank-watch", daemon=True
     )
     watcher.start()
+    if server is not None:
+        server.start()
     on_loaded()
     log.event("ready")
     try:
         do_commands(executor, next_command)
-    except BaseException:
+    except DeviceLost:
         group.abort()  # the others must not take this end for one by agreement
+        raise
+    except BaseException as error:
+        group.abort(failure_text(error)[:_MAX_REASON])
         raise
     finally:
         done.set()
         group.native.leave()
-        watcher.join()  # a thread in the compiled module must not meet the interpreter's end
+        # A thread in the compiled module must not meet the interpreter's end.
+        watcher.join()
+        if server is not None:
+            server.join()
 
 
 def _own_group(start: RankStart) -> SharedMemoryRank:

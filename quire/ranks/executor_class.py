@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -41,6 +41,7 @@ from quire.program.serialize import to_plain
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.commands import command_bytes
+from quire.ranks.connected_pools import NO_ENDS, BlockEnd, block_ends, block_link_bytes
 from quire.ranks.draft_share import DraftLayers, DraftShare
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.leading import LeadingExecutor
@@ -110,10 +111,12 @@ class RankedExecutorClass:
             )
         # Each has its own slots, or a device of its own.
         here = self.site.here if self.site is not None and self.kind.shares_memory else 1
+        slots += block_link_bytes(self.num_ranks) if self._links_blocks else 0
         return ExecutorMemory(
             weights_bytes=here * max(part.weights_bytes for part in parts),
             step_bytes=here * (max(part.step_bytes for part in parts) + slots),
             token_bytes=here * max(part.token_bytes for part in parts),
+            exchange_bytes=max(part.exchange_bytes for part in parts),
         )
 
     def programs(self, program: Program) -> list[Program]:
@@ -179,7 +182,7 @@ class RankedExecutorClass:
         segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
         pool_file = NO_FILE
         try:
-            if self.shares_blocks:
+            if self.shares_blocks and self.site is None:
                 pool_file = create_file()
             group = SharedMemoryRank(
                 segment,
@@ -202,7 +205,11 @@ class RankedExecutorClass:
                 if isinstance(executor, MirroredExecutor):
                     executor.own_block_size = self.block_size
                     if self.shares_blocks:
-                        executor.share_blocks(pool_file, self.pool_shares(program))
+                        executor.share_blocks(
+                            self.pool_shares(program),
+                            pool_file=pool_file,
+                            ends=self._block_ends(group, sizes),
+                        )
                     if shares:
                         executor.draft_by(shares[0])
                 self._compare(executor, others.ready())
@@ -263,8 +270,23 @@ class RankedExecutorClass:
             for rank in range(self.degree)
         ]
 
+    @property
+    def _links_blocks(self) -> bool:
+        """Whether blocks leave and enter over links: ranks that share no memory have no file."""
+        return self.shares_blocks and self.site is not None
+
+    def _block_ends(self, group: SharedMemoryRank, sizes: SegmentSizes) -> Mapping[int, BlockEnd]:
+        if not self._links_blocks:
+            return NO_ENDS
+        return block_ends(group, sizes.total(self.num_ranks) + self._stage_link_bytes(sizes))
+
     def _link_bytes(self, sizes: SegmentSizes) -> int:
         """Bytes of the segment beside what the group of ranks uses."""
+        of_blocks = block_link_bytes(self.num_ranks) if self._links_blocks else 0
+        return self._stage_link_bytes(sizes) + of_blocks
+
+    def _stage_link_bytes(self, sizes: SegmentSizes) -> int:
+        """Bytes of the links between stages."""
         return 0
 
     def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
@@ -301,6 +323,7 @@ class RankedExecutorClass:
             log_form=log_module.process_form,
             poison=self.poison,
             torch=self.kind.start_fields(rank),
+            links_blocks=self._links_blocks,
         )
 
 

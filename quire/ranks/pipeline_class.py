@@ -145,7 +145,7 @@ class PipelineExecutorClass(RankedExecutorClass):
             rows=row_sizes(programs, limits),
         )
 
-    def _link_bytes(self, sizes: SegmentSizes) -> int:
+    def _stage_link_bytes(self, sizes: SegmentSizes) -> int:
         return self.layout.link_bytes(_rows_of(sizes), sizes)
 
     def _start(

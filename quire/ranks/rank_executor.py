@@ -10,7 +10,7 @@ lost a rank never computes again (DeviceLost).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,6 +32,13 @@ from quire.ranks.commands import (
     RunLayers,
     Stop,
     Touch,
+)
+from quire.ranks.connected_pools import (
+    NO_ENDS,
+    BlockEnd,
+    ConnectedPools,
+    PoolServer,
+    end_servers,
 )
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.first_layers import LeadingFirstLayers, RankEnds, RankFirstLayers
@@ -67,6 +74,7 @@ class RankExecutor(NativeExecutor):
         self.group, self._pool_file, self._poison = group, pool_file, poison
         self.connect(self._native)
         self._last: ForwardBatch | None = None  # of the last Run
+        self.server: PoolServer | None = None  # where rank 0 does not share this memory
         self.pieces: OwnPieces | None = None  # under context parallelism, once there is a cache
         self._drafts: RankFirstLayers | None = None
 
@@ -135,6 +143,9 @@ class RankExecutor(NativeExecutor):
                 self.own_block_size = command.own_block_size
                 RankExecutor.allocate_cache(self, command.num_blocks, command.block_size)
                 self._place_pool(command.span)
+                if self.server is not None:
+                    pool = self._pool_bytes
+                    self.server.set_pool(pool.reshape(len(pool), command.num_blocks, -1))
                 if self._drafts is not None:
                     self._drafts.share_cache()
             case Touch():
@@ -185,7 +196,9 @@ class MirroredExecutor(RankExecutor):
         super().__init__(program, checkpoint, options, group, poison=poison)
         self._shares: Sequence[PoolShare] = ()
         self._span = 0  # bytes of each rank in the file of all pools
-        self._pools: SharedPools | None = None
+        self._pools: SharedPools | ConnectedPools | None = None
+        self._ends: Mapping[int, BlockEnd] = NO_ENDS
+        self._num_allocations = 0
         self.lead = Lead(group)
         self.step = 0  # the number of the next Run
         self._draft_share: DraftShare | None = None
@@ -212,23 +225,42 @@ class MirroredExecutor(RankExecutor):
         """Do what comes before a pass of the first layers; return its number."""
         return 0
 
-    def share_blocks(self, pool_file: int, shares: Sequence[PoolShare]) -> None:
-        """Keep the pools of all ranks in a file, so that blocks are whole here.
+    def share_blocks(
+        self,
+        shares: Sequence[PoolShare],
+        *,
+        pool_file: int = NO_FILE,
+        ends: Mapping[int, BlockEnd] = NO_ENDS,
+    ) -> None:
+        """Have whole blocks here: of the pools of all ranks in a file, or over links to them.
 
-        Before the cache is allocated. shares: of each rank.
+        Before the cache is allocated. shares: of each rank. ends: of the links, by rank.
         """
-        self._pool_file, self._shares = os.dup(pool_file), shares
+        self._shares, self._ends = shares, ends
+        if pool_file != NO_FILE:
+            self._pool_file = os.dup(pool_file)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
         if self._pool_file == NO_FILE:
             self._send_allocation(num_blocks, block_size)
             super().allocate_cache(num_blocks, block_size)
+            self._num_allocations += 1
+            if self._ends:
+                head_bytes, of_each = self._block_shape()
+                self._pools = ConnectedPools(
+                    self._pool_bytes,
+                    self._ends,
+                    self._shares,
+                    num_blocks=num_blocks,
+                    head_bytes=head_bytes,
+                    blocks_of_each=of_each,
+                    allocation=self._num_allocations,
+                    lost=self.lead.lost,  # not of self: an executor that nothing closes is freed
+                )
             return
         super().allocate_cache(num_blocks, block_size)
-        first_head, end_head = self._shares[0].heads
-        head_bytes = self._pool_bytes.shape[2] // (end_head - first_head)
-        of_each = 1 if self.pieces is None else self.pieces.blocks_of_each
+        head_bytes, of_each = self._block_shape()
         pool_bytes = max(
             share.num_bytes(num_blocks * of_each, head_bytes) for share in self._shares
         )
@@ -244,6 +276,13 @@ class MirroredExecutor(RankExecutor):
             head_bytes=head_bytes,
             blocks_of_each=of_each,
         )
+
+    def _block_shape(self) -> tuple[int, int]:
+        """Return the bytes of a head of a pool's block in one layer, and the pool's blocks for each
+        block of the engine."""
+        first_head, end_head = self._shares[0].heads
+        head_bytes = self._pool_bytes.shape[2] // (end_head - first_head)
+        return head_bytes, 1 if self.pieces is None else self.pieces.blocks_of_each
 
     def _send_allocation(self, num_blocks: int, block_size: int) -> None:
         """Let the other ranks allocate their caches."""
@@ -309,6 +348,8 @@ class MirroredExecutor(RankExecutor):
 
     def close(self) -> None:
         """Let the other ranks stop; free threads and memory."""
+        if not self.group.native.is_aborted:
+            end_servers(self._ends.values())
         self.lead.stop()
         super().close()
         if self._pool_file != NO_FILE:

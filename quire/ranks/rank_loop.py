@@ -17,9 +17,17 @@ from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.ranks.commands import Command, Stop, command_wire
+from quire.ranks.connected_pools import PoolServer
 from quire.ranks.rank_executor import RankExecutor
 from quire.ranks.stage_executor import StageExecutor
-from quire.ranks.start import RankStart, drafts_of, links_of, program_of, sizes_of
+from quire.ranks.start import (
+    RankStart,
+    drafts_of,
+    links_of,
+    pool_server_of,
+    program_of,
+    sizes_of,
+)
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -99,6 +107,16 @@ def _with_drafts(executor: RankExecutor, start: RankStart) -> RankExecutor:
     if (share := drafts_of(start)) is not None:
         executor.draft_by(share)
     return executor
+
+
+def pool_server(start: RankStart, group: SharedMemoryRank, executor: Rank) -> PoolServer | None:
+    """Return what answers rank 0's asks for blocks of the executor, not started; None where rank 0
+    shares the memory of the pool, or needs no blocks."""
+    server = pool_server_of(start, group)
+    if server is not None:
+        assert isinstance(executor, RankExecutor), "only native ranks link blocks"
+        executor.server = server
+    return server
 
 
 def do_commands(executor: Rank, next_command: NextCommand) -> None:

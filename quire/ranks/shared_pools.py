@@ -55,6 +55,30 @@ class PoolShare:
         (first, end), (first_head, end_head) = self.layers, self.heads
         return (end - first) * num_blocks * (end_head - first_head) * head_bytes
 
+    @property
+    def place(self) -> tuple[slice, int, slice, slice]:
+        """Where its part is in a whole block, of the shape that whole_shape gives."""
+        return slice(*self.layers), self.piece, slice(None), slice(*self.heads)
+
+
+def whole_shape(
+    shares: Sequence[PoolShare], blocks_of_each: int, head_bytes: int
+) -> tuple[int, int, int, int, int]:
+    """Return the shape of a whole block: layers, pieces, blocks of a pool in each piece, heads and
+    bytes of a head. blocks_of_each, head_bytes: as in SharedPools."""
+    return (
+        max(share.layers[1] for share in shares),
+        max(share.piece for share in shares) + 1,
+        blocks_of_each,
+        max(share.heads[1] for share in shares),
+        head_bytes,
+    )
+
+
+def touch_pages(blocks: Bytes) -> None:
+    """Write a zero to each page of blocks [blocks, ...] of a layer that were never written."""
+    blocks.reshape(len(blocks), -1)[:, ::_PAGE_BYTES] = 0
+
 
 def span_bytes(pool_bytes: int) -> int:
     """Return the bytes of the file for one rank's pool, of which the largest takes pool_bytes."""
@@ -112,13 +136,7 @@ class SharedPools:
         head_bytes: int,
         blocks_of_each: int = 1,
     ) -> None:
-        self._shape = (
-            max(share.layers[1] for share in shares),
-            max(share.piece for share in shares) + 1,
-            blocks_of_each,
-            max(share.heads[1] for share in shares),
-            head_bytes,
-        )
+        self._shape = whole_shape(shares, blocks_of_each, head_bytes)
         self._pools = []
         for rank, share in enumerate(shares):
             num_bytes = share.num_bytes(num_blocks * blocks_of_each, head_bytes)
@@ -126,8 +144,7 @@ class SharedPools:
             blocks = mapped(descriptor, rank, span)[:num_bytes].reshape(
                 end - first, num_blocks, blocks_of_each, end_head - first_head, head_bytes
             )
-            part = slice(first, end), share.piece, slice(None), slice(first_head, end_head)
-            self._pools.append(_Pool(blocks, part))
+            self._pools.append(_Pool(blocks, share.place))
 
     @property
     def block_bytes(self) -> int:
@@ -151,5 +168,4 @@ class SharedPools:
         for pool in self._pools:
             layers = pool.part[0]
             if layers.start <= layer < layers.stop:
-                blocks = pool.blocks[layer - layers.start, first:last].reshape(last - first, -1)
-                blocks[:, ::_PAGE_BYTES] = 0
+                touch_pages(pool.blocks[layer - layers.start, first:last])

@@ -18,6 +18,7 @@ from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.execute.executor import StepLimits
 from quire.program.program import NUMERICS_VERSION, Program
 from quire.program.serialize import from_plain, to_plain
+from quire.ranks.connected_pools import PoolServer, block_ends, block_link_bytes
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.stages import StageLayout, StageLinks
 
@@ -31,7 +32,8 @@ class RankStart:
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
     for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py).
-    draft_program, draft_limits: of the first layers that draft; None: they do not."""
+    draft_program, draft_limits: of the first layers that draft; None: they do not.
+    links_blocks: whether rank 0 asks for blocks over links (connected_pools.py)."""
 
     rank: int
     degree: int
@@ -56,6 +58,7 @@ class RankStart:
     torch: dict[str, Any] | None = None
     draft_program: dict[str, Any] | None = None
     draft_limits: dict[str, int] | None = None
+    links_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,19 @@ def links_of(start: RankStart, group: SharedMemoryRank) -> StageLinks:
 
 def link_bytes_of(start: RankStart) -> int:
     """Return the bytes of the segment beside what the group of ranks uses."""
+    of_blocks = block_link_bytes(start.degree) if start.links_blocks else 0
+    return _stage_link_bytes(start) + of_blocks
+
+
+def pool_server_of(start: RankStart, group: SharedMemoryRank) -> PoolServer | None:
+    """Return what answers rank 0's asks for blocks, not started; None where there are none."""
+    if not start.links_blocks:
+        return None
+    used = sizes_of(start).total(start.degree) + _stage_link_bytes(start)
+    return PoolServer(group, block_ends(group, used)[0])
+
+
+def _stage_link_bytes(start: RankStart) -> int:
     if start.stages == 1:
         return 0
     return _layout_of(start).link_bytes(_rows_of(start), sizes_of(start))
@@ -158,7 +174,7 @@ def check_ready(rank: int, ready: RankReady, own: RankReady) -> None:
         )
 
 
-def failure_text(error: Exception) -> str:
+def failure_text(error: BaseException) -> str:
     """Return why a rank fails, in as many characters as a pipe that is read later can hold."""
     text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
     return text[:_MAX_FAILURE]

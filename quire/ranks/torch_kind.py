@@ -22,7 +22,9 @@ from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import device_after, device_of, num_cards_from
 from quire.execute.gpu.exchange import Exchange, HostExchange, HostLink, RankEnds
 from quire.execute.gpu.executor_class import TorchExecutorClass
+from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.process_group import ProcessGroupExchange
+from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.stages import StageLinks
@@ -121,7 +123,11 @@ class TorchRanks:
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See RankKind."""
-        return self._sizing().memory_for(program, limits)
+        memory = self._sizing().memory_for(program, limits)
+        gathers = any(map(num_exchanges, program.segments.values()))
+        if gathers and self.settings.transport == "nccl":
+            return replace(memory, exchange_bytes=NCCL_BYTES)
+        return memory
 
     def head_rows(self, max_sequences: int) -> int:
         """See RankKind."""
@@ -187,13 +193,14 @@ class TorchRanks:
 
 
 def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: bool) -> TorchRanks:
-    """Return ranks like an executor of one process. is_here: whether this process starts them all,
-    on this machine. Raises SettingError, which names what was `asked` for."""
+    """Return ranks like an executor of one process. is_here: whether all are on this machine.
+    Raises SettingError, which names what was `asked` for."""
     is_gpu = one.device.type != "cpu"
     if is_gpu and not is_here:
         raise SettingError(
-            f"{asked} and ranks on GPUs are started by other than this process: only ranks of one "
-            "machine have a transport between GPUs for now; take --distributed-executor-backend mp"
+            f"{asked}, on GPUs of several machines: only GPUs of one machine have a transport for "
+            "now; take --distributed-executor-backend mp, let the launcher start all ranks on one "
+            "machine (torchrun --nnodes 1), or compute on CPUs (--executor native)"
         )
     if is_gpu and (found := num_cards_from(one.device)) < num_ranks:
         raise SettingError(

@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.memory import MemoryNeeds
+from quire.execute.gpu.limits import NCCL_BYTES
 from quire.program.comm_ops import num_exchanges
 from quire.program.cost import StepShape
 from quire.program.degrees import check_degree
@@ -55,7 +56,8 @@ class Layout:
 class LayoutPlan:
     """One layout by the numbers. needs: of its fullest device. received_bytes: by a rank for a
     decoded token, exchanges and messages. one_ms: of a token of one request alone. tokens_per_s: of
-    all requests of one replica. speedups: over one device that holds all (computed)."""
+    all requests of one replica. speedups: over one device that holds all (computed). runs: whether
+    Quire has a transport for it."""
 
     layout: Layout
     needs: MemoryNeeds
@@ -66,6 +68,7 @@ class LayoutPlan:
     tokens_per_s: float
     speedup_of_one: float
     speedup_of_all: float
+    runs: bool = True
 
     @property
     def efficiency(self) -> float:
@@ -151,6 +154,7 @@ class LayoutPlanner:
             tokens_per_s=tokens_per_s,
             speedup_of_one=self._token_ms(whole, 1) / one_ms,
             speedup_of_all=tokens_per_s * self._stage_ms(whole, requests) / (1e3 * requests),
+            runs=not planner.device.is_gpu or layout.devices <= self.links.per_node,
         )
 
     # ---- memory
@@ -162,7 +166,12 @@ class LayoutPlanner:
         token_bytes = sum(
             cache.layer_token_bytes * -(-cache.layers // layout.stages) for cache in share.caches
         )
-        return replace(self._sized.needs, weights_bytes=weights, token_bytes=token_bytes)
+        return replace(
+            self._sized.needs,
+            weights_bytes=weights,
+            token_bytes=token_bytes,
+            exchange_bytes=NCCL_BYTES * (layout.tensor > 1 and self._planner.device.is_gpu),
+        )
 
     def _part(self, layout: Layout) -> float:
         """The share of the layers that the largest stage has."""
@@ -235,8 +244,10 @@ def _stage_weight_bytes(share: Program, stages: int, part: float) -> int:
 
 def recommended(plans: list[LayoutPlan], num_devices: int) -> LayoutPlan | None:
     """Return the layout of the most tokens per second on all devices, as replicas of it: of those
-    within 2 % the one with the fastest single request; None where none fits."""
+    within 2 % the one with the fastest single request; None where none fits. One that does not run
+    only where none that runs fits."""
     fitting = [plan for plan in plans if not plan.problem]
+    fitting = [plan for plan in fitting if plan.runs] or fitting
     if not fitting:
         return None
 
@@ -265,6 +276,11 @@ def reasons(
             f"{chosen.received_bytes / 1e3:,.0f} kB a token at {links.node_gb_per_s:g} GB/s, "
             f"{links.node_gb_per_s / links.network_gb_per_s:.0f}x the rate between nodes"
         )
+    if not chosen.runs:
+        yield (
+            f"no node of {links.per_node} devices holds it, and ranks on GPUs of several machines "
+            "have no transport yet: this layout is computed only"
+        )
     if layout.experts:
         yield "whole experts on ranks: products keep their width, and less is exchanged or read"
     if layout.stages > 1:
@@ -272,7 +288,7 @@ def reasons(
             "pipeline stages send one row a token, which slow links bear; a single request gains "
             "nothing from them"
         )
-    fitting = [plan for plan in plans if not plan.problem]
+    fitting = [plan for plan in plans if not plan.problem and plan.runs >= chosen.runs]
     small = min(fitting, key=lambda plan: (plan.layout.devices, plan.one_ms))
     if small.layout.devices < layout.devices:
         others = num_devices // small.layout.devices
@@ -323,8 +339,10 @@ def _row(plan: LayoutPlan, num_devices: int) -> dict[str, Any]:
         "enable_expert_parallel": layout.experts,
         "replicas": replicas,
         "fits": not plan.problem,
+        "runs": plan.runs,
         "weights_bytes": plan.needs.weights_bytes,
         "kv_bytes_per_token": plan.needs.token_bytes,
+        "nccl_bytes": plan.needs.exchange_bytes,
         "received_bytes_per_token": plan.received_bytes,
         "one_request_tokens_per_s": 1e3 / plan.one_ms,
         "one_request_speedup": plan.speedup_of_one,

@@ -24,7 +24,7 @@ from quire.engine.assembly.proposers import sized_proposer
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.executor import HEAD_ROWS, ExecutorMemory, StepLimits
 from quire.execute.gpu.limits import FULL_STEP_TOKENS as GPU_STEP_TOKENS
-from quire.execute.gpu.limits import GPU_RESERVE_BYTES
+from quire.execute.gpu.limits import GPU_RESERVE_BYTES, NCCL_BYTES
 from quire.execute.gpu.support import unsupported
 from quire.execute.layout import lay_out
 from quire.execute.native import NativeExecutor
@@ -37,7 +37,7 @@ from quire.ranks.stages import StageLayout
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
 from quire.sim.links import Links, links_of
-from quire.sim.ranks import largest_memory, shared_memory_of, shares_of
+from quire.sim.ranks import exchanges_of, largest_memory, shared_memory_of, shares_of
 from quire.sim.step_costs import StepCosts
 
 PARALLEL_DEGREES = (2, 4, 8, 16, 32)
@@ -74,6 +74,7 @@ class DeviceSizing:
             weights_bytes=program.weight_bytes,
             step_bytes=lay_out(program, limits).arena_bytes + rope_bytes(program),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
+            exchange_bytes=NCCL_BYTES if exchanges_of(program) else 0,
         )
 
     def head_rows(self, max_sequences: int) -> int:
@@ -273,6 +274,7 @@ class Planner:
         """
         for degree in PARALLEL_DEGREES:
             needs = sharded_needs(sized, degree)
+            needs = replace(needs, exchange_bytes=NCCL_BYTES if self.device.is_gpu else 0)
             if not fitted(needs, self.memory, concurrency=self.concurrency)[1]:
                 return degree, needs
         return None

@@ -32,7 +32,6 @@ LENGTHS = (128, 256, 1024, 4096, 8192, 32768, 131072)
 MAX_LENGTHS = 6
 COMPARED_TOKENS = 1024
 MAX_COLUMNS = 100
-COMPARE_LAYOUTS = "Add --devices NUM to compare the layouts of several."
 # Settings that may be changed when the model does not fit, from the smallest loss on.
 CHANGES: tuple[Mapping[str, Any], ...] = (
     {"dtype": "bf16"},
@@ -246,9 +245,16 @@ def _parallel(planner: Planner, sized: SizedModel) -> dict[str, Any]:
     found = planner.parallel_degree(sized)
     return {
         "degree": found[0] if found else None,
+        "flags": _parallel_flags(planner, found[0]) if found else None,
         "weights_bytes": found[1].weights_bytes if found else None,
         "kv_bytes_per_token": found[1].token_bytes if found else None,
     }
+
+
+def _parallel_flags(planner: Planner, degree: int) -> str:
+    """Return what starts so many ranks, each on a device of its own."""
+    executor = "--executor torch " if planner.device.is_gpu else ""
+    return f"{executor}--tensor-parallel-size {degree}"
 
 
 def _ranks(planner: Planner, sized: SizedModel) -> dict[str, Any]:
@@ -384,14 +390,12 @@ def _changes_text(changes: Sequence[Mapping[str, Any]], num_tokens: int) -> str:
 
 def _parallel_text(parallel: Mapping[str, Any]) -> str:
     if parallel["degree"] is None:
-        return (
-            f"Not even {PARALLEL_DEGREES[-1]} such devices with tensor parallelism hold it. "
-            f"{COMPARE_LAYOUTS}"
-        )
+        return f"Not even {PARALLEL_DEGREES[-1]} such devices with tensor parallelism hold it."
     return _wrapped(
         f"As it is, it needs tensor parallelism over {parallel['degree']} such devices: "
         f"{amount(parallel['weights_bytes'], 'B')} of weights and "
-        f"{parallel['kv_bytes_per_token']:,} B of KV cache per token on each. {COMPARE_LAYOUTS}"
+        f"{parallel['kv_bytes_per_token']:,} B of KV cache per token on each "
+        f"({parallel['flags']}). --devices {parallel['degree']} compares layouts."
     )
 
 
@@ -423,7 +427,7 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
         (
             row["layout"],
             str(row["replicas"]),
-            "yes" if row["fits"] else "no",
+            ("yes" if row["runs"] else "yes*") if row["fits"] else "no",
             amount(row["weights_bytes"], "B"),
             amount(row["received_bytes_per_token"], "B"),
             _rate(row["one_request_tokens_per_s"]),
@@ -440,6 +444,8 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
         "are those of a rank. Speedup: of one request over one device that held all. "
         "Efficiency: the speedup of all over the devices of a replica."
     )
+    if any(row["fits"] and not row["runs"] for row in layouts["layouts"]):
+        about += " *: computed only, since ranks on GPUs are those of one machine for now."
     if layouts["recommended"] is None:
         advice = "No layout of so many devices holds the model."
     else:

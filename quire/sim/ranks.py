@@ -49,6 +49,7 @@ def largest_memory(parts: Sequence[ExecutorMemory]) -> ExecutorMemory:
         weights_bytes=max(part.weights_bytes for part in parts),
         step_bytes=max(part.step_bytes for part in parts),
         token_bytes=max(part.token_bytes for part in parts),
+        exchange_bytes=max(part.exchange_bytes for part in parts),
     )
 
 

@@ -194,17 +194,29 @@ def test_disk_tiers_beside_the_exchange_change_no_answer(
         assert seen["saved to disk"], seen
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tensor", ""),
+        ("", "pipeline"),
+        ("pipeline", "tensor"),
+    ],
+    ids=lambda layouts: " to ".join(layout or "one" for layout in layouts),
+)
 def test_ranks_of_either_side_change_no_answer(
-    key: Path, tmp_path: Path, degrees: tuple[int, int]
+    key: Path, tmp_path: Path, layouts: tuple[str, str]
 ) -> None:
-    """Blocks are the same bytes at every degree: heads divided over ranks, or the same at both."""
+    """Blocks are the same bytes in every layout: heads divided over ranks, or the same at both, or
+    layers divided over stages."""
     divided = {"num_attention_heads": 4, "num_key_value_heads": 2}
     shared = {"num_attention_heads": 4, "num_key_value_heads": 1}
     llama = write_tiny_llama(tmp_path / "divided", seed=25, hidden_size=68, **divided)
     other = write_tiny_llama(tmp_path / "shared", seed=26, dtype="bf16", **shared)
     models = [Model(llama, DType.F32, "none", "int8"), Model(other, DType.BF16)]
-    ranks = [{"tensor_parallel_size": degree, "threads": degree} for degree in degrees]
+    ranks = [
+        {f"{layout}_parallel_size": 2, "threads": 2} if layout else {"threads": 1}
+        for layout in layouts
+    ]
     numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 3, 1))
     seen = compare_pairs(numbers, models, key, *ranks)
     if NUM_CASES >= 12:

@@ -14,17 +14,24 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from quire.base.kv_store import KVStoreStats, StoreFailure
 from quire.base.records import Request
+from quire.program.declarations import PIECE_POSITIONS
+from quire.program.tensors import DType
 from tests.exact.rig import Model
 from tests.exact.test_disaggregation import Engine, drawn, running
+from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE
+from tests.tiny_models import write_tiny_llama
 
 FIRST_CASE = int(os.environ.get("QUIRE_STORE_FIRST", "900"))
 NUM_CASES = int(os.environ.get("QUIRE_STORE_CASES", "10"))
 MIN_FETCHED_BLOCKS = 60  # of all cases
 STORE_BLOCKS = 60
+LONG = 1536  # positions of a model for prompts of several pieces
+LAYOUTS = [("pipeline", "tensor"), ("context", "context")]
 
 
 def test_engines_that_share_a_store_give_the_answers_of_one(
@@ -52,7 +59,7 @@ def test_engines_that_share_a_store_give_the_answers_of_one(
         one, other = Engine(models[at], **shared), Engine(models[at], **shared)
         with running(whole, one, other):
             for number in numbers:
-                lines += _compare(number, len(models), whole, one, other, path)
+                lines += _compare(number, drawn(number, len(models))[1], whole, one, other, path)
                 if number % 3 == 0:
                     seen.update(_counts(one.stats.kv_store))
                     one.end()
@@ -66,16 +73,76 @@ def test_engines_that_share_a_store_give_the_answers_of_one(
         assert seen[StoreFailure.CORRUPT], seen
 
 
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=" and ".join)
+def test_engines_of_other_layouts_share_a_store(tmp_path: Path, layouts: tuple[str, str]) -> None:
+    """Blocks are the same bytes for ranks, stages and one process; where positions are divided,
+    for engines that divide them alike."""
+    even = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = write_tiny_llama(
+        tmp_path / "model", seed=45, hidden_size=68, max_position_embeddings=LONG, **even
+    )
+    model, path = Model(folder, DType.F32, max_model_len=LONG), tmp_path / "store"
+    divides = layouts == ("context", "context")
+    whole = Engine(model, max_model_len=LONG)
+    assert whole.card is not None
+    block_bytes = whole.card.block_bytes * (2 * PIECE_POSITIONS // 16 if divides else 1)
+    few = 4 if divides else 36
+    shared = {
+        "kv_store": str(path),
+        "kv_store_size": STORE_BLOCKS * max(block_bytes, 4096),
+        "kv_store_buffer_size": 8 * block_bytes,
+        "kv_store_fetch": "always",
+        "kv_store_timeout": 30.0,
+        "kv_cache_memory": few * block_bytes,
+        "max_num_batched_tokens": 256 if divides else 40,
+        "max_model_len": LONG if divides else MAX_MODEL_LEN,
+        "threads": 2,
+    }
+    one, other = (Engine(model, **{**shared, f"{layout}_parallel_size": 2}) for layout in layouts)
+    seen: Counter[str] = Counter()
+    with running(whole, one, other):
+        for number in range(FIRST_CASE + 4, FIRST_CASE + 4 + max(NUM_CASES // 10, 1)):
+            requests = drawn(number, 1)[1]
+            if divides:
+                requests = [_after_a_long_text(number, streams) for streams in requests]
+            lines = _compare(number, requests, whole, one, other, path)
+            assert not lines, "\n".join(lines[:5])
+        one.end()
+        for engine in (one, other):
+            seen.update(_counts(engine.stats.kv_store))
+    if NUM_CASES >= 10:
+        assert seen["fetched"], seen
+
+
+def _after_a_long_text(number: int, streams: Sequence[Request]) -> tuple[Request, ...]:
+    """Return requests after a text of two blocks of two pieces each, and a little more."""
+    draw = np.random.default_rng(number)
+    text = draw.integers(2, VOCAB_SIZE, 4 * PIECE_POSITIONS + 9).astype(np.int32)
+    return tuple(
+        replace(
+            one,
+            prompt_ids=np.concatenate((text, one.prompt_ids)),
+            max_total_tokens=one.max_total_tokens + len(text),
+        )
+        for one in streams
+    )
+
+
 def _counts(stats: KVStoreStats | None) -> dict[str, int]:
     assert stats is not None
     return {"fetched": stats.fetched_blocks_total, **dict(stats.failures_total)}
 
 
 def _compare(
-    number: int, num_models: int, whole: Engine, one: Engine, other: Engine, path: Path
+    number: int,
+    requests: Sequence[Sequence[Request]],
+    whole: Engine,
+    one: Engine,
+    other: Engine,
+    path: Path,
 ) -> list[str]:
     """Run one case on two engines with a store and on one without; return what differs."""
-    random, requests = Random(number), drawn(number, num_models)[1]
+    random = Random(number)
     ids = [request.request_id for streams in requests for request in streams]
     for streams in requests:
         whole.start(streams)

@@ -29,7 +29,9 @@ from quire.execute.gpu.exchange import HostExchange, RankEnds
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.kernels import linear_fixed
+from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.load import load
+from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import Weight
 from quire.program.program import Program
@@ -274,6 +276,30 @@ def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied
     executor.close()
 
 
+def test_nccl_keeps_to_the_memory_that_is_counted_unless_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ["NCCL_NVLS_ENABLE"])
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    for asked in (True, False):
+        if not asked:
+            monkeypatch.delenv("NCCL_NVLS_ENABLE")
+        meeting = str(tmp_path / str(asked))
+        ProcessGroupExchange(
+            "nccl", rendezvous_file=meeting, rank=0, degree=1, timeout_s=5.0
+        ).connect()
+    assert seen == ["2", "0"]
+
+
 def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(
     tied: Path,
 ) -> None:
@@ -453,7 +479,7 @@ def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(SettingError, match=r"from cuda:1 on there are 2 GPUs: take fewer ranks"):
         asked(card, num_ranks=4, asked="tensor_parallel_size is 4", is_here=True)
-    with pytest.raises(SettingError, match="only ranks of one machine have a transport"):
+    with pytest.raises(SettingError, match="only GPUs of one machine have a transport"):
         asked(card, num_ranks=2, asked="tensor_parallel_size is 2", is_here=False)
     ranks = ranks_like(card, num_ranks=2, asked="", is_here=True)
     assert not ranks.shares_memory
@@ -463,6 +489,7 @@ def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert second is not None
     assert (first["device"], second["device"]) == ("cuda:1", "cuda:2")
     assert first["transport"] == "nccl"
+    assert second["transport"] == "nccl"
 
 
 def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied: Path) -> None:
@@ -479,6 +506,10 @@ def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied:
     assert isinstance(apart.kind, TorchRanks)
     parts = [apart.kind.memory_for(own, LIMITS) for own in apart.programs(program)]
     assert largest.step_bytes == max(part.step_bytes for part in parts), "segments are the host's"
+    assert largest.exchange_bytes == 0
+    by_nccl = replace(apart.kind, settings=replace(device, transport="nccl"))
+    assert replace(apart, kind=by_nccl).memory_for(program, LIMITS).exchange_bytes == NCCL_BYTES
+    assert by_nccl.memory_for(program, LIMITS).exchange_bytes == 0, "one rank exchanges nothing"
 
 
 def test_mixtures_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.ray.ray_nodes import Nodes, nodes
 from tests.serve.running_server import RunningServer
+from tests.serve.test_launched import SMALL, TIER, check_tier
 from tests.serve.test_ranks import COMPLETIONS, LONG
 from tests.tiny_models import write_tiny_llama
 
@@ -45,13 +46,16 @@ def answer_of(server: RunningServer) -> dict[str, object]:
 
 @pytest.mark.parametrize("flags", [STAGES, ("-tp", "2", *RAY)], ids=["two stages", "two ranks"])
 def test_ranks_on_two_nodes_answer_as_one_process(
-    model: Path, cluster: Nodes, flags: tuple[str, ...]
+    model: Path, cluster: Nodes, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with RunningServer(model) as alone:
+    """Also blocks that have been in a disk tier."""
+    with RunningServer(model, *SMALL) as alone:
         wanted = answer_of(alone)
-    with RunningServer(model, *flags, environment=cluster.environment) as server:
+    tier = (*SMALL, *TIER, "--kv-tier-path", str(tmp_path / "tier"))
+    with RunningServer(model, *flags, *tier, environment=cluster.environment) as server:
         assert answer_of(server) == wanted
         assert "nodes=2" in server.stderr()
+        check_tier(server)
 
 
 def test_a_lost_node_ends_open_streams_with_its_reason_and_a_new_start_works(

@@ -36,7 +36,8 @@ class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
     Its modules are preloaded (preloaded.py), except with `fresh`, which is the default without
-    `wait`, with an environment of its own and with a limit of files.
+    `wait`, with an environment of its own and with a limit of files. launcher: words of Python that
+    run a module several times, as torchrun does; the process is then the launcher's, fresh.
     """
 
     def __init__(
@@ -48,15 +49,16 @@ class RunningServer:
         environment: dict[str, str] | None = None,
         files: int | None = None,
         at: tuple[str, ...] = ("--port", "0"),
+        launcher: tuple[str, ...] = (),
     ) -> None:
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by kill)
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
         self.process: subprocess.Popen[bytes] | preloaded.Preloaded
         if fresh is None:
-            fresh = not wait or environment is not None or files is not None
+            fresh = not wait or environment is not None or files is not None or launcher != ()
         if fresh:
-            command = [sys.executable, "-m", "quire", *words]
+            command = [sys.executable, *launcher, "-m", "quire", *words]
             if files is not None:
                 command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
             self.process = subprocess.Popen(

@@ -25,6 +25,9 @@ from tests.tiny_models import write_tiny_llama
 
 BACKEND = ("--distributed-executor-backend", "external_launcher")
 ASKED = {"prompt": "abc", "max_tokens": 20, "logprobs": 5, "seed": 3, "temperature": 0.8}
+# A KV cache of 16 or 32 blocks, with a disk tier below it.
+SMALL = ("--max-model-len", "256", "--max-num-seqs", "2")
+TIER = ("--kv-cache-memory", "64KiB", "--kv-tier-fetch", "always")
 # Under --executor native one process per core is allowed; each rank counts its own machine.
 LAYOUTS = {
     "two ranks": ("-tp", "2"),
@@ -117,8 +120,19 @@ def launched(
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> dict[str, object]:
     """Return the answer of one process."""
-    with RunningServer(model) as server:
+    with RunningServer(model, *SMALL) as server:
         return answer_of(server)
+
+
+def check_tier(server: RunningServer) -> None:
+    """Let a prompt's blocks be evicted by those of others, and be found again in the tier."""
+    for number in (*range(8), 0):
+        prompt = f"{number} {'ab ' * 60}"
+        status, answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+        assert status == 200, answer
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96
+    assert server.metric("quire_tier_fetched_blocks_total") >= 6
+    assert server.metric("quire_tier_failures_total") == 0
 
 
 def answer_of(server: RunningServer) -> dict[str, object]:
@@ -130,12 +144,14 @@ def answer_of(server: RunningServer) -> dict[str, object]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_a_launcher_answer_as_one_process_and_end_together(
-    model: Path, wanted: dict[str, object], layout: str
+    model: Path, wanted: dict[str, object], layout: str, tmp_path: Path
 ) -> None:
     world_size = 4 if len(LAYOUTS[layout]) > 2 else 2
     fresh = layout == "two ranks"
-    with launched(model, world_size, *LAYOUTS[layout], fresh=fresh) as (server, ranks):
+    flags = (*LAYOUTS[layout], *SMALL, *TIER, "--kv-tier-path", str(tmp_path / "tier"))
+    with launched(model, world_size, *flags, fresh=fresh) as (server, ranks):
         assert answer_of(server) == wanted
+        check_tier(server)
         for rank in ranks:
             rank.process.send_signal(signal.SIGTERM)  # as a launcher does to all: rank 0 ends them
         assert answer_of(server) == wanted

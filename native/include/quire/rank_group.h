@@ -139,7 +139,7 @@ class RankGroup {
     int64_t receive(const char** message);
 
     // Any thread: lets all ranks' waits end with RankLost.
-    void abort();
+    void abort(const std::string& reason = "");
     bool is_aborted() const;
     // Bytes of the memory, links between ranks included.
     int64_t bytes() const { return bytes_; }

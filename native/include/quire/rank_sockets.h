@@ -51,8 +51,8 @@ class RankSockets {
     // Asks a rank for a sign of life; `heard` changes with everything that arrives from it.
     void ask(int peer);
     uint32_t heard(int peer) const;
-    // Lets the others' waits end.
-    void abort();
+    // Lets the others' waits end. reason: why this rank fails; empty: another one has failed.
+    void abort(const std::string& reason);
     // Says that this rank ends by agreement, so that its end is no loss.
     void leave();
     // Closes the connections and ends their threads. Once.
@@ -83,7 +83,7 @@ class RankSockets {
     std::atomic<bool> is_over_{false}, is_aborted_{false};
     mutable std::mutex lock_;
     std::condition_variable over_;
-    std::string lost_;
+    std::string lost_, reason_;
     bool is_vague_ = false;
 };
 

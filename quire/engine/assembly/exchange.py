@@ -124,6 +124,7 @@ class ExchangePort:
             folder,
             config.cache,
             executor,
+            block_tokens=config.kv_block_tokens,
             fingerprint=fingerprint,
             clock=clock,
             report=report,

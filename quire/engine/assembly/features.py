@@ -50,7 +50,13 @@ def tier(
     from quire.engine.assembly.tier import open_tier
 
     return open_tier(
-        folder, config.cache, executor, fingerprint=fingerprint, clock=clock, report=report
+        folder,
+        config.cache,
+        executor,
+        block_tokens=config.kv_block_tokens,
+        fingerprint=fingerprint,
+        clock=clock,
+        report=report,
     )
 
 

@@ -58,6 +58,7 @@ class StorePort:
         config = engine.kv_store
         assert config.kv_store is not None, "there is a store"
         self.config, self._cache, self._folder = config, engine.cache, folder
+        self._block_tokens = engine.kv_block_tokens
         self.place: StorePlace = store_place(config.kv_store)
         self.seal: Seal = checksum
         self._files: StoreFiles | None = None
@@ -146,7 +147,7 @@ class StorePort:
             shared=shared,
             disk=disk,
             num_blocks=num_blocks,
-            note=f"shared KV store: {self.note}; room for {num_blocks * self._cache.block_size} "
+            note=f"shared KV store: {self.note}; room for {num_blocks * self._block_tokens} "
             f"tokens on their way{on_disk}",
         )
 
@@ -189,7 +190,7 @@ class StorePort:
             shared=levels.shared,
             disk=levels.disk,
             settings=StoreSettings(
-                block_size=self._cache.block_size,
+                block_size=self._block_tokens,
                 fetch=self.config.kv_store_fetch,
                 timeout_ms=1000.0 * self.config.kv_store_timeout_s,
             ),

@@ -65,6 +65,7 @@ def memory_needs(
         max_model_len=config.model.max_model_len,
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
         draft=draft,
+        exchange_bytes=needed.exchange_bytes,
     )
 
 

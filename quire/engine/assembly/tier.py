@@ -68,6 +68,7 @@ def open_tier(
     config: CacheConfig,
     executor: Executor,
     *,
+    block_tokens: int,
     fingerprint: bytes,
     clock: Clock,
     report: Report,
@@ -106,7 +107,7 @@ def open_tier(
         hash_key=os.urandom(16) if folder is None else folder.hash_key,
         note=(
             f"KV tier: {where}, {store.num_blocks} blocks "
-            f"({store.num_blocks * config.block_size} tokens)"
+            f"({store.num_blocks * block_tokens} tokens)"
             + (f", {len(tier)} of them found there" if folder is not None else "")
             + (f"; {note}" if note else "")
         ),

@@ -6,12 +6,14 @@ and no model.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
+from quire.config.launch_environment import read_launch_environment
 from quire.engine.assembly.sizing import buffer_bytes
 
 if TYPE_CHECKING:
@@ -84,4 +86,7 @@ def torch_ranks(config: EngineConfig) -> RankKind:
     from quire.ranks.torch_kind import ranks_like  # behind what says that PyTorch is missing
 
     is_here = settings.distributed_executor_backend == "mp"
+    if settings.distributed_executor_backend == "external_launcher":
+        launched = read_launch_environment(os.environ)
+        is_here = launched.local_world_size == launched.world_size
     return ranks_like(one, num_ranks=settings.num_ranks, asked=settings.ranks_text, is_here=is_here)

@@ -7,6 +7,7 @@ a failure of the library is DeviceLost; `abort` ends what waits in it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,9 @@ class ProcessGroupExchange:
             store = dist.FileStore(self._file, self.degree)
             store.set_timeout(timeout)
             if self._backend == "nccl":
+                # Multicast by NVLink switches would take further memory with the first large
+                # gather, when the KV cache has the rest already (limits.py counts rings only).
+                os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 self._group = dist.ProcessGroupNCCL(store, self.rank, self.degree, options)

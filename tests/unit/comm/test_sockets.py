@@ -133,6 +133,17 @@ def test_the_reason_of_a_lost_rank_reaches_those_that_do_not_see_it() -> None:
         assert re.match(r"rank \d or another one cannot go on", group.native.wait_until_over())
 
 
+@each_case("length", [20, 5000])
+def test_a_rank_that_fails_says_why(length: int) -> None:
+    groups = connected_ranks(3, SMALL)
+    groups[1].abort("no memory " + "x" * length)
+    groups[1].abort("what follows from it")
+    for group in (groups[0], groups[2]):
+        found = group.native.wait_until_over()
+        assert re.fullmatch(r"rank 1 cannot go on: no memory x+", found)
+        assert len(found) < 1100
+
+
 @each_case(
     ("frame", "found"),
     [
@@ -142,6 +153,7 @@ def test_the_reason_of_a_lost_rank_reaches_those_that_do_not_see_it() -> None:
         (FRAME.pack(PUBLISH, 1, 0, 0, 0, 64, 0, 1 << 62, 0), "outside the memory"),
         (FRAME.pack(PUBLISH, 1, 0, 0, 0, 1 << 62, 0, 1 << 62, 0), "outside the memory"),
         (FRAME.pack(PUBLISH, 1, 0, 0, 0, 0, 64, 0, -1), "outside the memory"),
+        (FRAME.pack(ABORT, 0, 0, 0, 0, 0, 0, 1 << 20, 0), "a reason of an impossible size"),
         (FRAME.pack(99, 1, 0, 0, 0, 0, 0, 0, 0), "unknown kind"),
         (b"GET / HTTP/1.1\r\n" * 10, "unknown kind"),
         (FRAME.pack(PUBLISH, 1, 0, 0, 0, 0, 0, 64, 0)[:20], "closed its connection"),

@@ -67,8 +67,6 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
     [
         ({"enable_prefix_caching": False}, "found by their prefix"),
         ({"executor": "torch"}, "on CPUs"),
-        ({"pipeline_parallel_size": 2}, "several stages"),
-        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "divided by positions"),
         ({"kv_tier_path": "/tmp/x", "kv_tier_fetch": "always"}, "kv_store_fetch decides"),
     ],
 )
@@ -77,8 +75,9 @@ def test_unsupported_combinations_are_refused_by_name(settings: dict[str, Any], 
         engine_config({**ON, **settings})
 
 
-def test_ranks_that_share_heads_go_with_a_store() -> None:
-    assert engine_config({**ON, "tensor_parallel_size": 2}).kv_store.is_on
+@pytest.mark.parametrize("parallelism", ["tensor", "pipeline", "context"])
+def test_ranks_go_with_a_store(parallelism: str) -> None:
+    assert engine_config({**ON, f"{parallelism}_parallel_size": 2}).kv_store.is_on
 
 
 def test_a_disk_tier_goes_with_a_store() -> None:

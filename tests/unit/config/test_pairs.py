@@ -37,11 +37,12 @@ TOGETHER = {
         "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "pipeline_parallel_size": (
-        "context_parallel_size data_parallel_size kv_tier_path kv_events_config speculate-ngram "
-        "speculate-self"
+        "context_parallel_size data_parallel_size kv_tier_path kv_transfer_key_file kv_store "
+        "kv_events_config speculate-ngram speculate-self"
     ),
     "context_parallel_size": (
-        "data_parallel_size kv_tier_path kv_events_config speculate-ngram speculate-self"
+        "data_parallel_size kv_tier_path kv_transfer_key_file kv_store kv_events_config "
+        "speculate-ngram speculate-self"
     ),
     "data_parallel_size": (
         "cpu_offload_gb kv_tier_path kv_store kv_events_config speculate-ngram speculate-self"
@@ -119,18 +120,21 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
             "processes of one machine",
         ),
         (
-            {
-                "distributed_executor_backend": "external_launcher",
-                "tensor_parallel_size": 2,
-                "kv_transfer_key_file": "key",
-            },
-            "rank 0 has not started",
+            {"executor": "torch", "tensor_parallel_size": 2, "kv_tier_path": "/tier"},
+            "take --executor native, or leave the tier out",
         ),
     ],
 )
 def test_values_that_exclude_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         engine_config(settings)
+
+
+@pytest.mark.parametrize("blocks", ["kv_tier_path", "kv_transfer_key_file", "kv_store"])
+@pytest.mark.parametrize("backend", ["mp", "ray", "external_launcher"])
+def test_blocks_go_elsewhere_however_ranks_were_started(backend: str, blocks: str) -> None:
+    settings = {"distributed_executor_backend": backend, "tensor_parallel_size": 2}
+    assert not refusal_of(settings | FEATURES[blocks])
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])

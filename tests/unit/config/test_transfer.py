@@ -61,7 +61,6 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
     [
         ({"enable_prefix_caching": False}, "found by their prefix"),
         ({"executor": "torch"}, "on CPUs"),
-        ({"pipeline_parallel_size": 2}, "several stages"),
     ],
 )
 def test_unsupported_combinations_are_refused_by_name(settings: dict[str, Any], words: str) -> None:

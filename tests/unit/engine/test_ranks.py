@@ -61,10 +61,6 @@ def test_two_ranks_answer_as_one_process() -> None:
         ({"executor": "torch", "draft_model": "draft"}, "torch, and a draft model.* ngram or off"),
         ({"executor": "torch", "speculate": "eagle"}, "torch, and a draft model, draft heads"),
         ({"executor": "torch", "self_draft_layers": 1}, "torch, and a draft model, draft heads"),
-        (
-            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
-            "has the blocks of ranks that it has started itself",
-        ),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )

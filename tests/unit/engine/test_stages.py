@@ -55,10 +55,6 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
     [
         ({"executor": "reference"}, "pipeline_parallel_size is 2 and executor is reference"),
         ({"executor": "torch", "kv_tier_path": "tier"}, "ranks on it have no whole blocks"),
-        (
-            {"kv_tier_path": "tier", "distributed_executor_backend": "ray"},
-            "has the blocks of ranks that it has started itself",
-        ),
         ({"executor": "torch", "speculate": "draft"}, "torch, and a draft model, draft heads"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         (

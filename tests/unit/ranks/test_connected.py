@@ -20,6 +20,7 @@ from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.rank_executor import MirroredExecutor
 from quire.weights.checkpoint import open_checkpoint
 from tests.connected_ranks import LoopbackRanks, connected_site
 from tests.models.generate import logits_of
@@ -118,6 +119,38 @@ def test_a_lost_rank_ends_the_group(
         ranks._watcher.join(30)
         assert found in ranks.lost
     process.kill()
+    executor.close()
+
+
+def test_a_rank_that_hangs_while_blocks_leave_ends_the_group(
+    folder: Path, program: Program
+) -> None:
+    linked = replace(made(1, 2), shares_blocks=True)
+    executor = linked(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    block = np.zeros(executor.block_bytes, np.uint8)
+    executor.export_block(1, block)
+    ranks = executor.processes
+    assert isinstance(ranks, LoopbackRanks)
+    (process,) = ranks.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(DeviceLost, match="rank 1 does not respond"):
+        executor.export_block(1, block)
+    assert executor.group.native.is_aborted
+    process.kill()
+    executor.close()
+
+
+def test_a_rank_that_fails_says_why_to_rank_zero(folder: Path, program: Program) -> None:
+    executor = made(1, 2)(program, open_checkpoint(folder), OPTIONS)
+    executor.allocate_cache(5, 16)
+    assert isinstance(executor, MirroredExecutor)
+    executor.lead.send(executor.allocation(1 << 40, 16))  # to the other rank only
+    with pytest.raises(DeviceLost, match=r"rank 1 cannot go on: .* do not fit into memory; lower"):
+        logits_of(executor, [1, 2, 3], max_positions=64)
+    ranks = executor.processes
+    assert isinstance(ranks, LoopbackRanks)
+    assert ranks.processes[0].wait(30) == 1
     executor.close()
 
 

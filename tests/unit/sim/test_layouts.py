@@ -10,7 +10,9 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.config.flags import engine_config
+from quire.config.memory import EXCHANGE
 from quire.engine.assembly.sizing import step_limits
+from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.native import NativeExecutor
 from quire.program.cost import StepShape
 from quire.program.expert_parallel import ExpertPlan
@@ -18,7 +20,7 @@ from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.sim.hardware import DEVICES, Device, find_device
-from quire.sim.layouts import Layout, LayoutPlanner, recommended
+from quire.sim.layouts import Layout, LayoutPlanner, layouts_outcome, recommended
 from quire.sim.links import Links, links_of
 from quire.sim.machine import described_machine
 from quire.sim.plan import Planner
@@ -169,6 +171,49 @@ def test_the_bytes_of_both_modes_are_those_of_the_page(
         assert own.segment_cost("trunk", token).comm_bytes == received
         page = (Path(__file__).parents[3] / "docs" / "parallel.md").read_text()
         assert f" {round(received / 1e3):,} kB |" in page
+
+
+def test_gpus_that_gather_columns_keep_memory_for_nccl(tmp_path: Path) -> None:
+    # A receiving rank's buffers of LL, LL128 and simple, and a sender's head, in units of 2 MiB.
+    received = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + (4 << 20)
+    unit = 2 << 20
+    assert 32 * (-(-received // unit) + 1) * unit == NCCL_BYTES
+    ranked = planner(tmp_path, tensor_parallel_size=4)
+    sized = ranked.size()
+    assert sized.needs.exchange_bytes == NCCL_BYTES
+    assert sized.plan is not None
+    assert f"{EXCHANGE}  " in sized.plan.text()
+    assert ranked.size(tensor_parallel_size=None).needs.exchange_bytes == 0
+    stages = ranked.size(tensor_parallel_size=None, pipeline_parallel_size=4)
+    assert stages.needs.exchange_bytes == 0, "rows go through host memory"
+    sockets = Planner(
+        {"model": config_folder(tmp_path / "n", LLAMA_3_70B), "tensor_parallel_size": 2},
+        find_device("xeon-8480"),
+        memory_bytes=10**12,
+    )
+    assert sockets.size().needs.exchange_bytes == 0
+    small = Planner(
+        {"model": config_folder(tmp_path / "o", LLAMA_3_70B), "tensor_parallel_size": 8},
+        find_device("h100"),
+        memory_bytes=20 * 10**9,
+    )
+    assert f"384.0 MiB {EXCHANGE}, " in small.size().problem
+
+
+def test_layouts_that_run_are_recommended_before_those_that_do_not(tmp_path: Path) -> None:
+    found = layouts(planner(tmp_path), 8)
+    plans = found.plans()
+    assert {plan.layout.devices for plan in plans if plan.runs} == {1, 2, 4}
+    chosen = recommended(plans, 8)
+    assert chosen is not None
+    assert chosen.runs
+    # Nodes of one device each: the model needs two.
+    (tmp_path / "apart").mkdir()
+    apart = planner(tmp_path / "apart", replace(LINKS, per_node=1))
+    outcome = layouts_outcome(layouts(apart, 2))
+    assert outcome["recommended"] == "PP 2"
+    assert any("this layout is computed only" in why for why in outcome["reasons"])
+    assert "*: computed only" in plan_text(plan_outcome(apart, num_devices=2))
 
 
 @each_case("device", DEVICES, ids=lambda device: device.name)

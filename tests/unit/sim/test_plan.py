@@ -114,7 +114,7 @@ def test_a_70b_needs_int8_or_less_on_one_80_gb_card(tmp_path: Path) -> None:
             "--quantization int4 --kv-cache-dtype int8": True,
         }
         assert outcome["tensor_parallel"]["degree"] == 2
-        assert "ranks of --tensor-parallel-size share one" in plan_text(outcome)
+        assert "(--executor torch --tensor-parallel-size" in plan_text(outcome)
     assert plan_outcome(_planner(tmp_path, LLAMA_3_70B, quantization="int8"))["fits"]
 
 
