@@ -1,7 +1,8 @@
 """A continued answer: cut at a drawn token, the rest has the tokens and logprobs of the whole.
 
-The cases are those of One Answer, with their settings, load and cancellations. Each request that
-can be continued gets the first tokens of its answer as output_ids.
+The cases are the first of test_one_answer.py, which has computed their requests alone, with their
+settings, load and cancellations. Each request that can be continued gets the first tokens of its
+answer as output_ids.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import AloneRuns, Model, Stream, run_case
 from tests.exact.workload import Case, draw_case
 
-FIRST_CASE = int(os.environ.get("QUIRE_CONTINUATION_FIRST", "300"))
+FIRST_CASE = int(os.environ.get("QUIRE_CONTINUATION_FIRST", "0"))
 NUM_CASES = int(os.environ.get("QUIRE_CONTINUATION_CASES", "36"))
 ENOUGH_FOR_COVERAGE = 36
 

@@ -24,7 +24,7 @@ def shared_server(tiny: Path) -> Iterator[RunningServer]:
     # Slow readers are not disconnected here, however slow the machine is.
     flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600", "--record-content")
     flags += ("--convert", "embed", "--matryoshka-dimensions", "any")
-    with RunningServer(tiny, *flags, fresh=True) as server:
+    with RunningServer(tiny, *flags) as server:
         yield server
 
 

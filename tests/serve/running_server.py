@@ -36,7 +36,7 @@ class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
     Its modules are preloaded (preloaded.py), except with `fresh`, which is the default without
-    `wait`, with an environment of its own and with a limit of files.
+    `wait`. environment: beside this process's. files: its limit of open files.
     """
 
     def __init__(
@@ -53,21 +53,19 @@ class RunningServer:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
         self.process: subprocess.Popen[bytes] | preloaded.Preloaded
-        if fresh is None:
-            fresh = not wait or environment is not None or files is not None
-        if fresh:
-            command = [sys.executable, "-m", "quire", *words]
-            if files is not None:
-                command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+        if not wait if fresh is None else fresh:
+            assert files is None, "the limit of files is that of preloaded processes"
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", "quire", *words],
                 stdout=self._out,
                 stderr=self._err,
                 cwd=ROOT,
                 env={**os.environ, **(environment or {})},
             )
         else:
-            self.process = preloaded.start(words, self._out, self._err, environment or {})
+            self.process = preloaded.start(
+                words, self._out, self._err, environment or {}, max_files=files
+            )
         self.port = 0
         try:
             if "--port" in at:

@@ -113,7 +113,7 @@ def test_a_stalled_reader_does_not_affect_others(server: RunningServer) -> None:
 
 
 def test_a_slow_reader_gets_every_token_in_the_end(server: RunningServer) -> None:
-    asked = {"prompt": "patience", "seed": 3, "max_tokens": 2500, "ignore_eos": True}
+    asked = {"prompt": "patience", "seed": 3, "max_tokens": 1000, "ignore_eos": True}
     whole = server.post(COMPLETIONS, asked)[1]["choices"][0]["text"]
     # A chunk has many kilobytes: together more than sockets buffer.
     asked |= {"logprobs": 20, "logprob_token_ids": list(range(100))}
@@ -122,7 +122,7 @@ def test_a_slow_reader_gets_every_token_in_the_end(server: RunningServer) -> Non
         first = reader.next()
         server.until(lambda: server.metric("quire_held_requests") == 1, "it stands aside")
         server.until(lambda: server.metric("quire_kv_blocks_used") == 0, "its blocks are free")
-        assert server.metric("quire_generated_tokens_total") < num_before + 2500
+        assert server.metric("quire_generated_tokens_total") < num_before + 1000
         other = {"prompt": "the stone", "max_tokens": 5, "ignore_eos": True}
         assert server.post(COMPLETIONS, other)[0] == 200
         reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # read quickly
