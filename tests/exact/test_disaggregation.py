@@ -204,7 +204,7 @@ def test_ranks_of_either_side_change_no_answer(
     other = write_tiny_llama(tmp_path / "shared", seed=26, dtype="bf16", **shared)
     models = [Model(llama, DType.F32, "none", "int8"), Model(other, DType.BF16)]
     ranks = [{"tensor_parallel_size": degree, "threads": degree} for degree in degrees]
-    numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 3, 1))
+    numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 4, 1))
     seen = compare_pairs(numbers, models, key, *ranks)
     if NUM_CASES >= 12:
         assert seen["fetched"], seen
