@@ -4,7 +4,7 @@ An item costs milliseconds: each process of pytest-xdist collects it, and report
 call and its teardown. Tables with hundreds of cases, each of about that time or less, take one.
 Knows no test. Always holds: all cases run, in the order of pytest's items; those that fail are
 listed by the names that pytest would give them, the first of them with their tracebacks. With
-QUIRE_CASE=NAME only cases run whose names contain NAME. Each case has a `tmp_path` and a
+QUIRE_CASE=NAME only cases with NAME in their names run. Each case has a `tmp_path` and a
 `monkeypatch` of its own.
 
 Not for tests with other fixtures that a case changes, nor for tests that skip: cases share both.

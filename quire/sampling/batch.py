@@ -173,7 +173,7 @@ def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
 
 def _check_part(prefix: str, part: PerRow, rows: int, vocabulary: int) -> None:
     """Check the rows, and the ids of what is composed of more."""
-    for name in names_of(type(part)):
+    for name in names_of(type(part)):  # type: ignore[arg-type]
         value = getattr(part, name)
         if value is None:
             continue

@@ -108,7 +108,7 @@ class _ChooseParams:
 
 def _add_arrays(arrays: dict[str, NDArray[Any]], prefix: str, part: Any) -> None:
     """Add the arrays of a part, and of its parts, by their path: "rare_dry_base"."""
-    for name in names_of(type(part)):
+    for name in names_of(type(part)):  # type: ignore[arg-type]
         value = getattr(part, name)
         if isinstance(value, np.ndarray):
             arrays[prefix + name] = np.ascontiguousarray(value)
