@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.running_server import RunningServer, text_of
+from tests.serve.running_server import EventReader, RunningServer, text_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Long enough to be interrupted.
@@ -87,16 +89,26 @@ def test_all_choices_of_all_prompts_are_aborted_together(server: RunningServer) 
     assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
 
 
+def _read_on(reader: EventReader) -> None:
+    with suppress(OSError, http.client.HTTPException):
+        reader.read()
+
+
 def test_queued_requests_of_disconnected_clients_are_removed(server: RunningServer) -> None:
     body = {**LONG, "prompt": "fill", "n": 8}
     with server.stream(COMPLETIONS, body) as filling:
         filling.next()
+        # Unread it would stand aside after some seconds, which free its slots.
+        reading = threading.Thread(target=_read_on, args=(filling,))
+        reading.start()
         server.until(lambda: server.metric("quire_running_requests") == 8, "all slots taken")
         with server.stream(COMPLETIONS, {**LONG, "prompt": "wait"}) as waiting:
             server.until(lambda: server.metric("quire_waiting_requests") == 1, "one waits")
             assert waiting.connection.fileno() > 0
         server.until(lambda: server.metric("quire_waiting_requests") == 0, "it is forgotten")
         assert server.metric("quire_running_requests") == 8
+        filling.connection.shutdown(socket.SHUT_RDWR)
+        reading.join()
     wait_until_free(server)
 
 
