@@ -49,6 +49,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -170,26 +171,34 @@ def check_shapes(logits: NDArray[np.float32], batch: SampleBatch) -> None:
 
 def _check_part(prefix: str, part: PerRow, rows: int, vocabulary: int) -> None:
     """Check the rows, and the ids of what is composed of more."""
-    for name in (item.name for item in fields(part) if item.init):
-        value, named = getattr(part, name), prefix + name
-        if isinstance(value, PerRow):
-            _check_part(f"{named}.", value, rows, vocabulary)
+    for name in names_of(type(part)):  # type: ignore[arg-type]
+        value = getattr(part, name)
+        if value is None:
+            continue
+        if isinstance(value, np.ndarray):
+            if len(value) != rows:
+                raise ValueError(f"{prefix}{name} has {len(value)} rows; the batch has {rows}")
+        elif isinstance(value, PerRow):
+            _check_part(f"{prefix}{name}.", value, rows, vocabulary)
         elif isinstance(value, RaggedIds):
-            _check_ragged(named, value, rows, vocabulary)
+            _check_ragged(prefix + name, value, rows, vocabulary)
         elif isinstance(value, LogitBias):
-            _check_ragged(named, value.tokens, rows, vocabulary)
-            if len(value.values) != len(value.tokens.ids):
-                raise ValueError(
-                    f"{named} has {len(value.values)} values for {len(value.tokens.ids)} ids"
-                )
+            ids, values = len(value.tokens.ids), len(value.values)
+            _check_ragged(prefix + name, value.tokens, rows, vocabulary)
+            if values != ids:
+                raise ValueError(f"{prefix}{name} has {values} values for {ids} ids")
         elif isinstance(value, TokenMasks):
             _check_masks(value, rows, vocabulary)
         elif isinstance(value, BannedSequences):
             _check_sequences(value, rows, vocabulary)
-        elif value is not None and len(value) != rows:
-            raise ValueError(f"{named} has {len(value)} rows; the batch has {rows}")
     if isinstance(part, RareParameters):
         _check_repeats(part)
+
+
+@lru_cache
+def names_of(part: type[Any]) -> tuple[str, ...]:
+    """Return the names of what a part is composed of."""
+    return tuple(item.name for item in fields(part) if item.init)
 
 
 def _check_ragged(name: str, ids: RaggedIds, rows: int, vocabulary: int) -> None:
@@ -236,5 +245,5 @@ def _check_ids(name: str, array: Int32s, vocabulary: int) -> None:
 def _check_starts(name: str, starts: Int32s, rows: int, size: int) -> None:
     if len(starts) != rows + 1 or starts[0] < 0 or starts[-1] > size:
         raise ValueError(f"{name} must have {rows + 1} starts, offsets into an array of {size}")
-    if (np.diff(starts) < 0).any():
+    if (starts[1:] < starts[:-1]).any():
         raise ValueError(f"starts of {name} must not fall: {starts}")

@@ -6,8 +6,6 @@ of threads and rows and any order of rows. Knows no requests; the executor owns 
 
 from __future__ import annotations
 
-from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from quire.sampling.batch import (
     check_shapes,
     has_mirostat,
     max_top,
+    names_of,
 )
 
 # Outputs that no row of a batch has: the kernels take writable arrays.
@@ -109,14 +108,9 @@ class _ChooseParams:
 
 def _add_arrays(arrays: dict[str, NDArray[Any]], prefix: str, part: Any) -> None:
     """Add the arrays of a part, and of its parts, by their path: "rare_dry_base"."""
-    for name in _names(type(part)):  # type: ignore[arg-type]
+    for name in names_of(type(part)):  # type: ignore[arg-type]
         value = getattr(part, name)
         if isinstance(value, np.ndarray):
             arrays[prefix + name] = np.ascontiguousarray(value)
         elif value is not None:
             _add_arrays(arrays, f"{prefix}{name}_", value)
-
-
-@lru_cache
-def _names(part: type[Any]) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(part) if item.init)

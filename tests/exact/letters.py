@@ -28,7 +28,8 @@ def _encode(text: str) -> list[int]:
     """Encode greedily, longest token first: the tiny models have no tokenizer."""
     raw, ids, place = text.encode(), [], 0
     while place < len(raw):
-        token = max((t for t in TOKEN_IDS if raw.startswith(t, place)), key=len)
+        pieces = (raw[place : place + length] for length in TOKEN_LENGTHS)
+        token = next(piece for piece in pieces if piece in TOKEN_IDS)
         ids.append(TOKEN_IDS[token])
         place += len(token)
     return ids
@@ -36,6 +37,7 @@ def _encode(text: str) -> list[int]:
 
 TOKEN_BYTES = _token_bytes()
 TOKEN_IDS = {token: id_ for id_, token in enumerate(TOKEN_BYTES) if id_ > 1 and token}
+TOKEN_LENGTHS = sorted({len(token) for token in TOKEN_IDS}, reverse=True)
 GRAMMARS = GrammarCompiler(
     lambda: Vocabulary(
         token_bytes=TOKEN_BYTES, special_ids=frozenset({0, 1}), eos_ids=(1,), encode=_encode

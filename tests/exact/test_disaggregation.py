@@ -217,7 +217,7 @@ def test_ranks_of_either_side_change_no_answer(
         {f"{layout}_parallel_size": 2, "threads": 2} if layout else {"threads": 1}
         for layout in layouts
     ]
-    numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 3, 1))
+    numbers = range(FIRST_CASE + 300, FIRST_CASE + 300 + max(NUM_CASES // 4, 1))
     seen = compare_pairs(numbers, models, key, *ranks)
     if NUM_CASES >= 12:
         assert seen["fetched"], seen

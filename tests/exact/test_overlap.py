@@ -147,7 +147,7 @@ def test_each_wait_follows_the_submission_of_the_next_step(
 ) -> None:
     """Each step is waited for once, after the next step and its sampling have been submitted."""
     waits = idle = 0
-    for number in range(NUM_CASES):
+    for number in range(NUM_CASES // 2):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         drawn = with_penalties(first) if has_penalties else plain(first, reads_tokens=False)
         case = replace(drawn, number=1)  # no stream is paused
@@ -160,7 +160,7 @@ def test_each_wait_follows_the_submission_of_the_next_step(
         assert len(logged) == sum(len(plan.slots) > 0 for plan, _ in outcome.plans)
         waits += len(logged)
         idle += sum(entry[1] == 1 for entry in logged)
-    assert waits > 10 * NUM_CASES
+    assert waits > 5 * NUM_CASES
     assert idle < waits / 4, f"{idle} of {waits} waits with nothing submitted behind them"
 
 
@@ -171,7 +171,7 @@ def test_with_penalties_and_grammars_waits_follow_the_next_forward_pass(
     sampling is not, for the others it is.
     """
     behind = unchosen = waits = 0
-    for number in range(NUM_CASES):
+    for number in range(NUM_CASES // 2):
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         case = plain(first, reads_tokens=True)
         settings = replace(

@@ -354,16 +354,16 @@ class WritesIntoSharedBlock(_Executor):
 
 
 def test_a_wrapper_without_a_fault_changes_nothing(models: list[Model], alone: AloneRuns) -> None:
-    assert _cases_until_found(models, alone, wrap_executor=_Executor, num_cases=8) is None
+    assert _cases_until_found(models, alone, wrap_executor=_Executor, num_cases=4) is None
 
 
 def test_a_k_split_by_row_count_is_detected(
     models: list[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references: list[Model] = [ReferenceModel(model.folder, model.dtype) for model in models]
-    assert _cases_until_found(references, AloneRuns(), num_cases=4) is None
+    assert _cases_until_found(references, AloneRuns(), num_cases=2) is None
     monkeypatch.setattr(reference_ops, "linear", linear_that_splits_k)
-    assert _cases_until_found(references, AloneRuns(), num_cases=4) is not None
+    assert _cases_until_found(references, AloneRuns(), num_cases=2) is not None
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,12 @@ PROPOSERS: Mapping[str, int] = {
     **{"right": 16, "wrong": 8, "alternating": 8, "sometimes": 8},
 }
 THREADS = (1, 1, 1, 1, 2, 3)  # threads mostly wait for each other on a busy machine
+# Of the first 80 cases of test_one_answer.py those that reach nothing alone: each pair of an event
+# (preempted, forked, ...) with a model, a proposer, a policy, a number of plans in flight or a
+# sampling parameter, and each proposer with threads and plans in flight, is in another case, too.
+REDUNDANT_CASES = frozenset(
+    (2, 4, 13, 17, 21, 27, 31, 37, 39, 40, 43, 46, 54, 58, 59, 62, 69, 72, 73, 76, 77, 78)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ def shared_server(tiny: Path) -> Iterator[RunningServer]:
     # Slow readers are not disconnected here, however slow the machine is.
     flags = ("--max-num-seqs", "8", "--threads", "1", "--stall-seconds", "600", "--record-content")
     flags += ("--convert", "embed", "--matryoshka-dimensions", "any")
-    with RunningServer(tiny, *flags, fresh=True) as server:
+    with RunningServer(tiny, *flags) as server:
         yield server
 
 
@@ -39,7 +39,7 @@ def healthy_stream(shared_server: RunningServer) -> Iterator[HealthyStream]:
 def server(shared_server: RunningServer, healthy_stream: HealthyStream) -> RunningServer:
     """Return the shared server, and check that no request is left open by another test."""
     healthy_stream.finish()
-    shared_server.until(lambda: shared_server.metric("quire_running_requests") == 0, "idle")
+    shared_server.until(lambda: shared_server.get("/health")[1]["pending"] == 0, "idle")
     return shared_server
 
 
@@ -51,8 +51,7 @@ def beside_a_healthy_stream(
 
     Consecutive tests share a stream; it must proceed, unchanged, after each of them.
     """
-    shared_server.until(lambda: shared_server.metric("quire_running_requests") <= 1, "others end")
-    healthy_stream.start()
-    yield shared_server
-    healthy_stream.check()
+    shared_server.until(lambda: shared_server.get("/health")[1]["pending"] <= 1, "others end")
+    with healthy_stream.beside():
+        yield shared_server
     assert shared_server.get("/health")[1]["state"] == "ready"

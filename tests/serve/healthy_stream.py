@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tests.serve.running_server import GIVE_UP_S, EventReader, RunningServer, text_of
@@ -31,6 +32,13 @@ class HealthyStream:
         self._changed = threading.Condition()
         self._connection = ExitStack()
         self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Have a stream in progress, which must proceed, unchanged, afterwards."""
+        self.start()
+        yield
+        self.check()
 
     def start(self) -> None:
         """Have a stream in progress: continue the open one unless it ends soon."""

@@ -6,23 +6,24 @@ Nearly all of a start's CPU time is imports, and the suite starts dozens of serv
 imports happen once in each process of tests. Everything after them is as in a start of its own:
 the command's process and its children, their arguments, environment, descriptors, parents, signals
 and exit codes. Children of a server (engines, API workers, ranks) are copies of a template, which
-is forked before the server has run a line. Within `forked_children()` the engines and ranks that
-this process itself starts are forked as well.
+is forked before the server has run a line. Within `forked_children()` the engines, ranks and
+commands (`python -m quire`) that this process itself starts are forked as well.
 
-`shared_server`, and every start that is about loading, limits or what is read on import, has a
-fresh interpreter (see running_server.py). Always holds: the preloading process and the templates
-have one thread and have opened nothing, so a fork of them is a fresh start. They end with the
-process that uses them.
+Every start that is about loading or what is read on import has a fresh interpreter (see
+running_server.py). Always holds: the preloading process and the templates have one thread and have
+opened nothing, so a fork of them is a fresh start. They end with the process that uses them.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -36,7 +37,7 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 GIVE_UP_S = 60.0
@@ -49,6 +50,8 @@ NAMES = {
     "tests.connected_ranks": "quire-rank",
 }
 TEMPLATE_NAME = "quire-template"
+# Commands that are started by `python -m` and their arguments, and the modules of their `main`.
+COMMANDS = {"quire": "quire.cli.main", "bench.soak.server": "bench.soak.server"}
 # What a server and its children import; the rest comes with these.
 MODULES = (
     "quire.cli.main",
@@ -57,13 +60,18 @@ MODULES = (
     "quire.api.workers.supervisor",
     "quire.engine.client.engine_client",
     "quire.router.server",
+    "quire.api.served_engine",
+    "quire.config.config_file",
+    "quire.config.environment",
+    "quire.obs.vllm_metrics",
+    "encodings.idna",
+    "uvicorn.lifespan.off",
     *NAMES,
 )
 # Words that give an engine children of its own.
 RANK_FLAGS = frozenset({"-tp", "-pp", "--tensor-parallel-size", "--pipeline-parallel-size"})
 _MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 16
-_ABOVE = 200  # descriptors that a process receives are first moved beyond those it needs
 _SET_NAME, _SET_CHILD_SUBREAPER = 15, 36  # of prctl
 
 
@@ -123,10 +131,20 @@ class Loader:
             )
 
     def start(
-        self, words: Sequence[str], files: Sequence[int], environment: Mapping[str, str]
+        self,
+        words: Sequence[str],
+        files: Sequence[int],
+        environment: Mapping[str, str],
+        max_files: int | None = None,
+        constants: Mapping[str, int] = MappingProxyType({}),
     ) -> Preloaded:
-        """Run the command with these words; files: its output, errors, and input if any."""
-        order = {"start": list(words), "environment": {**os.environ, **environment}}
+        """See `start`. files: its output, errors, and input if any."""
+        order = {
+            "start": list(words),
+            "environment": {**os.environ, **environment},
+            "max_files": max_files,
+            "constants": dict(constants),
+        }
         return Preloaded(self._answer(order, files), self)
 
     def copy(self, order: dict[str, Any], descriptors: list[int]) -> int:
@@ -169,17 +187,21 @@ def start(
     err: IO[Any] | int,
     environment: Mapping[str, str] = MappingProxyType({}),
     given: IO[Any] | None = None,
+    max_files: int | None = None,
+    constants: Mapping[str, int] = MappingProxyType({}),
 ) -> Preloaded:
     """Start `quire` with these words in a fork of this process's loader.
 
     out, err: files, or descriptors. environment: beside this process's. given: its input.
+    max_files: its limit of open files. constants: of modules, by their full names, in the process
+    and its children.
     """
     files = [
         one if isinstance(one, int) else one.fileno()
         for one in (out, err, given)
         if one is not None
     ]
-    return _loader().start(words, files, environment)
+    return _loader().start(words, files, environment, max_files, constants)
 
 
 def run(*words: str, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -195,7 +217,7 @@ def run(*words: str, given: bytes = b"", **environment: str) -> subprocess.Compl
 
 @contextmanager
 def forked_children() -> Iterator[None]:
-    """Fork the engines and ranks that this process starts meanwhile."""
+    """Fork the engines, ranks and commands that this process starts meanwhile."""
     start_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     _start_from(_loader().copy)
     try:
@@ -226,22 +248,33 @@ def main() -> int:
             if answer == 0:
                 orders.close()
                 if "start" in order:
-                    return _run(order["start"], order["environment"], descriptors)
+                    return _be_started(order, descriptors)
                 return _be_copy(order, descriptors, has_ranks=False)
             for descriptor in descriptors:
                 os.close(descriptor)
         orders.send(str(answer).encode())
 
 
-def _run(words: list[str], environment: Mapping[str, str], descriptors: list[int]) -> int:
+def _be_started(order: dict[str, Any], descriptors: list[int]) -> int:
     """Be the command of an order."""
-    _become(environment, dict(zip((1, 2, 0), descriptors, strict=False)))
+    _become(order["environment"], dict(zip((1, 2, 0), descriptors, strict=False)))
+    if order["max_files"] is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (order["max_files"],) * 2)
+    for name, value in order["constants"].items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(import_module(module), constant), name
+        setattr(import_module(module), constant, value)
+    return _be_command("quire", order["start"])
+
+
+def _be_command(command: str, words: list[str]) -> int:
+    """Be a command with these arguments."""
     if "--api-processes" in words and words[words.index("--api-processes") + 1] != "1":
         _count_in_files()
-    if words[0] == "serve":
+    if command != "quire" or words[0] == "serve":
         _start_from(_Template(has_ranks=not RANK_FLAGS.isdisjoint(words)).start)
-    sys.argv = ["quire", *words]
-    code: int = import_module("quire.cli.main").main(words)
+    sys.argv = [command, *words]
+    code: int = import_module(COMMANDS[command]).main()
     return code
 
 
@@ -258,7 +291,7 @@ class _Template:
         self._using = threading.Lock()
         if os.fork() == 0:
             self._orders.close()
-            sys.exit(_copy_on_order(theirs, has_ranks=has_ranks))
+            _end(_copy_on_order(theirs, has_ranks=has_ranks))
         theirs.close()
 
     def start(self, order: dict[str, Any], descriptors: list[int]) -> int:
@@ -307,6 +340,8 @@ def _fork_orphan() -> int:
 def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) -> int:
     _become(order["environment"], dict(zip(order["numbers"], descriptors, strict=True)))
     module = order["module"]
+    if module in COMMANDS:
+        return _be_command(module, order["words"])
     _prctl(_SET_NAME, ctypes.c_char_p(NAMES[module].encode()))
     if has_ranks and module == ENGINE:
         _start_from(_Template(has_ranks=False).start)
@@ -319,12 +354,14 @@ def _be_copy(order: dict[str, Any], descriptors: list[int], *, has_ranks: bool) 
 
 def _start_from(start_copy: Callable[[dict[str, Any], list[int]], int]) -> None:
     """Let `subprocess` start processes of ours by this function."""
-    command: list[str] = import_module("quire.base.child_process").command_of("")[:-1]
+    ours: list[str] = import_module("quire.base.child_process").command_of("")[:-1]
     start_fresh = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute(self: Any, words: Any, *others: Any) -> None:
         words = list(words)
-        if words[: len(command)] != command or words[len(command)] not in NAMES:
+        at = len(ours) if words[: len(ours)] == ours else 2
+        is_known = words[at : at + 1] and words[at] in (NAMES if at > 2 else COMMANDS)
+        if not is_known or (at == 2 and words[:2] != [sys.executable, "-m"]):
             start_fresh(self, words, *others)
             return
         pass_fds, environment = others[3], others[5]
@@ -332,8 +369,8 @@ def _start_from(start_copy: Callable[[dict[str, Any], list[int]], int]) -> None:
         numbers = {0: read_0, 1: write_1, 2: write_2} | {fd: fd for fd in pass_fds}
         numbers = {number: fd for number, fd in numbers.items() if fd != -1}
         order = {
-            "module": words[len(command)],
-            "words": words[len(command) + 1 :],
+            "module": words[at],
+            "words": words[at + 1 :],
             "environment": dict(os.environ if environment is None else environment),
             "numbers": list(numbers),
         }
@@ -359,9 +396,9 @@ def _become(environment: Mapping[str, str], descriptors: Mapping[int, int]) -> N
     """Take an environment, and received descriptors under other numbers."""
     os.environ.clear()
     os.environ.update(environment)
-    moved = {}
+    moved, above = {}, max(descriptors) + 1  # first beyond those that it needs
     for number, received in descriptors.items():
-        moved[number] = fcntl.fcntl(received, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
+        moved[number] = fcntl.fcntl(received, fcntl.F_DUPFD_CLOEXEC, above)
         os.close(received)
     for number, received in moved.items():
         os.dup2(received, number)
@@ -374,5 +411,15 @@ def _become(environment: Mapping[str, str], descriptors: Mapping[int, int]) -> N
     )
 
 
+def _end(code: int) -> NoReturn:
+    """End this process without taking its modules apart, which takes as long as a start."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as an interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

@@ -36,8 +36,9 @@ class RunningServer:
     """A server at a free loopback port; ready once constructed, unless wait is False.
 
     Its modules are preloaded (preloaded.py), except with `fresh`, which is the default without
-    `wait`, with an environment of its own and with a limit of files. launcher: words of Python that
-    run a module several times, as torchrun does; the process is then the launcher's, fresh.
+    `wait` and for a `launcher`. environment: beside this process's. files: its limit of open files.
+    launcher: words of Python that run a module several times, as torchrun does; the process is then
+    the launcher's.
     """
 
     def __init__(
@@ -56,20 +57,20 @@ class RunningServer:
         words = ["serve", str(model), *at, *NO_PREFAULT, *flags]
         self.process: subprocess.Popen[bytes] | preloaded.Preloaded
         if fresh is None:
-            fresh = not wait or environment is not None or files is not None or launcher != ()
+            fresh = not wait or launcher != ()
         if fresh:
-            command = [sys.executable, *launcher, "-m", "quire", *words]
-            if files is not None:
-                command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
+            assert files is None, "the limit of files is that of preloaded processes"
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, *launcher, "-m", "quire", *words],
                 stdout=self._out,
                 stderr=self._err,
                 cwd=ROOT,
                 env={**os.environ, **(environment or {})},
             )
         else:
-            self.process = preloaded.start(words, self._out, self._err, environment or {})
+            self.process = preloaded.start(
+                words, self._out, self._err, environment or {}, max_files=files
+            )
         self.port = 0
         try:
             if "--port" in at:

@@ -19,7 +19,8 @@ import pytest
 
 from quire.api.asgi import ServedApp, build_asgi
 from quire.base.errors import ConfigError, SettingError
-from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer, alive
+from tests.serve.preloaded import forked_children
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer, alive, is_engine
 
 FLAGS = ("--threads", "1", "--max-num-seqs", "4")
 SETTINGS: dict[str, Any] = {"threads": 1, "max_num_seqs": 4, "kv_touch_ahead": 0}
@@ -88,6 +89,13 @@ async def lifespan_of(app: ServedApp) -> AsyncIterator[list[dict[str, Any]]]:
     yield sent
     await orders.put({"type": "lifespan.shutdown"})
     await running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_engines() -> Iterator[None]:
+    """Fork the engines of this process; the program under uvicorn is a fresh interpreter."""
+    with forked_children():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -181,8 +189,7 @@ def own_engines() -> list[int]:
         for task in Path("/proc/self/task").iterdir()
         for child in (task / "children").read_text().split()
     ]
-    name = b"quire.engine.process.main"
-    return [pid for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children if is_engine(pid)]
 
 
 def test_keys_and_hosts_are_checked_as_by_the_server() -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.cases import each_case
 from tests.data import outside
 from tests.drawn import DRAWS_ALL
+from tests.serve.healthy_stream import HealthyStream
 from tests.serve.running_server import GIVE_UP_S, RunningServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -57,13 +59,14 @@ RAW_CASES: dict[str, tuple[bytes, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", RAW_CASES)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@each_case("case", RAW_CASES)
+@each_case("path", [COMPLETIONS, CHAT])
 def test_an_unreadable_body_disturbs_no_other_request(
-    beside_a_healthy_stream: RunningServer, case: str, path: str
+    beside_a_healthy_stream: RunningServer, healthy_stream: HealthyStream, case: str, path: str
 ) -> None:
     raw, status, words = RAW_CASES[case]
-    found, _, answer = beside_a_healthy_stream.request("POST", path, raw)
+    with healthy_stream.beside():
+        found, _, answer = beside_a_healthy_stream.request("POST", path, raw)
     error = json.loads(answer)["error"]
     assert found == status
     if path == CHAT and error["param"] == "prompt" and "surrogate" not in error["message"]:
@@ -89,10 +92,11 @@ NUMERIC_FIELDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("field", NUMERIC_FIELDS)
+@each_case("field", NUMERIC_FIELDS)
 def test_odd_numbers_are_honoured_or_rejected_by_name(
-    beside_a_healthy_stream: RunningServer, field: str
+    beside_a_healthy_stream: RunningServer, healthy_stream: HealthyStream, field: str
 ) -> None:
+    healthy_stream.start()
     statuses = []
     for value in NUMBERS:
         asked = {"prompt": "a", "max_tokens": 2, field: value}
@@ -103,6 +107,7 @@ def test_odd_numbers_are_honoured_or_rejected_by_name(
             error = json.loads(answer)["error"]
             assert status == 400, answer
             assert error["param"] == field, error
+    healthy_stream.check()
     assert statuses.count(400) >= 6  # at least text, lists and infinities are rejected
 
 
@@ -186,13 +191,14 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@each_case("stream", [False, True])
+@each_case("case", CASES)
 def test_an_unservable_request_disturbs_no_other_request(
-    beside_a_healthy_stream: RunningServer, case: str, stream: bool
+    beside_a_healthy_stream: RunningServer, healthy_stream: HealthyStream, case: str, stream: bool
 ) -> None:
     path, body, status, words = CASES[case]
-    found, answer = beside_a_healthy_stream.post(path, {"stream": stream, **body})
+    with healthy_stream.beside():
+        found, answer = beside_a_healthy_stream.post(path, {"stream": stream, **body})
     assert found == status, answer
     assert words in answer["error"]["message"]
 
@@ -220,13 +226,15 @@ WIRE_CASES: dict[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("case", WIRE_CASES)
+@each_case("case", WIRE_CASES)
 def test_broken_http_disturbs_no_other_request(
-    beside_a_healthy_stream: RunningServer, case: str
+    beside_a_healthy_stream: RunningServer, healthy_stream: HealthyStream, case: str
 ) -> None:
-    with socket.create_connection(
-        ("127.0.0.1", beside_a_healthy_stream.port), timeout=GIVE_UP_S
-    ) as connection:
+    address = ("127.0.0.1", beside_a_healthy_stream.port)
+    with (
+        healthy_stream.beside(),
+        socket.create_connection(address, timeout=GIVE_UP_S) as connection,
+    ):
         try:
             connection.sendall(WIRE_CASES[case])
             connection.shutdown(socket.SHUT_WR)
@@ -295,4 +303,4 @@ def test_external_naughty_strings_are_handled_as_text(
 ) -> None:
     texts = json.loads(outside("hostile/naughty-strings.json").read_text())
     assert len(texts) > 400
-    survive(beside_a_healthy_stream, texts if DRAWS_ALL else texts[::3])
+    survive(beside_a_healthy_stream, texts if DRAWS_ALL else texts[::6])

@@ -22,7 +22,7 @@ def test_a_server_takes_settings_from_the_file_the_environment_and_flags(
         f'api-key-file = "{keys}"\n'
     )
     environment = {"QUIRE_UNKNOWN_FIELDS": "warn", "QUIRE_SERVED_NAME": "x"}
-    with RunningServer(tiny, "--config", str(file), fresh=False, environment=environment) as server:
+    with RunningServer(tiny, "--config", str(file), environment=environment) as server:
         assert server.get("/v1/models")[0] == 401
         keyed = {"Authorization": "Bearer from-file"}
         body = {"prompt": "a", "temprature": 1, "ignore_eos": True}

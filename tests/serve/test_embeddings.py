@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from quire.api.embeddings.scores import DEFAULT_INSTRUCTION, JUDGE_AFTER, JUDGE_BEFORE
+from tests.cases import each_case
+from tests.serve.healthy_stream import HealthyStream
 from tests.serve.running_server import RunningServer
 from tests.tiny_models import write_tiny
 from tests.unit.engine.library.test_embed import write_model
@@ -147,7 +149,7 @@ def test_inputs_beyond_the_context_are_refused_or_cut(narrow: RunningServer) -> 
     assert (vectors(server, input="b " * 1_400, truncate_prompt_tokens=-1) != 0).any()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "param", "words"),
     [
         (EMBEDDINGS, {}, "input", "missing"),
@@ -179,19 +181,21 @@ def test_inputs_beyond_the_context_are_refused_or_cut(narrow: RunningServer) -> 
 )
 def test_wrong_requests_are_refused_by_field_name(
     beside_a_healthy_stream: RunningServer,
+    healthy_stream: HealthyStream,
     path: str,
     body: dict[str, Any],
     param: str,
     words: str,
 ) -> None:
-    assert words in refused(beside_a_healthy_stream, path, body, param)
+    with healthy_stream.beside():
+        assert words in refused(beside_a_healthy_stream, path, body, param)
 
 
 def test_clients_that_leave_end_what_they_asked_for(server: RunningServer) -> None:
     """In the queue and in the middle: what no client waits for is not computed."""
     wanted = vectors(server, input=[5, 6, 7])
     for first in (2, 102):
-        texts = [[first + at, *range(2, 300)] * 40 for at in range(40)]
+        texts = [[first + at, *range(2, 300)] * 40 for at in range(20)]
         raw = json.dumps({"input": texts}).encode()
         lines = (f"POST {EMBEDDINGS} HTTP/1.1", "Host: localhost", f"Content-Length: {len(raw)}")
         head = "\r\n".join((*lines, "", ""))
@@ -245,7 +249,7 @@ def test_ollamas_form_cuts_inputs_beyond_the_context_unless_asked_not_to(
     assert "512" in answer["error"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "words"),
     [
         ("/api/embed", {}, "input is missing"),
@@ -271,9 +275,14 @@ def test_ollamas_form_cuts_inputs_beyond_the_context_unless_asked_not_to(
     ],
 )
 def test_other_forms_refuse_by_name(
-    beside_a_healthy_stream: RunningServer, path: str, body: dict[str, Any], words: str
+    beside_a_healthy_stream: RunningServer,
+    healthy_stream: HealthyStream,
+    path: str,
+    body: dict[str, Any],
+    words: str,
 ) -> None:
-    status, answer = beside_a_healthy_stream.post(path, body)
+    with healthy_stream.beside():
+        status, answer = beside_a_healthy_stream.post(path, body)
     assert status in (400, 404)
     error = answer["error"]
     if path.startswith("/api"):

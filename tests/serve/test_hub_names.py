@@ -67,7 +67,7 @@ def test_a_pulled_model_is_completed_and_served_by_name(
     by_path = quire_main("complete", str(folder / "tiny"), *COMPLETE)
     assert ids(quire(hub, tmp_path, "complete", "acme/tiny", *COMPLETE)) == ids(by_path)
     text = json.loads(by_path.stdout)["text"]
-    with RunningServer("acme/tiny", fresh=False, environment=hub.environment(tmp_path)) as server:
+    with RunningServer("acme/tiny", environment=hub.environment(tmp_path)) as server:
         assert served_name(server) == "acme/tiny"
         fields = {"model": "acme/tiny", "prompt": "Once", "max_tokens": 8, "temperature": 0}
         status, answer = server.post("/v1/completions", fields)
@@ -101,9 +101,7 @@ def test_without_a_terminal_a_missing_model_is_an_error_at_once(
 
 def test_a_flag_downloads_the_model_of_a_server(hub: FakeHub, tmp_path: Path) -> None:
     environment_of_hub = hub.environment(tmp_path)
-    with RunningServer(
-        "acme/tiny", "--pull", fresh=False, environment=environment_of_hub
-    ) as server:
+    with RunningServer("acme/tiny", "--pull", environment=environment_of_hub) as server:
         assert served_name(server) == "acme/tiny"
     hub.requests.clear()
     assert ids(quire(hub, tmp_path, "complete", "--pull", "acme/tiny", *COMPLETE))

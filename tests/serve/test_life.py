@@ -171,7 +171,7 @@ def test_requests_during_loading_are_rejected_as_retryable(tiny: Path) -> None:
 
 
 def test_a_stop_while_loading_is_a_clean_exit(tiny: Path) -> None:
-    with RunningServer(tiny, wait=False) as server:
+    with RunningServer(tiny, wait=False, fresh=False) as server:
         server.until(lambda: server.get("/health")[0] in (200, 503), "HTTP answers")
         server.process.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
@@ -232,7 +232,7 @@ def test_with_keys_only_their_bearers_are_served(tiny: Path) -> None:
 
 
 def test_a_key_from_the_environment_is_not_visible_in_the_process_list(tiny: Path) -> None:
-    with RunningServer(tiny, fresh=False, environment={"QUIRE_API_KEY": "hidden"}) as server:
+    with RunningServer(tiny, environment={"QUIRE_API_KEY": "hidden"}) as server:
         assert server.get("/v1/models")[0] == 401
         keyed = {"Authorization": "Bearer hidden"}
         assert server.request("GET", "/v1/models", **keyed)[0] == 200

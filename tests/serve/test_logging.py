@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +17,11 @@ from typing import Any
 import pytest
 
 from tests.serve import preloaded
-from tests.serve.running_server import GIVE_UP_S, NO_PREFAULT, ROOT, RunningServer
-from tests.serve.serve_command import serve_in_process
+from tests.serve.running_server import GIVE_UP_S, NO_PREFAULT, RunningServer
+from tests.serve.serve_command import serve, serve_in_process
 
-NUM_REQUESTS = 1100  # each logs a line: more than the queue of a process holds
+# A queue of fewer lines than usual, and requests that log more lines than it holds.
+QUEUE, NUM_REQUESTS = {"quire.base.log_sink.MAX_QUEUED_LINES": 100}, 120
 COMPLETIONS = "/v1/completions"
 
 
@@ -79,7 +78,7 @@ def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> No
     read, write = full_pipe()
     flags = ["--port", str(port), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]
     words = ["serve", str(tiny), *flags, "--api-processes", str(num_processes)]
-    process = preloaded.start(words, write, write)
+    process = preloaded.start(words, write, write, constants=QUEUE)
     os.close(write)
     came = bytearray()
     reader = threading.Thread(target=lambda: _read_all(read, came), daemon=True)
@@ -165,15 +164,7 @@ def test_under_json_logging_every_line_is_json(
 
 
 def test_a_failed_start_is_json_under_json_logging(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quire", "serve", str(tmp_path), "--port", "0"]
-    done = subprocess.run(
-        [*command, "--log-format", "json"],
-        capture_output=True,
-        text=True,
-        timeout=GIVE_UP_S,
-        cwd=ROOT,
-        check=False,
-    )
+    done = serve(str(tmp_path), "--port", "0", "--log-format", "json")
     assert done.returncode == 2
     last = lines_of(done.stderr)[-1]
     assert last["level"] == "error"

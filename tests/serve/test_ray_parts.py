@@ -19,7 +19,9 @@ from quire.deploy.ray_serve.engine_replica import EngineReplica
 from quire.deploy.ray_serve.ingress import Ingress
 from quire.deploy.ray_serve.scaling import RUNNING, SLOTS, TTFT_MS, WAITING_TOKENS
 from tests.serve.running_server import GIVE_UP_S
-from tests.serve.test_asgi import own_engines
+from tests.serve.test_asgi import own_engines, preloaded_engines
+
+__all__ = ["preloaded_engines"]  # a fixture of each test
 
 SETTINGS = {"max_num_seqs": 2, "kv_touch_ahead": 0, "kv_cache_memory": "16MiB", "grace_seconds": 20}
 ARGS = read_args(

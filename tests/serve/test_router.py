@@ -42,13 +42,13 @@ TOOLS = [
 ]
 PLAIN: dict[str, Any] = {
     "prompt": "Once upon a time",
-    "max_tokens": 220,
+    "max_tokens": 150,
     "ignore_eos": True,
     "stream_options": OPTIONS,
 }
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me of a dog"}],
-    "max_tokens": 150,
+    "max_tokens": 100,
     "stream_options": OPTIONS,
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -57,7 +57,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/completions",
         {**PLAIN, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.6}
-        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 200},
+        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 130},
     ),
     ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
     (
@@ -65,7 +65,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {**PLAIN, "seed": 5, "logprobs": 0}
         | {"structured_outputs": {"regex": "([A-Z][a-z]{2,8} [a-z ]{20,60}\\. ){6}"}},
     ),
-    ("/v1/completions", {**PLAIN, "seed": 6, "structured_outputs": {"regex": "[a-z ,]{450,500}"}}),
+    ("/v1/completions", {**PLAIN, "seed": 6, "structured_outputs": {"regex": "[a-z ,]{300,350}"}}),
     ("/v1/chat/completions", {**CHAT, "seed": 7, "logprobs": True, "ignore_eos": True}),
     (
         "/v1/chat/completions",
@@ -73,7 +73,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "/generate",
-        {"tokens": [5, 9, 11, 40], "seed": 9, "max_tokens": 220, "logprobs": 2}
+        {"tokens": [5, 9, 11, 40], "seed": 9, "max_tokens": 150, "logprobs": 2}
         | {"ignore_eos": True, "stream_options": OPTIONS, "frequency_penalty": 0.9},
     ),
 ]

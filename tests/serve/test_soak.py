@@ -12,6 +12,7 @@ from bench.frontend.servers import Child
 from bench.soak.__main__ import asked_alone, bodies
 from bench.soak.callers import Callers
 from bench.soak.holdings import idle
+from tests.serve.preloaded import forked_children
 
 NUM_CALLERS, THINGS_EACH = 50, 3
 
@@ -19,7 +20,7 @@ NUM_CALLERS, THINGS_EACH = 50, 3
 def test_after_clients_of_all_kinds_answers_are_right_and_nothing_is_held(tmp_path: Path) -> None:
     tasks_file = tmp_path / "tasks"
     flags = ("--port", "0", "--threads", "1", "--max-num-seqs", "16", "--stall-seconds", "1")
-    with Child("bench.soak.server", str(tasks_file), *flags) as server:
+    with forked_children(), Child("bench.soak.server", str(tasks_file), *flags) as server:
         asks = asyncio.run(asked_alone(server.port, bodies(seed=3)[:8]))
         callers = Callers(server.port, asks, seed=5, stall_s=0.5)
         asyncio.run(callers.run(NUM_CALLERS, lambda done: done < 1))

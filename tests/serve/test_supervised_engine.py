@@ -35,28 +35,28 @@ TOOLS = [
         },
     }
 ]
-PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 220, "ignore_eos": True}
+PLAIN: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True}
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me of a dog"}],
-    "max_tokens": 150,
+    "max_tokens": 100,
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**PLAIN, "seed": 2, "logprobs": 3, "temperature": 1.4}),
     (
         "/v1/completions",
         {**PLAIN, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.6}
-        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 200},
+        | {"presence_penalty": 0.4, "dry_multiplier": 0.8, "min_tokens": 130},
     ),
     ("/v1/completions", {**PLAIN, "seed": 4, "stop": ["the end of", "zebra", "\n\n\n"]}),
     ("/v1/completions", {**PLAIN, "seed": 5, "n": 3, "best_of": 3, "logprobs": 1}),
-    ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 150}),
-    ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 150}),
-    ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{450,500}"}}),
+    ("/v1/completions", {**PLAIN, "seed": 6, "prompt": ["A dog", "A cat"], "max_tokens": 100}),
+    ("/v1/completions", {**PLAIN, "seed": 7, "mirostat": 2, "max_tokens": 100}),
+    ("/v1/completions", {**PLAIN, "seed": 8, "structured_outputs": {"regex": "[a-z ,]{300,350}"}}),
     ("/v1/chat/completions", {**CHAT, "seed": 9, "logprobs": True, "ignore_eos": True}),
     ("/v1/chat/completions", {**CHAT, "seed": 10, "tools": TOOLS, "tool_choice": "required"}),
     (
         "/generate",
-        {"tokens": [5, 9, 11, 40], "seed": 11, "max_tokens": 220, "logprobs": 2}
+        {"tokens": [5, 9, 11, 40], "seed": 11, "max_tokens": 150, "logprobs": 2}
         | {"ignore_eos": True, "frequency_penalty": 0.9},
     ),
     ("/v1/messages", {**CHAT, "seed": 12, "ignore_eos": True}),
@@ -68,7 +68,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     CASES[5],
     CASES[8],
     ("/v1/completions", {**PLAIN, "use_beam_search": True, "n": 2, "temperature": 0, "seed": 1}),
-    ("/v1/completions", {**PLAIN, "seed": 13, "best_of": 3, "max_tokens": 200}),
+    ("/v1/completions", {**PLAIN, "seed": 13, "best_of": 3, "max_tokens": 140}),
 ]
 FLAGS = ("--threads", "1", "--restart-engine", "--restart-limit", "50", "--watchdog-seconds", "5")
 
