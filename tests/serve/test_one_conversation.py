@@ -83,7 +83,9 @@ def generate(asked: Asked) -> list[int]:
 
 
 def llama_cpp_completion(asked: Asked) -> list[int]:
-    body = {**asked.shared, "prompt": asked.prompt, "n_predict": NUM_TOKENS, "return_tokens": True}
+    order = ["penalties", "temperature", "top_k", "top_p", "min_p"]  # llama.cpp's differs
+    body = {**asked.shared, "prompt": asked.prompt, "n_predict": NUM_TOKENS, "samplers": order}
+    body["return_tokens"] = True
     answer = asked.whole("/completion", body)
     assert answer["content"] == asked.text
     ids: list[int] = answer["tokens"]

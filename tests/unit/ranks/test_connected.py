@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,12 @@ def test_a_lost_rank_ends_the_group(
     executor.close()
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether no thread of the process runs any more."""
+    states = (Path(task, "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
+
+
 def test_a_rank_that_hangs_while_blocks_leave_ends_the_group(
     folder: Path, program: Program
 ) -> None:
@@ -134,6 +141,8 @@ def test_a_rank_that_hangs_while_blocks_leave_ends_the_group(
     assert isinstance(ranks, LoopbackRanks)
     (process,) = ranks.processes
     os.kill(process.pid, signal.SIGSTOP)
+    while not _is_stopped(process.pid):
+        time.sleep(0.01)
     with pytest.raises(DeviceLost, match="rank 1 does not respond"):
         executor.export_block(1, block)
     assert executor.group.native.is_aborted
