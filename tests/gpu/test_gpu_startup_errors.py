@@ -166,7 +166,7 @@ def test_an_unusable_gpu_is_reported_once_with_a_remedy_and_exit_code_2(
 
 def served(folder: Path, tiny: Path, body: str, device: str) -> RunningServer:
     flags = ("--executor", "torch", "--device", device, "--threads", "1", "--max-num-seqs", "4")
-    return RunningServer(tiny, *flags, environment=posing(folder, body))
+    return RunningServer(tiny, *flags, fresh=True, environment=posing(folder, body))
 
 
 def test_auto_falls_back_to_the_cpu_without_a_driver_and_reports_it(

@@ -52,7 +52,7 @@ def test_ranks_on_two_nodes_answer_as_one_process(
     with RunningServer(model, *SMALL) as alone:
         wanted = answer_of(alone)
     tier = (*SMALL, *TIER, "--kv-tier-path", str(tmp_path / "tier"))
-    with RunningServer(model, *flags, *tier, environment=cluster.environment) as server:
+    with RunningServer(model, *flags, *tier, fresh=True, environment=cluster.environment) as server:
         assert answer_of(server) == wanted
         assert "nodes=2" in server.stderr()
         check_tier(server)
@@ -61,7 +61,7 @@ def test_ranks_on_two_nodes_answer_as_one_process(
 def test_a_lost_node_ends_open_streams_with_its_reason_and_a_new_start_works(
     model: Path, cluster: Nodes
 ) -> None:
-    with RunningServer(model, *STAGES, environment=cluster.environment) as server:
+    with RunningServer(model, *STAGES, fresh=True, environment=cluster.environment) as server:
         with server.stream(COMPLETIONS, LONG) as first, server.stream(COMPLETIONS, LONG) as second:
             first.next()
             second.next()
@@ -72,13 +72,13 @@ def test_a_lost_node_ends_open_streams_with_its_reason_and_a_new_start_works(
         assert server.exit_code() == 1
         assert "rank 1" in server.stderr()
     cluster.add()
-    with RunningServer(model, *STAGES, environment=cluster.environment) as server:
+    with RunningServer(model, *STAGES, fresh=True, environment=cluster.environment) as server:
         assert server.post(COMPLETIONS, ASKED)[0] == 200
 
 
 def test_an_engine_that_is_started_again_has_new_actors(model: Path, cluster: Nodes) -> None:
     flags = (*STAGES, "--restart-engine")
-    with RunningServer(model, *flags, environment=cluster.environment) as server:
+    with RunningServer(model, *flags, fresh=True, environment=cluster.environment) as server:
         before = answer_of(server)
         cluster.kill_last()
         cluster.add()
