@@ -21,6 +21,8 @@ from quire.comm.communicator import Bytes
 
 # The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
 TIMEOUT_S = 60.0
+# Of why a rank fails; not more than native/src/rank_sockets.cc sends (kMaxReason).
+_MAX_REASON_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +126,10 @@ class SharedMemoryRank:
         return message
 
     def abort(self, reason: str = "") -> None:
-        """See Communicator. reason: why this rank fails, for those connected by sockets."""
-        self.native.abort(reason)
+        """See Communicator. reason: why this rank fails, for those connected by sockets; what is
+        no text (as of a path) is replaced, and the end of a long one is cut."""
+        short = reason.encode(errors="replace")[:_MAX_REASON_BYTES]
+        self.native.abort(short.decode(errors="ignore"))
         for call in self._on_abort:
             try:
                 call()

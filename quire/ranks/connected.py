@@ -35,7 +35,6 @@ from quire.ranks.start import (
 RANK_ZERO_GONE = 3
 # How long a rank that has lost the group may take to end by itself.
 _END_S = 1.5
-_MAX_REASON = 400  # characters
 # How long the reason of a loss that an exchange has found is waited for.
 _REASON_S = 0.3
 
@@ -92,9 +91,9 @@ class ConnectedRanks:
         """See OtherRanks."""
         if self._watcher is not None:
             self._watcher.join(_REASON_S)
-        known = self.explain() or self._lost or found
-        is_vague = known.endswith("cannot go on")
-        return f"{known}: its own log has the reason" if is_vague else known
+        reasons = [one for one in (self.explain(), self._lost, found) if one]
+        clear = next((one for one in reasons if not one.endswith("cannot go on")), None)
+        return clear or f"{reasons[0]}: its own log has the reason"
 
     @property
     def lost(self) -> str:
@@ -193,7 +192,7 @@ def run_connected(
         group.abort()  # the others must not take this end for one by agreement
         raise
     except BaseException as error:
-        group.abort(failure_text(error)[:_MAX_REASON])
+        group.abort(failure_text(error))
         raise
     finally:
         done.set()

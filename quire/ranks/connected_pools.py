@@ -256,8 +256,8 @@ class PoolServer:
                 pass
         except DeviceLost:
             self._group.abort()  # the other thread finds it too
-        except BaseException:
-            self._group.abort()  # rank 0 must not wait for an answer
+        except BaseException as error:  # rank 0 must not wait for an answer
+            self._group.abort(f"{type(error).__name__}: {error}")
             raise
 
     def _answer(self, ask: Ask) -> bool:

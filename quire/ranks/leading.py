@@ -32,7 +32,8 @@ class Lead:
     """The commands of rank 0 to its group.
 
     reason: says why the group is lost, where a process is known to have ended. end: called once at
-    the end. turn: held from sending a command until rank 0 has done the same: steps and drafts may
+    the end. loss: what was found first where the group is lost, in whichever thread; empty while it
+    is not. turn: held from sending a command until rank 0 has done the same: steps and drafts may
     be computed in two threads.
     """
 
@@ -40,6 +41,7 @@ class Lead:
         self.group, self.wire = group, command_wire()
         self.reason: Callable[[str], str] = str
         self.end: Callable[[], None] = _nothing
+        self.loss = ""
         self.turn = threading.RLock()
 
     def send(self, command: Command) -> None:
@@ -59,12 +61,13 @@ class Lead:
         self.end()
 
     def lost(self, found: str) -> DeviceLost:
-        """End the group; return the error that says why."""
+        """End the group; return the error that says why it is lost."""
+        self.loss = self.loss or found
         self.group.abort()
         return DeviceLost(
-            f"a rank of the model is lost: {self.reason(found)}; the engine ends, since no rank "
-            "can go on alone: start it again, after a look at the system's log for a process "
-            "ended for its memory"
+            f"a rank of the model is lost: {self.reason(self.loss)}; the engine ends, since no "
+            "rank can go on alone: start it again, after a look at the system's log for a "
+            "process ended for its memory"
         )
 
     @contextmanager

@@ -174,7 +174,7 @@ class Planner:
         shares = self._divide(program, config.executor)
         sizing = replace(self._sizing, settings=config.executor, divide=self._divide)
         limits = step_limits(config, sizing)
-        # Beside ranks too, what drafts is whole.
+        # What drafts is whole beside ranks too; first layers are counted over all of them.
         proposer = sized_proposer(config, self.spec, program, self._checkpoint, self._sizing)
         needs = memory_needs(
             config,

@@ -154,7 +154,8 @@ class _WatchedInbox:
     def take(self, wait_s: float | None) -> list[ToEngine]:
         """See Inbox."""
         messages = self._inbox.take(wait_s)
-        if why := self._executor.processes.lost:
+        # Another thread may have found it, as one that moves blocks while no step is computed.
+        if why := self._executor.processes.lost or self._executor.lead.loss:
             raise self._executor.lead.lost(why)
         return messages
 

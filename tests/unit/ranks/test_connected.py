@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import DeviceLost, ModelError, WorkerError
+from quire.engine.assembly.ranks import watched
+from quire.engine.process.messages import ToEngine
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
@@ -61,6 +63,17 @@ def wanted(folder: Path, program: Program) -> np.ndarray:
     logits = logits_of(whole, IDS, max_positions=64, chunk=16)
     whole.close()
     return logits
+
+
+class NoMessages:
+    """An Inbox of an idle engine."""
+
+    def take(self, wait_s: float | None) -> list[ToEngine]:
+        """See Inbox."""
+        return []
+
+    def wake(self) -> None:
+        """See Inbox."""
 
 
 def made(stages: int, degree: int, checkpoint: str = "") -> RankedExecutorClass:
@@ -146,6 +159,10 @@ def test_a_rank_that_hangs_while_blocks_leave_ends_the_group(
     with pytest.raises(DeviceLost, match="rank 1 does not respond"):
         executor.export_block(1, block)
     assert executor.group.native.is_aborted
+    with pytest.raises(DeviceLost, match="rank 1 does not respond"):  # also while it is idle
+        watched(executor, NoMessages()).take(None)
+    with pytest.raises(DeviceLost, match="rank 1 does not respond"):
+        logits_of(executor, [1, 2, 3], max_positions=64)
     process.kill()
     executor.close()
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.base.kv_transfer import Failure, KVTransfer
@@ -150,6 +151,7 @@ def sides(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Side]]:
     cores = os.sched_getaffinity(0)
 
     def start(role: str, **settings: Any) -> Side:
+        os.sched_setaffinity(0, cores)  # of which rank 0 of another engine has taken some
         exchange = {
             "role": role,
             "kv_transfer_key_file": str(folder / "key"),
@@ -178,17 +180,23 @@ def handed_over(request: Request) -> Request:
     )
 
 
-def partly_stored(prefill: Side, tmp_path: Path) -> tuple[list[int], list[Path]]:
+def partly_stored(
+    prefill: Side,
+    tmp_path: Path,
+    ids: np.ndarray[Any, Any] | None = None,
+    num_stored: int = NUM_STORED,
+) -> tuple[list[int], list[Path]]:
     """Have a prompt computed and handed over, of which the store has the first blocks only.
 
     Return the answer to it, and the files of the other blocks, which are beside the store.
     """
-    prefill.answer(request_of("first", prompt()[: NUM_STORED * BLOCK + 3]))
+    whole, block = request_of("whole", ids), prefill.engine.card.block_size
+    prefill.answer(request_of("first", whole.prompt_ids[: num_stored * block + 3]))
     prefill.settle()
     stored = files(tmp_path / "kv")
-    assert len(stored) == NUM_STORED
-    wanted = prefill.answer(request_of("whole"))
-    prefill.submit(handed_over(request_of("whole")))
+    assert len(stored) == num_stored
+    wanted = prefill.answer(whole)
+    prefill.submit(handed_over(whole))
     until(lambda: not prefill.engine.core.has_work, prefill)
     prefill.settle()
     taken = []
@@ -197,7 +205,7 @@ def partly_stored(prefill: Side, tmp_path: Path) -> tuple[list[int], list[Path]]
             taken.append(tmp_path / "taken" / file.parent.name / file.name)
             taken[-1].parent.mkdir(parents=True, exist_ok=True)
             shutil.move(file, taken[-1])
-    assert len(taken) == NUM_BLOCKS - NUM_STORED
+    assert len(taken) == len(whole.prompt_ids) // block - num_stored
     return wanted, taken
 
 
@@ -219,19 +227,37 @@ def test_a_prefix_comes_from_the_store_and_the_rest_over_the_link(
     assert not decode.failures
 
 
-def test_ranks_of_the_prefill_engine_change_no_block(
-    sides: Callable[..., Side], tmp_path: Path
+@pytest.mark.parametrize(
+    "layouts", [("tensor", "pipeline"), ("context", "context")], ids=" to ".join
+)
+def test_ranks_change_no_block(
+    sides: Callable[..., Side], tmp_path: Path, layouts: tuple[str, str]
 ) -> None:
+    """Where positions are divided, both sides divide them alike, and blocks are longer."""
     divided = {"hidden_size": 68, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = write_tiny_llama(tmp_path / "divided", seed=4, max_position_embeddings=512, **divided)
-    prefill = sides("prefill", model=model, tensor_parallel_size=2, threads=2)
-    decode = sides("decode", model=model)
-    wanted, _ = partly_stored(prefill, tmp_path)
-    decode.submit(request := replace(request_of("a"), transfer=prefill.source()))
+    model = write_tiny_llama(tmp_path / "divided", seed=4, max_position_embeddings=1536, **divided)
+    prefill, decode = (
+        sides(
+            role,
+            model=model,
+            threads=2,
+            max_num_batched_tokens=256,
+            kv_cache_memory="2MiB",
+            **{f"{layout}_parallel_size": 2},
+        )
+        for role, layout in zip(("prefill", "decode"), layouts, strict=True)
+    )
+    block = prefill.engine.card.block_size
+    num_blocks = 2 if block > BLOCK else NUM_BLOCKS
+    ids = prompt(num_tokens=num_blocks * block + 5)
+    wanted, _ = partly_stored(prefill, tmp_path, ids, num_stored=num_blocks // 2)
+    decode.submit(request := replace(request_of("a", ids), transfer=prefill.source()))
     assert answers(request, decode, prefill) == wanted
-    assert decode.stats.fetched_blocks_total == NUM_STORED
-    assert decode.received == NUM_BLOCKS - NUM_STORED
+    assert decode.stats.fetched_blocks_total == num_blocks // 2
+    assert decode.received == num_blocks // 2
     quiet(prefill, decode)
+    whole = sides("both", model=model, max_num_batched_tokens=256)
+    assert whole.answer(request_of("a", ids)) == wanted
 
 
 def test_a_prompt_that_is_stored_ends_the_lease_of_its_transfer(
