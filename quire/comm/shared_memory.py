@@ -21,6 +21,7 @@ from quire.comm.communicator import Bytes
 
 # The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
 TIMEOUT_S = 60.0
+_MAX_REASON_BYTES = 1024  # kMaxReason of native/src/rank_sockets.cc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,9 @@ class SharedMemoryRank:
 
     def abort(self, reason: str = "") -> None:
         """See Communicator. reason: why this rank fails, for those connected by sockets."""
-        self.native.abort(reason)
+        # Whole characters only: the others read it as text.
+        sent = reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
+        self.native.abort(sent)
         for call in self._on_abort:
             try:
                 call()
