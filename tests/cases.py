@@ -50,7 +50,10 @@ def each_case(
 
     def decorate(test: Test) -> Test:
         body, axes = getattr(test, "each_case", (test, ()))
-        return _folded(body, (*axes, named))
+        folded = _folded(body, (*axes, named))
+        if marks := getattr(test, "pytestmark", None):  # also those between two axes
+            folded.pytestmark = marks  # type: ignore[attr-defined]
+        return folded
 
     return decorate
 

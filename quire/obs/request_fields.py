@@ -34,6 +34,8 @@ MODEL_DEFAULTS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size"),
 )
+# What is applied before the steps that SamplingParams.samplers names, by the names of the field.
+BEFORE_SAMPLERS = ("penalties", "dry", "no_repeat_ngram")
 _DEFAULTS: Mapping[str, Any] = {
     one.name: {} if one.default is MISSING else one.default for one in fields(SamplingParams)
 }
@@ -86,7 +88,10 @@ def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
 
 def body_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return recorded sampling fields as fields of a request, whatever the model's defaults."""
-    return {**{name: _DEFAULTS[name] for name in MODEL_DEFAULTS}, **given}
+    fields = {**{name: _DEFAULTS[name] for name in MODEL_DEFAULTS}, **given}
+    if "samplers" in given:  # a request lists all steps that are on
+        fields["samplers"] = [*BEFORE_SAMPLERS, *given["samplers"]]
+    return fields
 
 
 def scheduling_fields(terms: SchedulingParams) -> dict[str, Any]:

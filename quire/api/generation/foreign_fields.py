@@ -124,7 +124,7 @@ class Unserved:
 
 _TAIL_FREE = "tail-free sampling is not implemented (min_p is similar)"
 _ONE_TEMPERATURE = "a request has one temperature"
-_ORDER = "the order of samplers is fixed"
+_ORDER = "an order is written as samplers, with names"
 _BAN_TOKENS = "write it as bad_words, or as logit_bias of -100"
 # Anthropic's edit of a conversation that leaves out nothing; coding agents send it.
 _KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -77,7 +77,7 @@ class RequestContext:
     def ignore(self, *names: str) -> None:
         """Record, log and report names that are ignored."""
         if names:
-            self._ignored += names
+            self._ignored += [name for name in names if name not in self._ignored]
             self._log.warning(
                 "fields ignored", request=self.request_id, fields=ignored_header(names)
             )

@@ -72,7 +72,9 @@ def _cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     if len(ids) <= abs(num_tokens):
         return text
     kept = ids[:num_tokens] if num_tokens > 0 else ids[num_tokens:]
-    return tokenizer.decode(kept, skip_special_tokens=False).strip(PART_OF_CHARACTER)
+    part = tokenizer.decode(kept, skip_special_tokens=False)
+    # At the cut only: beside the gap these may be the text's own.
+    return part.rstrip(PART_OF_CHARACTER) if num_tokens > 0 else part.lstrip(PART_OF_CHARACTER)
 
 
 def _files(extra: Any) -> list[FileText]:

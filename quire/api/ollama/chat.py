@@ -14,7 +14,8 @@ from quire.api.generation.conversation import ConversationFields, parsing_of, re
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import encode
-from quire.api.generation.thinking_budget import budget_of
+from quire.api.generation.text_bounds import TOO_LONG
+from quire.api.generation.thinking_budget import AskedBudget, budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
 from quire.api.generation.truncation import answer_room
 from quire.api.ollama.history import history_of
@@ -22,6 +23,7 @@ from quire.api.ollama.prompted import loading_job, named_here, prompted_job, rea
 from quire.api.ollama.request import check_plain_fields, effort_of
 from quire.api.ollama.truncated_chat import newest_messages
 from quire.base.errors import InvalidParameter
+from quire.base.sampling_params import SamplingParams
 
 
 @named_here
@@ -35,14 +37,29 @@ async def read_chat(request: GenerationRequest) -> GenerationJob:
     offer = offer_of({"tools": given["tools"]}) if "tools" in given else None
     if not messages:
         return loading_job(request, sampling, is_chat=True)
-    if truncates:
-        messages, num_passed = await newest_messages(
-            messages,
-            lambda kept, room: _check_fits(request, kept, offer, room),
-            room=answer_room(sampling.max_tokens, request.engine.card.max_model_len),
-        )
-        if num_passed:
-            request.context.ignore(f"messages[:{num_passed}]")
+    try:  # usually all fit
+        return await _job(request, messages, sampling, offer, budget)
+    except TOO_LONG:
+        if not truncates:
+            raise
+    messages, num_passed = await newest_messages(
+        messages,
+        lambda kept, room: _check_fits(request, kept, offer, room),
+        room=answer_room(sampling.max_tokens, request.engine.card.max_model_len),
+    )
+    if num_passed:
+        request.context.ignore(f"messages[:{num_passed}]")
+    return await _job(request, messages, sampling, offer, budget)
+
+
+async def _job(
+    request: GenerationRequest,
+    messages: list[dict[str, Any]],
+    sampling: SamplingParams,
+    offer: ToolOffer | None,
+    budget: AskedBudget | None,
+) -> GenerationJob:
+    """Return the job of a conversation. Raises one of TOO_LONG if it does not fit."""
     conversation = await conversation_of(request, messages, offer)
     sampling, parser = parsing_of(
         request.context,

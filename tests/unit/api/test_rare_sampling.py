@@ -18,6 +18,7 @@ from quire.api.generation.unknown_fields import OTHER_NAMES
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import FILTERS_OFF
 from quire.base.sampling_params import SamplingParams
+from quire.obs.request_fields import body_fields, sampling_fields
 from tests.cases import each_case
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.api.test_values import asked, chat, completion
@@ -43,6 +44,22 @@ FIELDS: dict[str, Any] = {
 @each_case("name", sorted(FIELDS))
 def test_a_field_reaches_the_engine(name: str) -> None:
     assert getattr(asked(**{name: FIELDS[name]}), name) == FIELDS[name]
+
+
+def test_recorded_parameters_are_fields_that_ask_for_the_same() -> None:
+    recorded = SamplingParams(
+        temperature=0.5,
+        top_p=0.9,
+        epsilon_cutoff=0.1,
+        samplers=("top_p", "epsilon_cutoff", "temperature"),
+        repetition_penalty=1.5,
+        repeat_last_n=9,
+        dry_multiplier=0.5,
+        no_repeat_ngram_size=3,
+        seed=7,
+        max_tokens=4,
+    )
+    assert asked(**body_fields(sampling_fields(recorded, content=True))) == recorded
 
 
 def test_lists_of_words_and_ids_reach_the_engine() -> None:

@@ -105,3 +105,14 @@ def test_each_case_has_its_own_folder_and_patches(
     (tmp_path / "file").touch()
     assert "QUIRE_TEST_NUMBER" not in os.environ
     monkeypatch.setenv("QUIRE_TEST_NUMBER", str(number))
+
+
+def test_marks_between_axes_are_kept() -> None:
+    @each_case("last", [1, 2])
+    @pytest.mark.parametrize("other", ["a", "b"])
+    @each_case("first", [1, 2])
+    @pytest.mark.parity
+    def test(first: int, other: str, last: int) -> None:
+        raise NotImplementedError
+
+    assert [mark.name for mark in test.pytestmark] == ["parity", "parametrize"]

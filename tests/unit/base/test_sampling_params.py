@@ -159,6 +159,10 @@ def test_resolve_sets_only_a_missing_seed() -> None:
         ("dry_allowed_length", 0),
         ("dry_allowed_length", 51),
         ("dry_penalty_last_n", -2),
+        ("repeat_last_n", -2),
+        ("repeat_last_n", 2**31),
+        ("repeat_last_n", 1.5),
+        ("repeat_last_n", True),
         ("dry_sequence_breakers", [""]),
         ("dry_sequence_breakers", ["x" * 41]),
         ("dry_sequence_breakers", ["x"] * 33),
@@ -190,6 +194,40 @@ def test_mirostat_excludes_filters(name: str) -> None:
         SamplingParams(mirostat=2, **{name: 2 if name == "top_k" else 0.5})
     SamplingParams(mirostat=2, **FILTERS_OFF)
     SamplingParams(mirostat=2, top_k=-1, top_n_sigma=-1)
+
+
+@each_case(
+    "fields, said",
+    [
+        ({"samplers": ("top_k", "typ_p")}, 'samplers holds "typ_p"; a list of temperature, top_n'),
+        ({"samplers": "kt"}, 'samplers holds "kt"'),
+        ({"samplers": 5}, "samplers holds 5"),
+        ({"samplers": [["top_k"]]}, "samplers holds"),
+        ({"samplers": ("top_k", "top_k")}, "names a step twice"),
+        ({"samplers": ("top_k",), "temperature": 0.5}, "name temperature, and temperature is 0.5"),
+        ({"samplers": ("top_k",), "xtc_probability": 0.5}, "does not name xtc, and xtc_probab"),
+        ({"samplers": ("top_k",), "mirostat": 1}, "mirostat is 1 and samplers is given"),
+        ({"samplers": ("temperature",), "use_beam_search": True, "n": 2}, "use_beam_search"),
+    ],
+)
+def test_an_order_names_each_step_that_is_on_once(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**fields)
+    assert said in str(caught.value)
+    assert caught.value.param == "samplers"
+
+
+def test_an_order_may_name_steps_that_are_off() -> None:
+    order = ("top_p", "temperature", "xtc")
+    off = {"top_k": -1, "top_n_sigma": -1, "min_p": 0}
+    assert SamplingParams(samplers=list(order), top_p=0.5, **off).samplers == order  # type: ignore[arg-type]
+    assert SamplingParams(samplers=()).samplers == ()
+
+
+def test_a_model_with_an_order_may_be_asked_for_mirostat_and_beams() -> None:
+    model = SamplingParams(samplers=("top_k", "temperature"), top_k=5)
+    assert model.changed(mirostat=1).samplers == ()
+    assert model.changed(use_beam_search=True, n=2).samplers == ()
 
 
 @pytest.mark.parametrize("fields", [{"mirostat": 2}, {"xtc_probability": 0.5}])

@@ -12,13 +12,14 @@ from unittest.mock import ANY as ANY_COUNT
 import pytest
 from msgspec import structs
 
+from quire.api.llama_cpp.infill import InfillTexts
 from quire.api.llama_cpp.line_limits import AnswerLines, LineLimits
 from quire.base.errors import WorkerError
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.engine.output.output_stream import TextDelta
 from tests.cases import each_case
-from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
 ASKED: dict[str, Any] = {"prompt": "ab", "n_predict": 8, "seed": 7}
@@ -270,6 +271,15 @@ def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None
     assert prompt == GAP.replace(b">a", b">" + b"a" * 329 + b"d").replace(
         b">b", b">" + b"b" * 99 + b"c"
     )
+
+
+def test_a_cut_leaves_no_part_of_a_character_and_all_of_the_text_beside_the_gap() -> None:
+    sent = {"input_prefix": "\u00e9" * 9 + "\ufffd", "input_suffix": "\ufffd" + "\u00e9" * 9}
+    texts = InfillTexts(sent)
+    assert texts.shorten(ByteTokenizer(), 32) == ["input_prefix[:2]", "input_suffix[2:]"]
+    assert texts.prompt(ByteTokenizer(marks=MARKS)) == GAP.decode().replace(
+        ">a", ">" + "\u00e9" * 7 + "\ufffd"
+    ).replace(">b", ">\ufffd\u00e9")
 
 
 def test_what_an_editor_sends_is_accepted() -> None:

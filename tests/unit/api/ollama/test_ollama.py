@@ -185,6 +185,25 @@ def test_the_newest_messages_that_fit_are_kept() -> None:
     assert "maximum context length" in refusal(long, on=made)
 
 
+def test_a_chat_that_fits_is_tokenized_once_and_its_hints_are_listed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, texts = engine(), list[str]()
+    source = "{% for m in messages %}user:{{ m.content }};{% endfor %}"
+    made.template = ChatTemplate({"default": source}, variables={})
+    encode = made.tokenizer.encode
+
+    def noted(text: str, **options: bool) -> list[int]:
+        texts.append(text)
+        return list(encode(text, **options))
+
+    monkeypatch.setattr(made.tokenizer, "encode", noted)
+    reply = ask({**ASKED, "think": "high"}, on=made)
+    assert reply.status == 200, reply.body
+    assert texts.count("user:hi;") == 1
+    assert reply.headers["x-quire-ignored-fields"] == "reasoning_effort"
+
+
 def test_more_bytes_than_are_tokenized_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.api.generation.text_bounds._MIN_TEXT_LIMIT", 1)
     made = engine(max_model_len=512)
