@@ -334,9 +334,11 @@ def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
         assert each.total.preemption_cost_counts == (1, 2)
     past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
     past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
-    past[0].add(0, EngineStats(steps_total=5, kv_store=KVStoreStats(hit_blocks_total=3)))
+    store = KVStoreStats(hit_blocks_total=3, breaker="open")
+    past[0].add(0, EngineStats(steps_total=5, kv_store=store))
     assert past[0].total is not None
     assert past[0].total.steps_total == 16
+    assert past[0].total.kv_store == KVStoreStats(hit_blocks_total=3), "its breaker is no count"
     if is_shared:
         late = PastTotals(tmp_path)
         assert past[0].total == late.total
