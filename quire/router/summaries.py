@@ -52,6 +52,7 @@ _TASK = (
 )
 _SUMMARY_BEGINS = "Summary of our conversation so far:\n"
 _ACKNOWLEDGED = "Understood. I continue from this summary."
+_EVENT = b"data: {"
 
 # Sends a chat to the replicas; returns status and body of the answer.
 Ask = Callable[[Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
@@ -143,6 +144,7 @@ class PromptSummary:
         self.prompt_tokens = self.output_tokens = 0
         self.finish_reason = ""
         self._text = ""
+        self._is_line_start = True  # of the next piece of a stream
 
     async def shorten(self, request: RoutedRequest, why: str) -> None:
         """Replace the earlier messages of a request by a summary. Raises Refusal.
@@ -184,11 +186,19 @@ class PromptSummary:
         return self._added(body, at) if at and b":" in body else body
 
     def shown_event(self, events: bytes) -> bytes | None:
-        """Return events with the report in the first of them; None where there is none yet."""
-        at = events.find(b"data: {")
-        if at < 0 or events.startswith(b'data: {"error"', at):
+        """Return events with the report in the first of them; None where there is none yet.
+
+        A piece of a stream may begin within an event, with a text that looks like another one. An
+        event begins a line, and a text has no line that is not escaped.
+        """
+        before = b"\n" if self._is_line_start else b""
+        if events:
+            self._is_line_start = events.endswith(b"\n")
+        found = (before + events).find(b"\n" + _EVENT)
+        at = found + 1 - len(before)
+        if found < 0 or events.startswith(b'data: {"error"', at):
             return None
-        return self._added(events, at + len(b"data: {"))
+        return self._added(events, at + len(_EVENT))
 
     def _added(self, raw: bytes, at: int) -> bytes:
         report = msgspec.json.encode({**self._report(), "text": self._text})
