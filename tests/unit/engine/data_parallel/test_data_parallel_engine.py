@@ -25,6 +25,7 @@ from quire.config.kv_events import read_kv_events
 from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.data_parallel.past_totals import PastTotals
+from quire.engine.data_parallel.routing_state import LocalRouting
 from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
 from quire.engine.data_parallel.sums import (
     sum_of_reports,
@@ -32,8 +33,10 @@ from quire.engine.data_parallel.sums import (
     sum_of_stats,
 )
 from quire.engine.output.text_delta import TextDelta
+from quire.engine.supervised.supervised_engine import SupervisedEngine
+from quire.routing.prefix_history import PrefixHistory
 from tests.unit.api.fake_engine import SNAPSHOT
-from tests.unit.engine.supervised.test_supervised_engine import FakeClient, run
+from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
 
 PARAMS = SamplingParams(seed=1, max_tokens=8)
 
@@ -61,8 +64,8 @@ class Fake(FakeClient):
             yield delta
 
 
-def engine_of(*fakes: Fake, **options: Any) -> DataParallelEngine:
-    return DataParallelEngine(dict(enumerate(fakes)), Log("test"), **options)  # type: ignore[arg-type]
+def engine_of(*fakes: Any, **options: Any) -> DataParallelEngine:
+    return DataParallelEngine(dict(enumerate(fakes)), Log("test"), **options)
 
 
 async def answer(
@@ -314,6 +317,35 @@ def test_an_engine_that_is_started_again_joins() -> None:
         assert len(late.asked) == 1
         late.dead.set()
         await asyncio.wait_for(engine.dead.wait(), 5)
+        await engine.close()
+
+    run(check)
+
+
+def test_the_prefixes_of_each_life_of_an_engine_are_forgotten_once() -> None:
+    forgotten: list[int] = []
+
+    class History(PrefixHistory):
+        def forget(self, number: int) -> None:
+            forgotten.append(number)
+            super().forget(number)
+
+    async def check() -> None:
+        routing = LocalRouting()
+        routing.history = History(64)
+        lives: list[Any] = [Fake(), Fake()]
+        supervised = SupervisedEngine(lives[0], FakeSuccessors(lives[1]), Log("test"))
+        engine = engine_of(Fake(), supervised, routing=routing)
+        await engine.ready()
+        for number, life in enumerate(lives):
+            assert forgotten == [1] * number
+            life.dead.set()
+            while len(forgotten) == number:
+                await asyncio.sleep(0)
+        await supervised.dead.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert forgotten == [1, 1]
         await engine.close()
 
     run(check)
