@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from quire.router.api_forms import read_error
 from quire.router.faults import Refusal
 from quire.router.route_file import Name, SummariesTable
-from quire.router.routed_request import RoutedRequest
+from quire.router.routed_request import BYTES_PER_TOKEN, RoutedRequest
 
 FIELD = "summarize_prompt"
 REPORT_FIELD = "prompt_summary"
@@ -30,7 +30,6 @@ HEADER = b"x-quire-prompt-summary"
 CHAT_PATH = "/v1/chat/completions"
 
 _SYSTEM = frozenset({"system", "developer"})
-_BYTES_PER_TOKEN = 4
 # A piece has so few characters for each token of the context that it nearly always fits; one that
 # does not is halved.
 _CHARS_PER_TOKEN = 3
@@ -160,7 +159,7 @@ class PromptSummary:
                 f"{turns} stay as they are. Send fewer or shorter ones"
             )
         text = "\n\n".join(map(_line, parts.earlier))
-        tokens = len(text.encode("utf-8", "surrogatepass")) // _BYTES_PER_TOKEN
+        tokens = len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN
         if tokens > self._table.max_prompt_tokens:
             raise _too_long(
                 f"{why}; and its earlier part has about {tokens} tokens, of which at most "
