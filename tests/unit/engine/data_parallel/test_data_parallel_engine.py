@@ -461,6 +461,7 @@ def test_files_and_ports_get_the_number_of_the_engine() -> None:
     for wrong, words in (
         ({"replay_endpoint": "tcp://127.0.0.1:5558"}, "put replay_endpoint at 5559 or later"),
         ({"endpoint": "tcp://127.0.0.1:65535"}, "would listen at port 65536"),
+        ({"data_parallel_rank": 3}, "have the ranks 0 to 1: leave it out"),
     ):
         text = json.dumps({**events, **wrong})
         with pytest.raises(SettingError, match=words):
