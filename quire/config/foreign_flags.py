@@ -41,7 +41,7 @@ _MACHINES = (
 )
 _REPLICAS = (
     "engines of one server are --data-parallel-size; servers of their own have one address by "
-    "quire route, and more processes that speak HTTP before one engine are --api-processes"
+    "quire route, and more processes that speak HTTP are --api-processes"
 )
 _RANKS = "the degree of tensor parallelism is --tensor-parallel-size"
 _PIECES = "positions of the KV cache are divided over ranks by --context-parallel-size"

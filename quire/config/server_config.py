@@ -43,7 +43,7 @@ class ServerConfig:
         None, "file of API keys, one per line; they are accepted beside those of --api-key"
     )
     api_processes: int = setting(
-        1, "API processes (HTTP, chat templates, tokenization) of the one engine: 1 to 64"
+        1, "API processes (HTTP, chat templates, tokenization) of the engine or engines: 1 to 64"
     )
     share_prefixes: bool = setting(
         False,

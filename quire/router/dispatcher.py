@@ -102,10 +102,12 @@ class Dispatcher:
         shared = self._shared
         summary = None if order is None else self._summary(request, client, key, order)
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, request, summary)
-        if self._look_up is not None:
-            await self._look_up(request)
-        if self._hand_over is not None:
-            request.transfer = await self._hand_over(request, client)
+        async with before_deadline(request):
+            if self._look_up is not None:
+                await self._look_up(request)
+            if self._hand_over is not None:
+                request.waited(asyncio.get_running_loop().time())
+                request.transfer = await self._hand_over(request, client)
         home = None
         if id_ := needed_id(request):
             home = await shared.responses.holder(key, id_, request)

@@ -151,11 +151,13 @@ class Replica:
 
     def progressed(self, now_s: float) -> None:
         """Note that the replica computes."""
-        gap_s = now_s - self.progress_s
+        gap_s, since_s = now_s - self.progress_s, now_s - self._longest_at_s
         if self.progress_s and gap_s > _SHORTEST_GAP_S and self.loads:
             self._gaps.append(gap_s)
-            if gap_s >= self._longest_gap_s or now_s - self._longest_at_s > _LONGEST_COUNTS_S:
+            if gap_s >= self._longest_gap_s or since_s > _LONGEST_COUNTS_S:
                 self._longest_gap_s, self._longest_at_s = gap_s, now_s
+        elif since_s > 2 * _LONGEST_COUNTS_S:  # one that was noted would have taken its place
+            self._longest_gap_s = 0.0
         self.progress_s = now_s
 
     @property

@@ -21,7 +21,7 @@ from quire.router.routes import Route, route_of
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import block_names
 
-_BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 # Of a path, beside letters and digits; all others are encoded.
 _PATH_CHARS = "/:@!$&'()*+,;=~-._"
 _USUAL_TOKENS = 256
@@ -135,7 +135,7 @@ class RoutedRequest:
         self.change("messages", messages)
         self.block_hashes = ()
         self.transfer = None
-        self.prompt_tokens = len(_encode(self.fields)) // _BYTES_PER_TOKEN
+        self.prompt_tokens = len(_encode(self.fields)) // BYTES_PER_TOKEN
 
     @property
     def deadline_s(self) -> float | None:
@@ -223,7 +223,7 @@ def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:
         given = fields.get(name)
         if isinstance(given, list) and given and type(given[0]) is int:
             return len(given)
-    return len(raw) // _BYTES_PER_TOKEN
+    return len(raw) // BYTES_PER_TOKEN
 
 
 def _is_time(given: Any) -> bool:

@@ -3,7 +3,7 @@
 A request for a replica that sleeps wakes it, after the least recently used ones without open
 requests were put to sleep to make room. Replicas sleep and wake by `POST /admin/sleep` and
 `/admin/wake`. Always holds: a replica with open requests is not put to sleep; while one is woken,
-no other is.
+no other is, also where the request that wakes it waits no longer.
 """
 
 from __future__ import annotations
@@ -26,10 +26,25 @@ class Sleepers:
     def __init__(self, table: SleepTable) -> None:
         self._table = table
         self._turn = asyncio.Lock()
+        self._waking: set[asyncio.Task[None]] = set()
         self.num_woken = 0
 
     async def wake(self, fleet: Fleet, replica: Replica, is_gone: Callable[[], bool]) -> None:
-        """Wake a replica once there is room. Raises ReplicaFault, Refusal and ClientGone."""
+        """Wake a replica once there is room. Raises ReplicaFault, Refusal and ClientGone.
+
+        A caller that is cancelled, as by its deadline, gives up its place; a replica that is being
+        woken or put to sleep by then keeps the turn until it is.
+        """
+        is_over = False
+        waking = asyncio.ensure_future(self._wake(fleet, replica, lambda: is_over or is_gone()))
+        self._waking.add(waking)
+        waking.add_done_callback(self._waking.discard)
+        try:
+            await asyncio.shield(waking)
+        finally:
+            is_over = True
+
+    async def _wake(self, fleet: Fleet, replica: Replica, is_gone: Callable[[], bool]) -> None:
         async with self._turn:
             if replica.state != ASLEEP:
                 return

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from quire.router.api_forms import read_error
 from quire.router.faults import Refusal
 from quire.router.route_file import Name, SummariesTable
-from quire.router.routed_request import RoutedRequest
+from quire.router.routed_request import BYTES_PER_TOKEN, RoutedRequest
 
 FIELD = "summarize_prompt"
 REPORT_FIELD = "prompt_summary"
@@ -30,7 +30,6 @@ HEADER = b"x-quire-prompt-summary"
 CHAT_PATH = "/v1/chat/completions"
 
 _SYSTEM = frozenset({"system", "developer"})
-_BYTES_PER_TOKEN = 4
 # A piece has so few characters for each token of the context that it nearly always fits; one that
 # does not is halved.
 _CHARS_PER_TOKEN = 3
@@ -52,6 +51,7 @@ _TASK = (
 )
 _SUMMARY_BEGINS = "Summary of our conversation so far:\n"
 _ACKNOWLEDGED = "Understood. I continue from this summary."
+_EVENT = b"data: {"
 
 # Sends a chat to the replicas; returns status and body of the answer.
 Ask = Callable[[Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
@@ -143,6 +143,7 @@ class PromptSummary:
         self.prompt_tokens = self.output_tokens = 0
         self.finish_reason = ""
         self._text = ""
+        self._is_line_start = True  # of the next piece of a stream
 
     async def shorten(self, request: RoutedRequest, why: str) -> None:
         """Replace the earlier messages of a request by a summary. Raises Refusal.
@@ -158,7 +159,7 @@ class PromptSummary:
                 f"{turns} stay as they are. Send fewer or shorter ones"
             )
         text = "\n\n".join(map(_line, parts.earlier))
-        tokens = len(text.encode("utf-8", "surrogatepass")) // _BYTES_PER_TOKEN
+        tokens = len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN
         if tokens > self._table.max_prompt_tokens:
             raise _too_long(
                 f"{why}; and its earlier part has about {tokens} tokens, of which at most "
@@ -184,11 +185,19 @@ class PromptSummary:
         return self._added(body, at) if at and b":" in body else body
 
     def shown_event(self, events: bytes) -> bytes | None:
-        """Return events with the report in the first of them; None where there is none yet."""
-        at = events.find(b"data: {")
-        if at < 0 or events.startswith(b'data: {"error"', at):
+        """Return events with the report in the first of them; None where there is none yet.
+
+        A piece of a stream may begin within an event, with a text that looks like another one. An
+        event begins a line, and a text has no line that is not escaped.
+        """
+        before = b"\n" if self._is_line_start else b""
+        if events:
+            self._is_line_start = events.endswith(b"\n")
+        found = (before + events).find(b"\n" + _EVENT)
+        at = found + 1 - len(before)
+        if found < 0 or events.startswith(b'data: {"error"', at):
             return None
-        return self._added(events, at + len(b"data: {"))
+        return self._added(events, at + len(_EVENT))
 
     def _added(self, raw: bytes, at: int) -> bytes:
         report = msgspec.json.encode({**self._report(), "text": self._text})

@@ -80,7 +80,7 @@ class EngineKeeper:
         self._log = log
         self._owner = owner
         self._restarts = restarts
-        self._link = ProcessLink(process)
+        self._link: ProcessLink | None = ProcessLink(process)
         self._failure = ""
         self._loaded, self._ended = asyncio.Event(), asyncio.Event()
         self._restarting: asyncio.Future[None] | None = None
@@ -92,6 +92,7 @@ class EngineKeeper:
 
     def open(self) -> None:
         """Follow the engine in the running event loop."""
+        assert self._link is not None, "there is an engine"
         self._link.open(asyncio.get_running_loop(), self._on_message, self._on_end)
 
     def job(self) -> EngineJob | None:
@@ -107,12 +108,12 @@ class EngineKeeper:
 
     def join(self, client: int) -> None:
         """Let an API process use the engine, if it is ready; else it joins when it is."""
-        if self.ready is not None:
+        if self.ready is not None and self._link is not None:
             self._link.send(Join(client=client))
 
     def leave(self, client: int) -> None:
         """End the requests of an API process that has ended."""
-        if self.ready is not None:
+        if self.ready is not None and self._link is not None:
             self._link.send(Leave(client=client))
 
     def end_stalled(self, reason: str) -> None:
@@ -127,7 +128,13 @@ class EngineKeeper:
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.gather(self._restarting, return_exceptions=True)
-        await self._link.close()
+        await self._close_link()
+
+    async def _close_link(self) -> None:
+        """End the engine, if there is one, and free its sockets."""
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close()
 
     # ---- messages of the engine
 
@@ -180,7 +187,7 @@ class EngineKeeper:
         self._log.error("the engine died and is restarted", engine=self.number, reason=reason)
         while True:
             self.ready = None
-            await self._link.close()
+            await self._close_link()
             delay_s = self._restarts.next_delay_s(Clock().now_ms() / 1000.0)
             if delay_s is None:
                 break

@@ -306,8 +306,9 @@ class DataParallelEngine(CallEngine):
         self._see(latest)
 
     def _end_life(self, member: Member) -> None:
-        """Count an engine among those of the past."""
+        """Count an engine among those of the past; its cache is gone."""
         if not member.has_ended:
+            self._policy.forget(member)
             self._past.add(member.number, member.engine.stats)
             member.has_ended = True
             self._see()
@@ -325,7 +326,6 @@ class DataParallelEngine(CallEngine):
 
     async def _watch(self, member: Member) -> None:
         await member.engine.dead.wait()
-        self._policy.forget(member)
         self._end_life(member)
         self._note_death(member.number, member.engine.health().reason)
 

@@ -131,8 +131,13 @@ def _own_events(text: str, number: int) -> str:
 
 
 def _check_events(text: str, num_engines: int) -> None:
-    """Raise SettingError where the ports of one engine would be those of another."""
+    """Raise SettingError where the rank is given, or ports of one engine would be another's."""
     events = read_kv_events(text)
+    if events.data_parallel_rank:
+        raise SettingError(
+            f"kv_events_config has data_parallel_rank {events.data_parallel_rank}, and the engines "
+            f"of data_parallel_size have the ranks 0 to {num_engines - 1}: leave it out"
+        )
     ports = [
         int(found[2])
         for endpoint in (events.endpoint, events.replay_endpoint)

@@ -35,8 +35,11 @@ def create_shared_routing(path: Path, *, num_processes: int, num_engines: int) -
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Reserved now: a mapped page without room on the file system would end a process.
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            if hasattr(os, "posix_fallocate"):
+                # Reserved now: a mapped page without room on the file system would end a process.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+            else:  # as on macOS
+                os.ftruncate(descriptor, num_bytes)
             os.pwrite(descriptor, sizes + os.urandom(KEY_BYTES), 0)
         finally:
             os.close(descriptor)

@@ -15,6 +15,7 @@ import numpy as np
 from quire.base.cache_usage import CacheReport, OwnerUsage
 from quire.base.engine_snapshot import EngineSnapshot, Int32s
 from quire.base.engine_stats import EngineStats
+from quire.base.kv_store import BreakerState
 from quire.engine.model_card import ModelCard
 
 # The greatest of all, not the sum: engines of one server have one proposer.
@@ -31,7 +32,12 @@ _TOTALS = tuple(
 
 def only_totals(stats: EngineStats) -> EngineStats:
     """Return the counters of an engine that has ended, without its gauges."""
-    return EngineStats(**{name: getattr(stats, name) for name in _TOTALS}, proposer=stats.proposer)
+    store = stats.kv_store
+    return EngineStats(
+        **{name: getattr(stats, name) for name in _TOTALS},
+        proposer=stats.proposer,
+        kv_store=None if store is None else replace(store, breaker=BreakerState.CLOSED.value),
+    )
 
 
 def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:

@@ -261,3 +261,17 @@ def test_whole_answers_outlive_two_replicas_that_are_killed_with_many_others() -
             assert (status, body) == (200, b'{"choices":[]}')
 
     run(others, story, resume_s=10.0, max_retry_share=100.0)
+
+
+def test_a_long_gap_counts_no_more_where_tokens_come_at_once() -> None:
+    (replica,) = replicas(1)
+    answer = load(1.0)
+    replica.begin(answer)
+    replica.gave_output(answer)
+    for step in range(30):
+        replica.progressed(1.0 + 0.1 * step)
+    replica.progressed(12.0)
+    assert replica.stall_s(10.0) == pytest.approx(1.5 * 8.1)
+    for step in range(1, 2500):
+        replica.progressed(12.0 + 0.009 * step)
+    assert replica.stall_s(10.0) == STEADY_STALL_S

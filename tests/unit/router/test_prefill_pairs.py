@@ -112,6 +112,18 @@ def test_a_stream_is_one_whole_token_at_the_prefill_replica() -> None:
     assert decode.requests[0][PARAMS] == OFFER
 
 
+def test_a_prefill_is_waited_for_no_longer_than_the_deadline() -> None:
+    decode, prefill = FakeReplica(), handing()
+    prefill.whole_gate = asyncio.Event()
+
+    async def story(router: PairRouter) -> None:
+        status, _, raw = await router.post("/v1/completions", {**LONG, "deadline_ms": 60})
+        assert (status, json.loads(raw)["error"]["code"]) == (503, "deadline_missed")
+
+    run(decode, prefill, story)
+    assert not decode.requests
+
+
 def test_a_stream_that_continues_elsewhere_fetches_nothing() -> None:
     decode, prefill = FakeReplica(), handing()
     decode.fails_after = 3

@@ -132,3 +132,31 @@ def test_without_a_limit_the_request_itself_wakes_the_replica() -> None:
         assert len(replicas[0].requests) == 1
 
     run(replicas, story)
+
+
+def test_a_request_that_waits_no_longer_leaves_the_waking_to_its_end() -> None:
+    """Else another would be woken beside it, and both would share the memory of one."""
+    slow, other = Sleeper("a", is_asleep=True), Sleeper("b", is_asleep=True)
+    slow.answer = lambda method, path, fields: None  # wakes once its gate is open
+    slow.whole_gate = asyncio.Event()
+    sleepers = Sleepers(SleepTable(max_awake=1))
+
+    async def story(router: Router) -> None:
+        replica = router.fleet.replicas[slow.url]
+        first = asyncio.ensure_future(sleepers.wake(router.fleet, replica, lambda: False))
+        await slow.began.wait()
+        first.cancel()
+        gone = asyncio.ensure_future(sleepers.wake(router.fleet, replica, lambda: False))
+        second = asyncio.ensure_future(ask(router, "b"))
+        await asyncio.sleep(0.05)
+        assert first.cancelled()
+        gone.cancel()
+        assert other.said == [], "one at a time"
+        assert slow.whole_gate is not None
+        slow.health = dict(AWAKE)
+        slow.whole_gate.set()
+        assert (await second)[0] == 200
+        assert other.said == ["wake"]
+        assert [head.split(b" ")[1] for head in slow.heads] == [b"/admin/wake", b"/admin/sleep"]
+
+    run([slow, other], story, Features(sleepers=sleepers))

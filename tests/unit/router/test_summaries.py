@@ -15,7 +15,7 @@ from quire.router.lanes import Lanes
 from quire.router.model_names import ModelNames
 from quire.router.quotas import LocalBuckets, Quotas
 from quire.router.route_file import LanesTable, ModelTable, QuotaTable, SummariesTable
-from quire.router.summaries import HEADER, REPORT_FIELD, _piece
+from quire.router.summaries import HEADER, REPORT_FIELD, PromptSummary, SummaryOrder, _piece
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 CHAT = "/v1/chat/completions"
@@ -261,6 +261,26 @@ def test_a_stream_has_the_report_in_its_first_event_once(options: dict[str, Any]
 
     run([one, again, small], story, features(), resume_s=10.0)
     assert len(small.requests) == 1, "a stream that continues is not summarized again"
+
+
+def test_no_text_of_an_answer_is_taken_for_the_beginning_of_an_event() -> None:
+    """Pieces of a stream that is passed on begin anywhere."""
+    stream = b': beat\n\ndata: {"text":"data: {data: {x"}\n\ndata: {"text":"y"}\n\ndata: [DONE]\n\n'
+
+    async def unasked(fields: Any) -> tuple[int, bytes]:
+        raise AssertionError("nothing is summarized here")
+
+    for first in range(len(stream)):
+        order = SummaryOrder(model="small", max_tokens=16, keep_turns=1)
+        summary = PromptSummary(TABLE, order, unasked, 0)
+        shown, is_added = b"", False
+        for piece in (stream[:first], stream[first : first + 9], stream[first + 9 :]):
+            added = None if is_added else summary.shown_event(piece)
+            is_added = is_added or added is not None
+            shown += piece if added is None else added
+        events = [json.loads(one[6:]) for one in shown.split(b"\n\n") if one[:7] == b"data: {"]
+        assert [one["text"] for one in events] == ["data: {data: {x", "y"]
+        assert sum(REPORT_FIELD in one for one in events) == is_added == 1
 
 
 def test_a_prompt_that_cannot_be_shortened_is_refused_with_the_reason() -> None:

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from quire.api.workers import engine_keeper, supervisor
+from quire.api.workers.engine_keeper import EngineKeeper
 from quire.api.workers.supervisor import _Supervisor
+from quire.base.errors import SettingError
 from quire.base.log import Log
+from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 from quire.engine.process.messages import Failed, Fault, Join, Ready
+from quire.engine.supervised.restarts import Restarts
 from quire.obs import series
 
 READY = Ready(card=None, notes=())  # type: ignore[arg-type]
@@ -169,3 +173,41 @@ def test_the_server_ends_with_its_last_engine_or_with_one_that_does_not_start(
     assert made._died.is_set()
     assert made._reason.args[0] == ("it was killed" if announced else "no memory")
     made._own_home.remove()  # type: ignore[union-attr]
+
+
+def test_an_engine_that_cannot_be_started_again_is_ended_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not again after a start that failed, and not at the end of a server with other engines."""
+    num_closed, orders = 0, list[str]()
+
+    class Link(_Link):
+        async def close(self) -> None:
+            nonlocal num_closed
+            num_closed += 1
+
+    def no_room(*_: object) -> Any:
+        raise SettingError("no directory for sockets can be made")
+
+    monkeypatch.setattr(engine_keeper, "ProcessLink", Link)
+    monkeypatch.setattr(engine_keeper, "launch_bound", no_room)
+    owner: Any = SimpleNamespace(
+        announced=True, engine_changed=lambda keeper: None, order_all=orders.append
+    )
+
+    async def check() -> None:
+        keeper = EngineKeeper(
+            1, _engine(tmp_path), EngineConfig(), LogSettings(), Log("server"), owner, Restarts(1)
+        )
+        keeper._on_end("it was ended by signal 9")
+        assert keeper._restarting is not None
+        await keeper._restarting
+        assert keeper.fault is not None
+        assert "allows no further restart" in keeper.fault.message
+        assert keeper.job() is None
+        keeper.leave(1)
+        await keeper.close()
+
+    asyncio.run(check())
+    assert num_closed == 1
+    assert [order.split()[:2] for order in orders] == [["engine-ended", "1"], ["engine-lost", "1"]]

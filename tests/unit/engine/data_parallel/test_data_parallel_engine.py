@@ -25,6 +25,7 @@ from quire.config.kv_events import read_kv_events
 from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.data_parallel.past_totals import PastTotals
+from quire.engine.data_parallel.routing_state import LocalRouting
 from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
 from quire.engine.data_parallel.sums import (
     sum_of_reports,
@@ -32,8 +33,10 @@ from quire.engine.data_parallel.sums import (
     sum_of_stats,
 )
 from quire.engine.output.text_delta import TextDelta
+from quire.engine.supervised.supervised_engine import SupervisedEngine
+from quire.routing.prefix_history import PrefixHistory
 from tests.unit.api.fake_engine import SNAPSHOT
-from tests.unit.engine.supervised.test_supervised_engine import FakeClient, run
+from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
 
 PARAMS = SamplingParams(seed=1, max_tokens=8)
 
@@ -61,8 +64,8 @@ class Fake(FakeClient):
             yield delta
 
 
-def engine_of(*fakes: Fake, **options: Any) -> DataParallelEngine:
-    return DataParallelEngine(dict(enumerate(fakes)), Log("test"), **options)  # type: ignore[arg-type]
+def engine_of(*fakes: Any, **options: Any) -> DataParallelEngine:
+    return DataParallelEngine(dict(enumerate(fakes)), Log("test"), **options)
 
 
 async def answer(
@@ -319,6 +322,35 @@ def test_an_engine_that_is_started_again_joins() -> None:
     run(check)
 
 
+def test_the_prefixes_of_each_life_of_an_engine_are_forgotten_once() -> None:
+    forgotten: list[int] = []
+
+    class History(PrefixHistory):
+        def forget(self, number: int) -> None:
+            forgotten.append(number)
+            super().forget(number)
+
+    async def check() -> None:
+        routing = LocalRouting()
+        routing.history = History(64)
+        lives: list[Any] = [Fake(), Fake()]
+        supervised = SupervisedEngine(lives[0], FakeSuccessors(lives[1]), Log("test"))
+        engine = engine_of(Fake(), supervised, routing=routing)
+        await engine.ready()
+        for number, life in enumerate(lives):
+            assert forgotten == [1] * number
+            life.dead.set()
+            while len(forgotten) == number:
+                await asyncio.sleep(0)
+        await supervised.dead.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert forgotten == [1, 1]
+        await engine.close()
+
+    run(check)
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
     tmp_path: Path, is_shared: bool
@@ -334,9 +366,11 @@ def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
         assert each.total.preemption_cost_counts == (1, 2)
     past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
     past[0].add(1, EngineStats(steps_total=2, restarts_total=1))
-    past[0].add(0, EngineStats(steps_total=5, kv_store=KVStoreStats(hit_blocks_total=3)))
+    store = KVStoreStats(hit_blocks_total=3, breaker="open")
+    past[0].add(0, EngineStats(steps_total=5, kv_store=store))
     assert past[0].total is not None
     assert past[0].total.steps_total == 16
+    assert past[0].total.kv_store == KVStoreStats(hit_blocks_total=3), "its breaker is no count"
     if is_shared:
         late = PastTotals(tmp_path)
         assert past[0].total == late.total
@@ -427,6 +461,7 @@ def test_files_and_ports_get_the_number_of_the_engine() -> None:
     for wrong, words in (
         ({"replay_endpoint": "tcp://127.0.0.1:5558"}, "put replay_endpoint at 5559 or later"),
         ({"endpoint": "tcp://127.0.0.1:65535"}, "would listen at port 65536"),
+        ({"data_parallel_rank": 3}, "have the ranks 0 to 1: leave it out"),
     ):
         text = json.dumps({**events, **wrong})
         with pytest.raises(SettingError, match=words):

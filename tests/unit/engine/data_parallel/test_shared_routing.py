@@ -56,3 +56,13 @@ def test_a_full_file_system_is_reported_before_pages_are_written(
     assert shared_routing.os is os
     with pytest.raises(SettingError, match="No space left on device"):
         create_shared_routing(tmp_path / "routing", num_processes=1, num_engines=2)
+
+
+def test_a_system_that_reserves_no_room_has_the_file_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")
+    create_shared_routing(tmp_path / "routing", num_processes=1, num_engines=2)
+    state = SharedRouting(tmp_path / "routing", 0)
+    state.add(1, tokens=5, requests=1)
+    assert [state.open_tokens(number) for number in range(2)] == [0, 5]
