@@ -220,7 +220,11 @@ class Prober:
 
     async def _judge(self, replica: Replica, status: int, health: _Health) -> None:
         now_s = self._loop.time()
-        if health.steps_total < replica.steps_total:
+        was_lower, replica.is_lower = replica.is_lower, health.steps_total < replica.steps_total
+        if replica.is_lower and not was_lower:
+            return  # one of several API processes may know of fewer steps: the next answer decides
+        if replica.is_lower:
+            replica.is_lower = False
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
         if health.steps_total != replica.steps_total or not health.pending:
             replica.progressed(now_s)

@@ -78,6 +78,24 @@ def test_a_stopped_replica_is_given_up_after_its_stall_time() -> None:
     assert second.requests[0]["output_ids"] == [100, 101, 102]
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_one_answer_with_fewer_steps_is_no_restart(keeps: bool) -> None:
+    """An API process may know of fewer steps than another one of its server."""
+    only = FakeReplica()
+    only.steps_total = 100
+
+    async def story(router: Router) -> None:
+        (replica,) = router.fleet.replicas.values()
+        await _until(lambda: replica.steps_total == 100)
+        only.steps_total = 90
+        await _until(lambda: replica.is_lower)
+        only.steps_total = 5 if keeps else 101
+        await _until(lambda: replica.steps_total == only.steps_total)
+        assert any("it has begun anew" in line for line in router.lines) == keeps
+
+    run([only], story)
+
+
 def test_a_silent_stream_of_a_replica_that_computes_is_waited_for() -> None:
     """Its request may be queued or preempted: only a replica without any progress is stalled."""
     only = FakeReplica()
