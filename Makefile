@@ -26,6 +26,7 @@ exact: $(STAMP)-test  ## several times as many drawn cases as the default suite
 	@QUIRE_EXACT_CASES=400 QUIRE_EXACT_RANK_CASES=40 QUIRE_EXACT_STAGE_CASES=20 \
 		QUIRE_EXACT_CONNECTED_CASES=20 QUIRE_OVERLAP_CASES=48 QUIRE_DRAWN_CASES=300 \
 		QUIRE_CONTINUATION_CASES=200 QUIRE_DISAGGREGATION_CASES=24 \
+		QUIRE_STORE_CASES=20 QUIRE_PAIR_STORE_CASES=24 \
 		$(BIN)/python -m pytest -n 3 --dist loadfile tests/exact tests/unit/scheduler \
 		$$(grep -rl --include='test_*.py' 'from tests.drawn import' tests)
 
