@@ -50,7 +50,8 @@ async def read_generate(request: GenerationRequest) -> GenerationJob:
             )
     sampling = read_sampling(request)
     cut = None
-    if flag(given, "truncate", default=True):
+    # A cut could remove the marks around a gap: such a prompt has to fit.
+    if flag(given, "truncate", default=True) and not suffix:
         cut = PromptCut.of(request, sampling)
         context = cut.ids(context, "context")
     before = checked_ids(request.engine, context, param="context") if context else []

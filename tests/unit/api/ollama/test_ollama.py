@@ -269,6 +269,13 @@ def test_a_suffix_needs_a_model_with_infill_tokens() -> None:
     assert "insert" in shown["capabilities"]
 
 
+def test_a_prompt_with_a_gap_is_not_cut() -> None:
+    made = engine(max_model_len=512)
+    made.tokenizer.marks = dict.fromkeys(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), 1)
+    sent = {"prompt": "a" * 300, "suffix": "b" * 300}
+    assert "maximum context length" in refusal(sent, path=GENERATE, on=made)
+
+
 @each_case("path", [CHAT, GENERATE])
 @each_case(
     ("keep", "reason"),
