@@ -265,6 +265,7 @@ def compare_pairs(
                 is_lost = number % 3 == 0
                 lines += _compare(number, len(models), whole, prefill, decode, is_lost=is_lost)
                 if is_lost and number != cases[-1]:
+                    seen["saved to disk"] += prefill.stats.tier_saved_blocks_total
                     prefill = Engine(models[at], **handing)
             prefill.end()
             transfer = decode.stats.transfer
