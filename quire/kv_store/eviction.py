@@ -4,8 +4,8 @@ What lies in the directory is the only record, because others write there too. I
 after this process has written a share of the limit, or half a minute after it wrote: the files not
 used for longest are removed until a tenth is free. One process does so at a time; a second one
 that cannot get the lock leaves it to the first. Also removes what writers that were killed left.
-Knows no entries. Always holds: each writing process may exceed the limit by one share at most,
-which is 1/32 of it, or by one file if that is larger.
+Knows no entries. Always holds: each writing process may exceed the limit by one share, which is
+1/32 of it, or by one file if that is larger, and by what it writes while another one looks.
 """
 
 from __future__ import annotations

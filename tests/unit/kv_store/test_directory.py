@@ -183,8 +183,8 @@ for number in range(150):
         for number in range(3)
     ]
     assert [writer.wait(120) for writer in writers] == [0, 0, 0]
-    share = 64 // SHARES
-    assert 30 <= len(numbers_in(tmp_path / "kv")) <= 64 + 3 * share
+    # Of 450 entries; a process that is slow to evict lets the others write meanwhile.
+    assert 30 <= len(numbers_in(tmp_path / "kv")) <= 64 + 3 * 64 // SHARES + 32
 
 
 def test_a_reader_keeps_what_is_evicted_meanwhile(
