@@ -129,13 +129,6 @@ class KilledStore:
                 then_s = file.stat().st_mtime - by_s
                 os.utime(file, (then_s, then_s))
 
-    def note_blocks(self) -> None:
-        """Count the blocks that its process got."""
-        if self.last is not None:
-            self.blocks["received"] += self.last.received_blocks
-            self.blocks["stored"] += self.last.stored_blocks
-            self.last = None
-
     def left(self) -> list[str]:
         """Return what should not be there."""
         return [f"store: {file.relative_to(self._path)}" for file in self._unfinished()]
