@@ -122,9 +122,8 @@ class ExchangePort:
             return opened
         own = open_tier(
             folder,
-            config.cache,
+            config,
             executor,
-            block_tokens=config.kv_block_tokens,
             fingerprint=fingerprint,
             clock=clock,
             report=report,

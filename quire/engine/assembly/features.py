@@ -51,9 +51,8 @@ def tier(
 
     return open_tier(
         folder,
-        config.cache,
+        config,
         executor,
-        block_tokens=config.kv_block_tokens,
         fingerprint=fingerprint,
         clock=clock,
         report=report,

@@ -18,7 +18,7 @@ from quire.base.report import Report
 from quire.cache.exchange_beside_tier import TierBesideExchange
 from quire.cache.exchange_map import ExchangeMap
 from quire.cache.tier_map import TierMap
-from quire.config.groups import CacheConfig
+from quire.config.groups import CacheConfig, EngineConfig
 from quire.config.machine import MachineMemory
 from quire.config.memory import mib
 from quire.execute.executor import AsyncExecutor, Executor
@@ -65,10 +65,9 @@ def check_host_tier(wanted: int, device: MachineMemory, host: MachineMemory) -> 
 
 def open_tier(
     folder: TierFolder | None,
-    config: CacheConfig,
+    config: EngineConfig,
     executor: Executor,
     *,
-    block_tokens: int,
     fingerprint: bytes,
     clock: Clock,
     report: Report,
@@ -79,16 +78,16 @@ def open_tier(
     The executor's cache must be allocated. fingerprint: of its blocks. exchange: with other
     engines, which goes on in the tier's map. Raises SettingError and CapacityError.
     """
-    block_bytes = executor.block_bytes
+    cache, block_bytes = config.cache, executor.block_bytes
     store: DiskStore | HostStore
     if folder is None:
-        assert config.kv_tier_host_bytes is not None, "there is one or the other"
-        store = _host_store(config.kv_tier_host_bytes, executor)
+        assert cache.kv_tier_host_bytes is not None, "there is one or the other"
+        store = _host_store(cache.kv_tier_host_bytes, executor)
         where, note = "memory of the host", "gone when the engine ends"
     else:
         store = DiskStore(
             folder,
-            max_bytes=config.kv_tier_bytes,
+            max_bytes=cache.kv_tier_bytes,
             block_bytes=block_bytes,
             fingerprint=fingerprint,
         )
@@ -107,7 +106,7 @@ def open_tier(
         hash_key=os.urandom(16) if folder is None else folder.hash_key,
         note=(
             f"KV tier: {where}, {store.num_blocks} blocks "
-            f"({store.num_blocks * block_tokens} tokens)"
+            f"({store.num_blocks * config.kv_block_tokens} tokens)"
             + (f", {len(tier)} of them found there" if folder is not None else "")
             + (f"; {note}" if note else "")
         ),
