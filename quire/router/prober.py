@@ -220,11 +220,13 @@ class Prober:
 
     async def _judge(self, replica: Replica, status: int, health: _Health) -> None:
         now_s = self._loop.time()
-        was_lower, replica.is_lower = replica.is_lower, health.steps_total < replica.steps_total
-        if replica.is_lower and not was_lower:
-            return  # one of several API processes may know of fewer steps: the next answer decides
-        if replica.is_lower:
-            replica.is_lower = False
+        has_fewer = health.steps_total < replica.steps_total
+        if has_fewer and not replica.had_fewer_steps:
+            # One of several API processes may know of fewer steps: the next answer decides.
+            replica.had_fewer_steps = True
+            return
+        replica.had_fewer_steps = False
+        if has_fewer:
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
         if health.steps_total != replica.steps_total or not health.pending:
             replica.progressed(now_s)

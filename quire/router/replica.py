@@ -73,7 +73,7 @@ class Replica:
         self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
-        self.is_lower = False  # whether the last answer had fewer steps
+        self.had_fewer_steps = False  # whether the last answer had fewer steps
         self.stalled_steps = -1  # steps_total when it made no progress
         self.progress_s = 0.0
         self.used_s = 0.0
