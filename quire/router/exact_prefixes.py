@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from quire.base.engine_endpoints import endpoint_of_engine
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.http_apis import any_key_headers
 from quire.base.server_url import ServerUrl
 from quire.router.block_hashes import block_hashes
 from quire.router.discovery import replica_url
-from quire.router.event_feed import Endpoints, EventFeed
+from quire.router.event_feed import Endpoints, EngineName, EventFeed
 from quire.router.event_order import Change
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
@@ -58,7 +59,7 @@ class ExactPrefixes:
         self._sets = sets
         self._own = {_name_of(name): own for name, own in table.replicas.items()}
         self._feed = EventFeed(asyncio.get_running_loop(), self._apply, fleet.log)
-        self._followed: dict[str, Endpoints] = {}
+        self._followed: dict[EngineName, Endpoints] = {}
         fleet.on_changed = self._follow
         fleet.on_fenced = self._begin_anew
         self._follow()
@@ -89,6 +90,8 @@ class ExactPrefixes:
             token_ids = await self._tokenized(request)
         if token_ids is not None:
             request.block_hashes, request.block_size = block_hashes(token_ids, size), size
+            if len(token_ids) < _MAX_TOKENS:
+                request.prompt_tokens = len(token_ids)
 
     def _is_worth_it(self, request: RoutedRequest) -> bool:
         if request.prompt_tokens < self._table.min_prompt_tokens:
@@ -120,10 +123,13 @@ class ExactPrefixes:
         return None if found is None else _array(found.tokens)
 
     def _follow(self) -> None:
-        """Follow the replicas that there are now."""
+        """Follow the engines of the replicas that there are now."""
         wanted = {
-            name: endpoints_of(replica.url, self._own.get(name), self._table)
+            EngineName(name, number): endpoints
             for name, replica in self._fleet.replicas.items()
+            for number, endpoints in enumerate(
+                endpoints_of(replica.url, self._own.get(name), self._table)
+            )
         }
         for name in self._followed.keys() - wanted.keys():
             self._feed.leave(name)
@@ -135,21 +141,21 @@ class ExactPrefixes:
     def _begin_anew(self, replica: Replica) -> None:
         """Forget a replica that lost its cache, and follow it from its first event on."""
         self._sets.forget(replica.number)
-        endpoints = self._followed.get(replica.name)
-        if endpoints is not None and replica.name in self._fleet.replicas:
-            self._feed.follow(replica.name, endpoints)
+        for name, endpoints in self._followed.items():
+            if name.replica == replica.name and name.replica in self._fleet.replicas:
+                self._feed.follow(name, endpoints)
 
-    def _apply(self, name: str, changes: Sequence[Change]) -> None:
-        replica = self._fleet.replicas.get(name)
+    def _apply(self, name: EngineName, changes: Sequence[Change]) -> None:
+        replica, engine = self._fleet.replicas.get(name.replica), name.number
         if replica is None:
             return
         for change in changes:
             if not change.hashes:
-                self._sets.clear(replica.number)
+                self._sets.clear(replica.number, engine=engine)
             elif change.block_size:
-                self._sets.store(replica.number, change.hashes, change.block_size)
+                self._sets.store(replica.number, change.hashes, change.block_size, engine=engine)
             else:
-                self._sets.remove(replica.number, change.hashes)
+                self._sets.remove(replica.number, change.hashes, engine=engine)
 
 
 def _name_of(address: str) -> str:
@@ -161,13 +167,26 @@ def _name_of(address: str) -> str:
     return url.shown + url.path
 
 
-def endpoints_of(url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable) -> Endpoints:
-    """Return where a replica publishes: its own places, else at its host and the usual ports."""
-    if own is not None:
-        return Endpoints(own.endpoint, own.replay_endpoint)
+def endpoints_of(
+    url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable
+) -> list[Endpoints]:
+    """Return where each engine of a replica publishes: at the replica's own places, else at its
+    host and the usual ports; further engines at the next ones."""
     host = f"[{url.host}]" if ":" in url.host else url.host
+    events = f"tcp://{host}:{table.port}"
     replay = f"tcp://{host}:{table.replay_port}" if table.replay_port else ""
-    return Endpoints(f"tcp://{host}:{table.port}", replay)
+    num_engines = table.data_parallel_size
+    if own is not None:
+        events, replay = own.endpoint, own.replay_endpoint
+        num_engines = own.data_parallel_size or num_engines
+    return [
+        Endpoints(
+            endpoint_of_engine(events, number),
+            endpoint_of_engine(replay, number) if replay else "",
+            is_checked=num_engines > 1,
+        )
+        for number in range(num_engines)
+    ]
 
 
 def given_ids(fields: dict[str, Any]) -> array[int] | None:
