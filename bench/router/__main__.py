@@ -4,6 +4,7 @@
     python -m bench.router --part hedging    first tokens with one slow replica of four
     python -m bench.router --part decision   a choice among 100 replicas of 1,000,000 known blocks
     python -m bench.router --part prefixes   hit rates and first tokens of shared prefixes by policy
+    python -m bench.router --part backlog    how long to stay with a warm cache, in virtual time
     python -m bench.router --part cascade    tokens saved at an equal score, with two real models
 
 Replicas are scripted processes that compute nothing, so that the router is what is measured.
@@ -30,6 +31,7 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.frontend.servers import REPOSITORY, Child, cpu_s_of
+from bench.router.backlog import backlog
 from bench.router.cascade import cascade
 from bench.router.clients import first_token_s
 from bench.router.decision import decision
@@ -37,7 +39,7 @@ from bench.router.prefixes import prefixes
 from bench.router.processes import Router
 from quire.bench.machine import machine_card
 
-PARTS = ("cost", "hedging", "decision", "prefixes", "cascade")
+PARTS = ("cost", "hedging", "decision", "prefixes", "backlog", "cascade")
 REPLICA = "bench.router.scripted_replica"
 LONG_TOKENS = 256
 # Of the requests of the slow replica; 2.5 % of all.
@@ -183,6 +185,7 @@ def main() -> None:
         "hedging": lambda rounds: hedging(rounds, seconds),
         "decision": decision,
         "prefixes": prefixes,
+        "backlog": backlog,
         "cascade": cascade,
     }
     for part in arguments.part or PARTS:

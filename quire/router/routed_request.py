@@ -167,6 +167,7 @@ class RoutedRequest:
             blocks=block_names(scope, prompt),
             session=self.session,
             tokens=self.prompt_tokens + self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
             hashes=self.block_hashes,
             block_size=self.block_size,
         )
