@@ -60,6 +60,8 @@ class CascadeTable(Table, frozen=True):
     """A name that is answered by a small model where it suffices.
 
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
+    classifier: a file of `quire cascade`; what it finds hard with more than hard_above goes to the
+    large model, but for a share to explore. outcomes: a file for judged answers of the small model.
     escalate: the reasons for which an answer of the small model is replaced. judge_streams: hold
     streams of the small model until they can be judged.
     """
@@ -69,6 +71,10 @@ class CascadeTable(Table, frozen=True):
     max_prompt_tokens: Count = 2000
     tools: Literal["small", "large"] = "large"
     large_patterns: tuple[Pattern, ...] = ()
+    classifier: str = ""
+    hard_above: Share = 0.5
+    explore: Share = 0.02
+    outcomes: str = ""
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
     min_mean_logprob: Annotated[float, Meta(ge=-100, le=0)] = -1.0
     judge_streams: bool = False

@@ -200,6 +200,11 @@ class RoutedRequest:
             self.used_prompt_tokens = cursor.prompt_tokens
 
     @property
+    def user_text(self) -> str:
+        """Return what the user wrote last; "" where the request has no text."""
+        return self.form.user_text(self.fields)
+
+    @property
     def session(self) -> str:
         """Return the client's key for affinity; "" without one."""
         key = self.fields.get("prompt_cache_key")
