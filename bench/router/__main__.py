@@ -35,10 +35,12 @@ from bench.router.backlog import backlog
 from bench.router.cascade import cascade
 from bench.router.clients import first_token_s
 from bench.router.decision import decision
-from bench.router.prefixes import prefixes
+from bench.router.prefixes import prefixes, with_times_of
 from bench.router.processes import Router
 from quire.bench.machine import machine_card
 
+# Parts without times: they may be measured beside other work, and keep the machine's description.
+TIMELESS = ("backlog", "cascade")
 PARTS = ("cost", "hedging", "decision", "prefixes", "backlog", "cascade")
 REPLICA = "bench.router.scripted_replica"
 LONG_TOKENS = 256
@@ -171,12 +173,23 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="cost, hedging: begin no stream after so long"
     )
+    parser.add_argument(
+        "--hits-only",
+        action="store_true",
+        help="prefixes: leave the times out, or as they were, on a machine with other work",
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/router.json")
     arguments = parser.parse_args()
     machine = machine_card()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if known.get("machine", {}).get("cpu") != machine["cpu"]:
         known = {}  # parts of a file are of one machine
+    parts = arguments.part or PARTS
+    times = [one for one in parts if one not in TIMELESS]
+    if arguments.hits_only:
+        times = [one for one in times if one != "prefixes"]
+    if known and not times:
+        machine = known["machine"]
     result: dict[str, Any] = {"bench": "router", "machine": machine, "quire": quire_state()}
     result |= {part: known[part] for part in PARTS if part in known}
     seconds = arguments.seconds
@@ -188,8 +201,11 @@ def main() -> None:
         "backlog": backlog,
         "cascade": cascade,
     }
-    for part in arguments.part or PARTS:
-        result[part] = measures[part](arguments.rounds)
+    for part in parts:
+        found = measures[part](arguments.rounds)
+        if part == "prefixes" and arguments.hits_only:
+            found = with_times_of(known.get(part, {}), found)
+        result[part] = found
         print(part, json.dumps(result[part]))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

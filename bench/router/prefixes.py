@@ -152,6 +152,19 @@ def prefixes(rounds: int) -> dict[str, Any]:
     return result
 
 
+def with_times_of(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return results with the times of an earlier run of the same trace, or none."""
+    kept = dict[str, Any]()
+    for name, row in found.items():
+        if isinstance(row, dict):
+            old = before.get(name)
+            old = old if isinstance(old, dict) else {}
+            hits = {key: value for key, value in row.items() if not key.startswith("ttft")}
+            row = {**{key: old[key] for key in row if key in old}, **hits}
+        kept[name] = row
+    return kept
+
+
 class _Replicas:
     """Simulated replicas with KV events at free ports."""
 

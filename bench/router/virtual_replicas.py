@@ -2,7 +2,7 @@
 
 Each computes one prompt at a time, in order of arrival, and its open answers beside it. Exchanges
 are those of the router's own HTTP client; only sockets are left out. What a replica has cached is
-known by its history, or exactly, as its KV events would tell it. Always holds: the same requests
+known by its history, or exactly, as its KV events would say it. Always holds: the same requests
 and settings give the same times and hits.
 """
 

@@ -1,4 +1,4 @@
-"""An event loop whose clock goes on only while nothing is ready.
+"""An event loop with a clock that goes on only while nothing is ready.
 
 A run of minutes takes seconds and is the same each time, on any machine, busy or not. Knows no
 router. Always holds: no time passes while anything can run.

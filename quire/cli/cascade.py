@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     examples, cascades = read_outcomes(arguments.outcomes, arguments.cascade)
     if len(cascades) > 1:
         raise SettingError(
-            f"the outcomes are of the cascades {', '.join(sorted(cascades))}, whose models differ; "
+            f"the outcomes are of the cascades {', '.join(sorted(cascades))}, of different models; "
             "choose one with --cascade"
         )
     found = report(examples, arguments.small_price)

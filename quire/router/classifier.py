@@ -30,7 +30,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 class ClassifierFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file. features: the version of prompt_features.py. weights: of the buckets beside them.
-    cascade: whose outcomes it was trained on; num_examples, num_hard: how many."""
+    cascade: that logged the outcomes it was trained on; num_examples, num_hard: how many."""
 
     format: Literal["quire-cascade-classifier"]
     features: int

@@ -43,8 +43,8 @@ _MIN_WEIGHT = 1e-3
 
 class Report(NamedTuple):
     """What the classifier does with held-out outcomes. auc: the share of pairs of a hard and an
-    easy request whose order it has right. log_loss, base_log_loss: of its probabilities, and of the
-    share of hard ones as the only probability. by_threshold: what a cascade would do."""
+    easy request that are in the right order. log_loss, base_log_loss: of its probabilities, and of
+    the share of hard ones as the only probability. by_threshold: what a cascade would do."""
 
     num_examples: int
     num_hard: int

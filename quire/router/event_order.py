@@ -36,7 +36,7 @@ _decode = msgspec.msgpack.Decoder().decode
 class EventOrder:
     """can_replay: whether missing batches can be asked for. engine: that the batches are of, by
     their data-parallel rank; None: any. num_gaps: that were found; num_invalid: batches that could
-    not be read, or were of another engine. other_engine: whose batch was the last of these."""
+    not be read, or were of another engine. other_engine: of the last of these."""
 
     def __init__(self, *, can_replay: bool, engine: int | None = None) -> None:
         self._can_replay = can_replay

@@ -31,7 +31,8 @@ from quire.router.route_file import KVEndpointsTable, KVEventsTable
 from quire.router.routed_request import RoutedRequest
 from quire.routing.block_sets import BlockSets
 
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+# /tokenize gives their prompts as the engine computes them.
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/completion")
 # Fields of a request that decide its prompt, as /tokenize takes them.
 TOKENIZE_FIELDS = (
     *("model", "prompt", "messages", "tools", "tool_choice", "reasoning_effort"),

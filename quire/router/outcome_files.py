@@ -53,7 +53,7 @@ def read_outcomes(
 ) -> tuple[list[Example], set[str]]:
     """Return the newest outcomes of files in order, and the cascades that logged them.
 
-    cascade: the only one whose outcomes are read; "": all. Raises SettingError.
+    cascade: its outcomes alone are read; "": those of all. Raises SettingError.
     """
     found: deque[Example] = deque(maxlen=max_examples)
     cascades: set[str] = set()

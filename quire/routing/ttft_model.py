@@ -108,7 +108,7 @@ def _add(
 
 
 def _solved(products: list[float], moments: list[float]) -> tuple[float, float, float]:
-    """Solve the equations, whose matrix is symmetric and, with the made-up rows, definite."""
+    """Solve the equations. Their matrix is symmetric and, with the made-up rows, definite."""
     a, b, c, d, e, f = products
     x, y, z = moments
     # Cholesky's factors.

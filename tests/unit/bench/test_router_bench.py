@@ -34,7 +34,7 @@ def test_percentiles_are_of_the_times_in_milliseconds() -> None:
 
 def test_a_measured_backlog_keeps_the_hits_and_waits_less_than_a_fixed_one() -> None:
     """In virtual time, so the numbers are the same on each machine: half of the sessions have one
-    prompt, whose replica they overload."""
+    prompt, and overload its replica."""
     ways: dict[str, dict[str, Any]] = {"measured": {"policy": "warm-cache"}}
     ways["8192"] = {"policy": "warm-cache", "backlog_tokens": 8192}
     rows = compared(LOADS["one hot prompt"], 40, ways)["ways"]

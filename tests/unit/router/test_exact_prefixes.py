@@ -303,6 +303,26 @@ def test_what_another_replica_publishes_at_the_next_port_is_not_an_engine_of_thi
         other.close()
 
 
+@pytest.mark.parametrize("body", [{"prompt": PROMPT}, {"prompt": "Hello"}])
+def test_a_prompt_of_llama_cpps_form_is_looked_up(
+    published: Published, body: dict[str, Any]
+) -> None:
+    second = published.replicas[1]
+    for one in published.replicas:
+        one.answer = lambda method, path, fields: (
+            (200, json.dumps({"tokens": PROMPT}).encode()) if path == "/tokenize" else None
+        )
+    published.publishers[1].put(stored(HASHES))
+
+    async def story(router: Router) -> None:
+        await published.until(1, len(HASHES))
+        for turn in range(3):
+            assert (await router.post("/completion", {**body, "n_predict": turn + 1}))[0] == 200
+
+    published.run(story)
+    assert [one["n_predict"] for one in second.requests if "n_predict" in one] == [1, 2, 3]
+
+
 def test_where_replicas_publish() -> None:
     table, own = KVEventsTable(), KVEndpointsTable(endpoint="tcp://b:7")
     assert endpoints_of(server_url("http://a:1"), own, table) == [Endpoints("tcp://b:7")]
