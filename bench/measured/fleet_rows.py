@@ -11,7 +11,6 @@ from typing import Any
 _CASCADES = {
     "by_min_mean_logprob": "by the judge",
     "by_max_prompt_tokens": "by a rule of length, as for streams",
-    "by_max_prompt_tokens_judged": "by that rule and the judge",
     "by_hard_above": "by a classifier, as for streams",
     "by_hard_above_judged": "by the classifier and the judge",
 }

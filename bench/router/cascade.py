@@ -1,14 +1,15 @@
-"""What a cascade saves at an equal score: the next word of stories, by two real models.
+"""What a cascade saves at an equal score: the next word of texts, by two real models.
 
-The task: the beginning of a story, and the word that comes next. Each model answers alone; then a
-router with a cascade answers at several thresholds of the mean log-probability. Tokens are those of
-prompt and output that each model took, by the router's own counters. An equal score is that of the
-large model alone or more. The models are small, and so is what they know: the numbers say how well
-confidence finds the answers of the small model that need no second one.
+The task: the beginning of a text, and the word that comes next. Half are stories, which the models
+were trained on, and half are of an encyclopedia, of which neither knows much. Each model answers
+alone; then a router with a cascade answers at several thresholds of the mean log-probability.
+Tokens are those of prompt and output that each model took, by the router's own counters. An equal
+score is that of the large model alone or more. The models are small, and so is what they know: the
+numbers say how well confidence finds the answers of the small model that need no second one.
 
 Beside it what needs no answer first, as for streams: a rule (prompts longer than a bound go to the
-large model) and a classifier, trained on tasks of other stories, where hard means that the large
-model is right and the small one is not. Both are also shown before the judge.
+large model) and a classifier, trained on tasks of other texts, where hard means that the large
+model is right and the small one is not. The classifier is also shown before the judge.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import http.client
 import json
 import random
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,9 +31,10 @@ from quire.router.outcome_files import read_outcomes
 
 LARGE, SMALL = "stories260K", "llama2xs"
 STORIES = "text/tinystories_1000.json"
+OTHERS = ("text/wikitext2-test.txt", "text/wikitext2-valid.txt")
 THRESHOLDS = (-0.1, -0.2, -0.3, -0.5, -0.75, -1.0, -1.5)
-PROMPT_TOKENS = (20, 30, 40, 50, 60, 70)
-HARD_ABOVE = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
+PROMPT_TOKENS = (20, 40, 60, 80)
+HARD_ABOVE = (0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2)
 # Of the judge behind a rule or a classifier.
 JUDGED_AT = -0.75
 # Tasks to learn from for each task that is measured.
@@ -46,12 +47,14 @@ _COUNTED = re.compile(
 
 
 def tasks(count: int, part: int = 0) -> list[tuple[str, str]]:
-    """Return beginnings of stories, each with its next word. part: of the stories, 0 or 1."""
+    """Return beginnings of texts, each with its next word. part: of the texts, 0 or 1."""
     drawn, found = random.Random(11 + part), list[tuple[str, str]]()
     stories = json.loads(outside(STORIES).read_text())[part::2]
-    texts = [one if isinstance(one, str) else one["story"] for one in stories]
+    texts = [[one if isinstance(one, str) else one["story"] for one in stories]]
+    lines = outside(OTHERS[part]).read_text(encoding="utf-8").splitlines()
+    texts.append([one.strip() for one in lines if len(one.split()) > 60])
     while len(found) < count:
-        words = drawn.choice(texts).split()
+        words = drawn.choice(texts[len(found) % 2]).split()
         at = drawn.randrange(6, 60)
         if at < len(words) and (word := _plain(words[at])):
             found.append((" ".join(words[:at]), word))
@@ -75,23 +78,17 @@ def cascade(rounds: int) -> dict[str, Any]:
             f"{threshold:g}": _row(urls, asked, f"min-mean-logprob = {threshold}\n")
             for threshold in THRESHOLDS
         }
-        ways: dict[str, tuple[str, Sequence[float]]] = {
-            "by_max_prompt_tokens": ("max-prompt-tokens = {}\n", PROMPT_TOKENS),
-            "by_hard_above": (
-                f'classifier = "{file}"\nexplore = 0.0\nhard-above = {{}}\n',
-                HARD_ABOVE,
-            ),
+        guessed = f'classifier = "{file}"\nexplore = 0.0\nhard-above = {{}}\n'
+        ways = {
+            "by_max_prompt_tokens": ("max-prompt-tokens = {}\nescalate = []\n", PROMPT_TOKENS),
+            "by_hard_above": (f"{guessed}escalate = []\n", HARD_ABOVE),
+            "by_hard_above_judged": (f"{guessed}min-mean-logprob = {JUDGED_AT}\n", HARD_ABOVE),
         }
         found: dict[str, dict[str, Any]] = {"by_min_mean_logprob": steps}
-        for name, (setting, values) in ways.items():
-            for judge, text in (
-                ("", "escalate = []\n"),
-                ("_judged", f"min-mean-logprob = {JUDGED_AT}\n"),
-            ):
-                found[name + judge] = {
-                    f"{value:g}": _row(urls, asked, setting.format(value) + text)
-                    for value in values
-                }
+        for name, (settings, values) in ways.items():
+            found[name] = {
+                f"{value:g}": _row(urls, asked, settings.format(value)) for value in values
+            }
     saved = {name: _saved(steps, rows["large"]) for name, steps in found.items()}
     return {
         "models": {"large": LARGE, "small": SMALL},

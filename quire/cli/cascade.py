@@ -88,6 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
             "price: of a request, where an answer of the large model is 1 and one of the small "
             f"model {found.small_price:g}; least at hard-above = {1 - found.small_price:g} where "
             "the probabilities are right",
+            *(
+                ["the outcomes say no more than the share of hard ones: do without a classifier"]
+                if found.log_loss > 0.98 * found.base_log_loss
+                else []
+            ),
             *([f"written: {arguments.out}"] if arguments.out else []),
         ]
     )

@@ -1,7 +1,8 @@
 """Train a classifier from outcomes, and report what it would save.
 
-Logistic regression by AdaGrad in plain Python, with a Gaussian prior for the weights. A fifth of
-the outcomes, chosen by their features so that equal requests are on one side, is held out: the
+Logistic regression by AdaGrad in plain Python, with a Gaussian prior for the weights. How wide that
+is, down to weights of 0, is chosen by outcomes that are left out of the fit. A fifth of the
+outcomes, chosen by their features so that equal requests are on one side, is held out: the
 report is of these, by a model that has not seen them; the file is of a model trained on all. Always
 holds: the same outcomes in the same order give the same file.
 """
@@ -34,10 +35,12 @@ THRESHOLDS = tuple(at / 10 for at in range(1, 11))
 _HELD_OUT = 5  # one in so many
 # Variances of the prior: the values of words are small, since they are scaled.
 _WORD_VARIANCE, _FACT_VARIANCE = 25.0, 1.0
+# Shares of these, from which the one is taken that predicts best; 0: nothing can be learned.
+_PRIORS = (0.0, 0.01, 0.1, 1.0)
 _RATE = 0.5
-_MAX_PASSES, _MIN_PASSES = 20, 3
-# Updates of weights in all, so that training ends in about a minute.
-_MAX_UPDATES = 60_000_000
+_MAX_PASSES, _MIN_PASSES = 12, 3
+# Updates of weights of one fit, so that training ends in some minutes.
+_MAX_UPDATES = 30_000_000
 _MIN_WEIGHT = 1e-3
 
 
@@ -118,13 +121,27 @@ def file_bytes(file: ClassifierFile) -> bytes:
     return msgspec.json.format(msgspec.json.encode(file), indent=0) + b"\n"
 
 
-def _is_held_out(example: Example) -> bool:
+def _is_held_out(example: Example, *, within: int = 1) -> bool:
     # Words as text, so that the division does not depend on the byte order.
-    return crc32(repr(example.features.words).encode()) % _HELD_OUT == 0
+    return crc32(repr(example.features.words).encode()) // within % _HELD_OUT == 0
 
 
 def _fitted(examples: Sequence[Example]) -> tuple[float, dict[int, float]]:
-    """Return bias and weights."""
+    """Return bias and weights, with the prior that predicts best what is left out."""
+    learned = [one for one in examples if not _is_held_out(one, within=_HELD_OUT)]
+    left_out = [one for one in examples if _is_held_out(one, within=_HELD_OUT)]
+
+    def loss(prior: float) -> float:
+        model = Classifier(*_fitted_with(learned, prior))
+        return _log_loss([(model.probability(one.features), one.is_hard) for one in left_out])
+
+    both = {one.is_hard for one in learned}
+    best = min(_PRIORS, key=loss) if left_out and len(both) == 2 else _PRIORS[0]
+    return _fitted_with(examples, best)
+
+
+def _fitted_with(examples: Sequence[Example], prior: float) -> tuple[float, dict[int, float]]:
+    """Return bias and weights. prior: as a share of the variances."""
     rows = [
         ([*one.features.words, *one.features.facts], len(one.features.words),
          word_scale(one.features), one.is_hard)
@@ -138,6 +155,8 @@ def _fitted(examples: Sequence[Example]) -> tuple[float, dict[int, float]]:
     passes = min(max(_MAX_UPDATES // max(total, 1), _MIN_PASSES), _MAX_PASSES)
     num_hard = sum(row[3] for row in rows)
     bias = math.log(num_hard / (len(rows) - num_hard))
+    if not prior:
+        return bias, {}
     weights, squares = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 1e-8)
     bias_squares, order, drawn = 1e-8, list(range(len(rows))), Random(0)
     for _ in range(passes):
@@ -153,7 +172,7 @@ def _fitted(examples: Sequence[Example]) -> tuple[float, dict[int, float]]:
                 is_word = place < num_words
                 value, variance = (scale, _WORD_VARIANCE) if is_word else (1.0, _FACT_VARIANCE)
                 weight = weights[bucket]
-                slope = error * value + weight / (variance * counts[bucket])
+                slope = error * value + weight / (prior * variance * counts[bucket])
                 squares[bucket] += slope * slope
                 weights[bucket] = weight - _RATE * slope / math.sqrt(squares[bucket])
     return bias, weights

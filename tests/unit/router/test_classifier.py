@@ -122,9 +122,9 @@ def test_other_files_are_refused_with_what_to_do(
 
 
 def test_what_is_learned_orders_requests_that_were_not_seen() -> None:
-    examples = outcomes(600)
+    examples = outcomes(300)
     found = report(examples, 0.5)
-    assert found.num_held_out in range(80, 160)
+    assert found.num_held_out in range(40, 80)
     assert found.auc > 0.8, "of at most 0.9, with one label of ten wrong"
     assert found.log_loss < 0.8 * found.base_log_loss
     at = {row["hard_above"]: row for row in found.by_threshold}
@@ -133,14 +133,22 @@ def test_what_is_learned_orders_requests_that_were_not_seen() -> None:
     assert at[0.1]["large_at_once"] >= at[0.5]["large_at_once"] >= at[0.9]["large_at_once"]
 
 
-def test_noise_teaches_nothing_and_claims_nothing() -> None:
-    found = report(outcomes(400, noise=0.5), 0.1)
-    assert 0.3 < found.auc < 0.7
-    assert found.log_loss < 1.25 * found.base_log_loss
+def test_noise_teaches_nothing_and_claims_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = outcomes(160, noise=0.5)
+    found = report(examples, 0.1)
+    assert 0.2 < found.auc < 0.8
+    assert found.log_loss < 1.05 * found.base_log_loss
+    log = OutcomeLog(str(tmp_path / "o"))
+    for one in examples:
+        log.note("auto", one.features, "length" if one.is_hard else "")
+    assert main(["cascade", str(tmp_path / "o")]) == 0
+    assert "do without a classifier" in capsys.readouterr().out
 
 
 def test_the_same_outcomes_give_the_same_file(tmp_path: Path) -> None:
-    written = [file_bytes(train(outcomes(200), "auto")) for _ in range(2)]
+    written = [file_bytes(train(outcomes(160), "auto")) for _ in range(2)]
     assert written[0] == written[1]
     (path := tmp_path / "hard.json").write_bytes(written[0])
     found, drawn = read_classifier(str(path)), Random(77)
@@ -177,16 +185,17 @@ def test_the_command_writes_what_a_router_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log, out = tmp_path / "outcomes.jsonl", tmp_path / "hard.json"
-    log_of(log, 200)
+    log_of(log, 120)
     with log.open("a") as file:
         file.write('{"features": 1, "casc')  # written when the router was killed
     assert main(["cascade", str(log), "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    assert "200 outcomes" in shown
+    assert "120 outcomes" in shown
+    assert "do without" not in shown
     assert f"written: {out}" in shown
     assert read_classifier(str(out)).probability(Features([], [])) < 1
     assert main(["cascade", str(log), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_examples"] == 200
+    assert json.loads(capsys.readouterr().out)["num_examples"] == 120
 
 
 @each_case(
@@ -226,12 +235,12 @@ def test_own_outcomes_are_read_and_the_newest_are_kept(tmp_path: Path) -> None:
 def test_outcomes_of_several_cascades_are_not_mixed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log_of(path := tmp_path / "o", 150)
-    log_of(path, 150, "other")
+    log_of(path := tmp_path / "o", 120)
+    log_of(path, 120, "other")
     assert main(["cascade", str(path)]) == 2
     assert "auto, other" in capsys.readouterr().err
     assert main(["cascade", str(path), "--cascade", "other"]) == 0
-    assert "150 outcomes" in capsys.readouterr().out
+    assert "120 outcomes" in capsys.readouterr().out
     assert main(["cascade", str(path), "--small-price", "1"]) == 2
 
 
