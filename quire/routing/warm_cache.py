@@ -44,6 +44,7 @@ class WarmCache:
         self._backlog_tokens = backlog_tokens
         self._others = LeastTokens()
         self._models: dict[int, TTFTModel] = {}
+        self._learned: dict[int, TTFTCosts] = {}  # of those that have had enough first tokens
         self._model_of_all = TTFTModel()
         self.matched_blocks_total = 0
         self.blocks_total = 0
@@ -81,22 +82,17 @@ class WarmCache:
         least = min(one.expected_tokens for one in replicas)
         if warm.expected_tokens - least > DEFAULT_BACKLOG_TOKENS:
             return replicas
-        most = matched[warm.number]
+        learned, prompt = self._learned, key.prompt_tokens
+        most = min(matched[warm.number], prompt)
 
         def cost_s(replica: Replica) -> float:
-            own, have = self._costs_of(replica, costs), matched[replica.number]
-            new = max(key.prompt_tokens - have, 0)
-            copied = min(most, key.prompt_tokens) - min(have, key.prompt_tokens)
-            displaced_s = DISPLACED * copied * own.per_new_token
-            return own.seconds(new, replica.queued_tokens) + displaced_s
+            own = learned.get(replica.number, costs)
+            have = min(matched[replica.number], most)
+            new = prompt - have + DISPLACED * (most - have)
+            return own.seconds(new, replica.queued_tokens)
 
         warm_s = cost_s(warm)
         return [one for one in replicas if matched[one.number] < most and cost_s(one) < warm_s]
-
-    def _costs_of(self, replica: Replica, of_all: TTFTCosts) -> TTFTCosts:
-        """Return what was learned of a replica, else of all together."""
-        model = self._models.get(replica.number)
-        return of_all if model is None else model.costs or of_all
 
     def _matched_tokens(self, numbers: Collection[int], key: RouteKey) -> dict[int, int]:
         """Return how much of the prompt each replica has, by its number."""
@@ -138,6 +134,8 @@ class WarmCache:
             model = self._models[replica.number] = TTFTModel()
         for one in (model, self._model_of_all):
             one.note(new_tokens, queued_tokens, seconds)
+        if (costs := model.costs) is not None:
+            self._learned[replica.number] = costs
 
     def counts(self) -> Sequence[PolicyCount]:
         """Return the blocks of prompts, and those that their replicas had, by the history; and
@@ -171,5 +169,6 @@ class WarmCache:
         """Its cache is empty."""
         self._history.forget(replica.number)
         self._models.pop(replica.number, None)
+        self._learned.pop(replica.number, None)
         if self.sets is not None:
             self.sets.forget(replica.number)
