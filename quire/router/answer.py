@@ -447,6 +447,8 @@ class Answer:
     def _attempt(self, replica: Replica) -> Attempt:
         found = Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
         self._fleet.weigh(replica, self._key, found.load)
+        if self._request.transfer is not None:  # its prompt is computed
+            found.load.new_tokens = 0
         return found
 
     async def _successor(self) -> Replica | None:

@@ -125,14 +125,19 @@ class ApiForm:
 
 
 def _text_in(given: Any) -> str:
-    """Return the text of a prompt, of the parts of a content, or of the newest user message."""
+    """Return the text of a prompt, or of the newest user message with any."""
+    if isinstance(given, list) and any(isinstance(one, dict) and "role" in one for one in given):
+        of_user = (one.get("content") for one in reversed(given) if _is_of_user(one))
+        return next((text for content in of_user if (text := _text_of(content))), "")
+    return _text_of(given)
+
+
+def _text_of(given: Any) -> str:
+    """Return a text, or those of the parts of a content."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
         return ""
-    if any(isinstance(one, dict) and "role" in one for one in given):
-        of_user = (one.get("content") for one in reversed(given) if _is_of_user(one))
-        return next((text for content in of_user if (text := _text_in(content))), "")
     parts = [one.get("text") if isinstance(one, dict) else one for one in given]
     return "\n".join(one for one in parts if isinstance(one, str))
 

@@ -27,6 +27,8 @@ _HASHES_AT_ONCE = 1000
 _MAX_WAITING = 64
 _MAX_FRAME_BYTES = 16 << 20
 _HIGH_WATER = 100_000
+# Two for each engine.
+_MAX_SOCKETS = 16_384
 # So often replicas are asked whether their last events were lost.
 _CHECK_S = 5.0
 _END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")
@@ -72,6 +74,7 @@ class EventFeed:
         self._log = log
         self._room = threading.BoundedSemaphore(_MAX_WAITING)
         self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._orders: queue.SimpleQueue[tuple[EngineName, Endpoints | None]] = queue.SimpleQueue()
         self._publishers: dict[EngineName, _Publisher] = {}
         self._is_ending = False

@@ -123,7 +123,8 @@ class Fleet:
 
     def began(self, replica: Replica, load: Load, seconds: float) -> None:
         """Let the policy learn from a first token, before it is counted as output."""
-        self.policy.began(replica, load.new_tokens, load.ahead_tokens, seconds)
+        if self.replicas.get(replica.name) is replica:  # else its number is another's
+            self.policy.began(replica, load.new_tokens, load.ahead_tokens, seconds)
 
     def equals(self, replica: Replica) -> list[Replica]:
         """Return the others that take requests and give the same answers."""

@@ -59,6 +59,7 @@ def _text(text: str) -> dict[str, Any]:
         ("/completion", {"prompt": ["a", 5, "b"]}, "a\nb"),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "a"),
         ("/v1/chat/completions", {"messages": 7}, ""),
+        ("/v1/chat/completions", {"messages": [_said("user", [_said("user", "a")])]}, ""),
         ("/v1/chat/completions", {"messages": [_said("user", {"text": 7})]}, ""),
     ],
 )
