@@ -204,7 +204,7 @@ def main() -> None:
     for part in parts:
         found = measures[part](arguments.rounds)
         if part == "prefixes" and arguments.hits_only:
-            found = with_times_of(known.get(part, {}), found)
+            found = with_times_of(known.get(part, {}), found, known.get("quire", ""))
         result[part] = found
         print(part, json.dumps(result[part]))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

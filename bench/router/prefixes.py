@@ -152,9 +152,10 @@ def prefixes(rounds: int) -> dict[str, Any]:
     return result
 
 
-def with_times_of(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return results with the times of an earlier run of the same trace, or none."""
-    kept = dict[str, Any]()
+def with_times_of(before: dict[str, Any], found: dict[str, Any], run: str) -> dict[str, Any]:
+    """Return results with the times of an earlier run of the same trace, or none. run: of that, by
+    its commit."""
+    kept = {"times_of_run": before.get("times_of_run", run)}
     for name, row in found.items():
         if isinstance(row, dict):
             old = before.get(name)

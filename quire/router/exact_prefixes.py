@@ -29,16 +29,9 @@ from quire.router.http_client import ConnectionPool
 from quire.router.replica import Replica
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
 from quire.router.routed_request import RoutedRequest
+from quire.router.tokenize_fields import is_tokenized, tokenize_fields
 from quire.routing.block_sets import BlockSets
 
-# /tokenize gives their prompts as the engine computes them.
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/completion")
-# Fields of a request that decide its prompt, as /tokenize takes them.
-TOKENIZE_FIELDS = (
-    *("model", "prompt", "messages", "tools", "tool_choice", "reasoning_effort"),
-    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
-    *("documents", "add_special_tokens"),
-)
 # Fields with which the prompt is another one, or its blocks are not published.
 _NOT_LOOKED_UP = ("cache_salt", "truncate_prompt_tokens", "suffix")
 _FORWARDED = (*any_key_headers(), b"host", b"origin", b"x-forwarded-for")
@@ -84,7 +77,7 @@ class ExactPrefixes:
     async def look_up(self, request: RoutedRequest) -> None:
         """Set the block hashes of a request with a prompt that may be cached somewhere."""
         size = self._sets.block_size
-        if not size or request.path not in _PATHS or not self._is_worth_it(request):
+        if not size or not is_tokenized(request.path) or not self._is_worth_it(request):
             return
         token_ids = given_ids(request.fields)
         if token_ids is None:
@@ -109,10 +102,10 @@ class ExactPrefixes:
             for one in fleet.replicas.values()
             if one.is_available(now_s) and one.serves(request.model)
         ]
-        if not able or not isinstance(request.fields.get("prompt", ""), str):
+        fields = tokenize_fields(request.path, request.fields)
+        if not able or fields is None:
             return None
         replica = min(able, key=lambda one: len(one.loads))
-        fields = {name: request.fields[name] for name in TOKENIZE_FIELDS if name in request.fields}
         headers = [header for header in request.headers if header[0] in _FORWARDED]
         headers.append((b"content-type", b"application/json"))
         try:

@@ -23,9 +23,10 @@ from quire.engine.kv_events.publisher import KVEventPublisher
 from quire.router.block_hashes import block_hashes
 from quire.router.event_feed import Endpoints
 from quire.router.event_order import EventOrder
-from quire.router.exact_prefixes import TOKENIZE_FIELDS, ExactPrefixes, endpoints_of, given_ids
+from quire.router.exact_prefixes import ExactPrefixes, endpoints_of, given_ids
 from quire.router.features import Features
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
+from quire.router.tokenize_fields import TOKENIZE_FIELDS
 from quire.routing.block_sets import BlockSets
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
