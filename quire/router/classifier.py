@@ -80,7 +80,7 @@ def read_classifier(path: str) -> Classifier:
         found = msgspec.json.decode(raw, type=ClassifierFile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise _wrong(path, f"is none: {why}") from error
+        raise _wrong(path, f"is no file of weights: {why}") from error
     if found.features != VERSION:
         raise _wrong(
             path, f"is of version {found.features} of the features, and these are {VERSION}"

@@ -23,6 +23,9 @@ _TOKENS_PER_BLOCK = BLOCK_BYTES // 4
 # Until first tokens are known, and of expected output at any time: so many open tokens more than
 # the least loaded replica are too many.
 DEFAULT_BACKLOG_TOKENS = 8192
+# So many more open tokens of any kind are too many, or so many prompts of the request's length:
+# what a replica is believed to have cached, and so not to compute, may be wrong.
+MAX_OPEN_TOKENS, MAX_OPEN_PROMPTS = 131_072, 32
 # What a copy of a prefix costs beside its computation, as a multiple of that: caches are full, so
 # that it displaces as many tokens, which are to be computed again.
 DISPLACED = 1.0
@@ -80,7 +83,12 @@ class WarmCache:
             least = min(one.backlog_tokens for one in replicas)
             return replicas if warm.backlog_tokens - least > allowed else ()
         least = min(one.expected_tokens for one in replicas)
-        if warm.expected_tokens - least > DEFAULT_BACKLOG_TOKENS:
+        open_ = min(one.backlog_tokens for one in replicas)
+        if (
+            warm.expected_tokens - least > DEFAULT_BACKLOG_TOKENS
+            or warm.backlog_tokens - open_
+            > max(MAX_OPEN_TOKENS, MAX_OPEN_PROMPTS * key.prompt_tokens)
+        ):
             return replicas
         learned, prompt = self._learned, key.prompt_tokens
         most = min(matched[warm.number], prompt)

@@ -88,9 +88,9 @@ def test_a_file_gives_the_probability_of_its_weights(tmp_path: Path) -> None:
 @each_case(
     ("raw", "message"),
     [
-        (b"", "is none"),
-        (b"\x80\x04pickle", "is none"),
-        (b"[" * 100_000, "is none"),
+        (b"", "is no file of weights"),
+        (b"\x80\x04pickle", "is no file of weights"),
+        (b"[" * 100_000, "is no file of weights"),
         (json.dumps(given(format="x")), "Invalid enum value"),
         (json.dumps(given(features=2)), "is of version 2 of the features"),
         (json.dumps(given(buckets=[1])), "1 buckets and 2 weights"),
@@ -100,8 +100,8 @@ def test_a_file_gives_the_probability_of_its_weights(tmp_path: Path) -> None:
         (json.dumps(given(weights=[1e9, 0])), "Expected `float` <= 1000"),
         (json.dumps(given(weights=["a", 0])), "Expected `float`, got `str`"),
         (json.dumps(given(bias=None)), "Expected `float`, got `null`"),
-        (json.dumps(given()).replace("0.25", "NaN"), "is none"),
-        (json.dumps(given()).replace("0.25", "1e999"), "is none"),
+        (json.dumps(given()).replace("0.25", "NaN"), "is no file of weights"),
+        (json.dumps(given()).replace("0.25", "1e999"), "is no file of weights"),
         (json.dumps(given(code="import os")), "unknown field `code`"),
         (b" " * ((8 << 20) + 1), "has more than"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from quire.routing.policy import RouteKey
 from quire.routing.power_of_two import PowerOfTwo
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
 from quire.routing.ttft_model import MIN_SAMPLES
-from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS, WarmCache
+from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS, MAX_OPEN_TOKENS, WarmCache
 from tests.repository.source_files import ROOT
 from tests.unit.router.made_replicas import key_of, made_replicas, open_load
 
@@ -139,18 +140,38 @@ def test_a_warm_replica_is_kept_while_its_queue_costs_less_than_a_copy(
     assert all(one.queued_tokens == one.expected_tokens == 0 for one in replicas)
 
 
-def test_cached_prompts_and_answers_are_no_queue_but_answers_are_bounded() -> None:
+def cached(replica: Replica, answer: int) -> Load:
+    """Open a request with a prompt that is believed to be cached."""
+    load = open_load(replica, 0)
+    replica.end(load)
+    load.tokens, load.prompt_tokens = LONG.prompt_tokens + answer, LONG.prompt_tokens
+    replica.begin(load)
+    return load
+
+
+def test_cached_prompts_are_no_queue_but_answers_are_bounded() -> None:
     policy, replicas = measured_policy(1.0, 1.0), made_replicas(2)
     policy.sent(replicas[0], LONG)
-    for _ in range(80):  # prompts of 168,000 tokens that the replica has, and 8,000 of answers
-        load = open_load(replicas[0], 0)
-        replicas[0].end(load)
-        load.tokens, load.prompt_tokens = LONG.prompt_tokens + 100, LONG.prompt_tokens
-        replicas[0].begin(load)
+    for _ in range(40):
+        cached(replicas[0], 200)
     assert replicas[0].expected_tokens == 8000
     assert policy.choose(replicas, LONG) is replicas[0]
     open_load(replicas[0], DEFAULT_BACKLOG_TOKENS - 8000 + 1)
     assert policy.choose(replicas, LONG) is replicas[1]
+
+
+def test_prompts_that_are_only_believed_to_be_cached_are_bounded() -> None:
+    """As of a false publisher, or of a replica that has evicted them."""
+    policy, replicas = measured_policy(1.0, 1.0), made_replicas(2)
+    policy.sent(replicas[0], LONG)
+    most = MAX_OPEN_TOKENS // LONG.prompt_tokens
+    for _ in range(most):
+        cached(replicas[0], 0)
+        assert policy.choose(replicas, LONG) is replicas[0]
+    cached(replicas[0], 0)
+    assert policy.choose(replicas, LONG) is replicas[1]
+    longer = replace(LONG, prompt_tokens=4 * LONG.prompt_tokens)
+    assert policy.choose(replicas, longer) is replicas[0], "so many prompts of this length"
 
 
 def test_the_usual_backlog_holds_until_first_tokens_are_seen_and_after_the_replica_left() -> None:
