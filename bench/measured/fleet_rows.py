@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+_CASCADES = {
+    "by_min_mean_logprob": "by the judge",
+    "by_max_prompt_tokens": "by a rule of length, as for streams",
+    "by_hard_above": "by a classifier, as for streams",
+    "by_hard_above_judged": "by the classifier and the judge",
+}
+
 
 def router_rows(result: dict[str, Any]) -> list[str]:
     """Return the router's own cost, its decisions, hedging, hits by policy, and the cascade."""
@@ -37,16 +44,40 @@ def router_rows(result: dict[str, Any]) -> list[str]:
         for name, one in prefixes.items():
             if isinstance(one, dict):
                 goal = "95 %" if name.startswith("warm-cache") else ""
+                ttft_ms = one.get("ttft_mean_ms")
                 rows += [
                     f"| shared prefixes over {prefixes['replicas']} simulated replicas, {name}: "
-                    f"hits of an oracle's; mean time to first token "
-                    f"| {100 * one['of_oracle']:.1f} %; {one['ttft_mean_ms']:.0f} ms | {goal} |"
+                    f"hits of an oracle's{'' if ttft_ms is None else '; mean time to first token'} "
+                    f"| {100 * one['of_oracle']:.1f} %"
+                    f"{'' if ttft_ms is None else f'; {ttft_ms:.0f} ms'} | {goal} |"
                 ]
+    if backlog := result.get("backlog"):
+        rows += _backlog_rows(backlog)
     if cascade := result.get("cascade"):
-        models, saved = cascade["models"], cascade["large_tokens_saved_at_equal_score"]
+        rows += _cascade_rows(cascade)
+    return rows
+
+
+def _backlog_rows(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for load, found in result["loads"].items():
+        for name, one in found["ways"].items():
+            goal = "95 %" if name == "warm-cache, measured" else ""
+            rows += [
+                f"| the same in virtual time, {load}, {name}: hits of an oracle's; time to first "
+                f"token, mean and p95 | {100 * one['of_oracle']:.1f} %; "
+                f"{one['ttft_mean_ms']:.0f} ms, {one['ttft_p95_ms']:.0f} ms | {goal} |"
+            ]
+    return rows
+
+
+def _cascade_rows(result: dict[str, Any]) -> list[str]:
+    models, rows = result["models"], []
+    for name, saved in result["saved_at_equal_score"].items():
+        shown = "none" if saved is None else f"{100 * saved:.1f} %"
         rows += [
-            f"| cascade from {models['small']} to {models['large']}: tokens of the large model "
-            f"saved at an equal score, {cascade['tasks']} tasks | {100 * saved:.1f} % | |"
+            f"| cascade from {models['small']} to {models['large']} {_CASCADES[name]}: tokens of "
+            f"the large model saved at an equal score, {result['tasks']} tasks | {shown} | |"
         ]
     return rows
 

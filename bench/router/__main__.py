@@ -4,6 +4,7 @@
     python -m bench.router --part hedging    first tokens with one slow replica of four
     python -m bench.router --part decision   a choice among 100 replicas of 1,000,000 known blocks
     python -m bench.router --part prefixes   hit rates and first tokens of shared prefixes by policy
+    python -m bench.router --part backlog    how long to stay with a warm cache, in virtual time
     python -m bench.router --part cascade    tokens saved at an equal score, with two real models
 
 Replicas are scripted processes that compute nothing, so that the router is what is measured.
@@ -30,14 +31,17 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.frontend.servers import REPOSITORY, Child, cpu_s_of
+from bench.router.backlog import backlog
 from bench.router.cascade import cascade
 from bench.router.clients import first_token_s
 from bench.router.decision import decision
-from bench.router.prefixes import prefixes
+from bench.router.prefixes import prefixes, with_times_of
 from bench.router.processes import Router
 from quire.bench.machine import machine_card
 
-PARTS = ("cost", "hedging", "decision", "prefixes", "cascade")
+# Parts without times: they may be measured beside other work, and keep the machine's description.
+TIMELESS = ("backlog", "cascade")
+PARTS = ("cost", "hedging", "decision", "prefixes", "backlog", "cascade")
 REPLICA = "bench.router.scripted_replica"
 LONG_TOKENS = 256
 # Of the requests of the slow replica; 2.5 % of all.
@@ -169,12 +173,23 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="cost, hedging: begin no stream after so long"
     )
+    parser.add_argument(
+        "--hits-only",
+        action="store_true",
+        help="prefixes: leave the times out, or as they were, on a machine with other work",
+    )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/router.json")
     arguments = parser.parse_args()
     machine = machine_card()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     if known.get("machine", {}).get("cpu") != machine["cpu"]:
         known = {}  # parts of a file are of one machine
+    parts = arguments.part or PARTS
+    times = [one for one in parts if one not in TIMELESS]
+    if arguments.hits_only:
+        times = [one for one in times if one != "prefixes"]
+    if known and not times:
+        machine = known["machine"]
     result: dict[str, Any] = {"bench": "router", "machine": machine, "quire": quire_state()}
     result |= {part: known[part] for part in PARTS if part in known}
     seconds = arguments.seconds
@@ -183,10 +198,14 @@ def main() -> None:
         "hedging": lambda rounds: hedging(rounds, seconds),
         "decision": decision,
         "prefixes": prefixes,
+        "backlog": backlog,
         "cascade": cascade,
     }
-    for part in arguments.part or PARTS:
-        result[part] = measures[part](arguments.rounds)
+    for part in parts:
+        found = measures[part](arguments.rounds)
+        if part == "prefixes" and arguments.hits_only:
+            found = with_times_of(known.get(part, {}), found, known.get("quire", ""))
+        result[part] = found
         print(part, json.dumps(result[part]))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -2,7 +2,7 @@
 
 Each replica has as many blocks as it may; their hashes are drawn once and copied, since only the
 size of the tables matters, and beginnings of the prompts are added to each. A decision hashes the
-prompt, chooses by the default policy, and notes what was chosen.
+prompt, chooses by the default policy, notes what was chosen, and learns from its first token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from quire.router.block_hashes import block_hashes
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import PrefixHistory, block_names
+from quire.routing.ttft_model import MIN_SAMPLES
 from quire.routing.warm_cache import WarmCache
 
 NUM_REPLICAS, NUM_BLOCKS = 100, 1_000_000
@@ -30,6 +31,8 @@ NUM_PROMPTS = 64
 class _Replica:
     number: int
     backlog_tokens: int = 0
+    queued_tokens: int = 0
+    expected_tokens: int = 0
     loads: list[Any] = field(default_factory=list)
 
     @property
@@ -55,21 +58,28 @@ def decision(rounds: int) -> dict[str, Any]:
             hashes = block_hashes(prompt, BLOCK_SIZE)
             sets.store(number, hashes[: drawn.randrange(1, len(hashes) + 1)], BLOCK_SIZE)
     replicas = [_Replica(number) for number in range(NUM_REPLICAS)]
-    policy = WarmCache(PrefixHistory(65_536), 8192, sets)
+    policy = WarmCache(PrefixHistory(65_536), None, sets)
+    for one in replicas:  # so that each has a model of its own
+        for _ in range(MIN_SAMPLES):
+            policy.began(one, drawn.randrange(8192), drawn.randrange(20_000), drawn.random())
     texts = [prompt.tobytes() for prompt in prompts]
     times_us, cpu_us = list[float](), list[float]()
     for _ in range(20 * rounds):
         at = drawn.randrange(NUM_PROMPTS)
         for one in replicas:
-            one.backlog_tokens = drawn.randrange(20_000)
+            one.backlog_tokens = one.queued_tokens = drawn.randrange(20_000)
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         key = RouteKey(
             blocks=block_names("box", texts[at]),
             tokens=PROMPT_TOKENS,
+            prompt_tokens=PROMPT_TOKENS,
             hashes=block_hashes(prompts[at], BLOCK_SIZE),
             block_size=BLOCK_SIZE,
         )
-        policy.sent(policy.choose(replicas, key), key)
+        chosen = policy.choose(replicas, key)
+        new_tokens = policy.new_tokens(chosen, key)
+        policy.sent(chosen, key)
+        policy.began(chosen, new_tokens, chosen.queued_tokens, new_tokens * 1e-4)
         times_us.append((time.perf_counter() - start_s) * 1e6)
         cpu_us.append((time.thread_time() - start_cpu_s) * 1e6)
     times_us.sort()

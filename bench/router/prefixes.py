@@ -60,8 +60,14 @@ class Session:
         return found
 
 
-def sessions(count: int, seed: int) -> list[Session]:
-    """Draw sessions."""
+def sessions(
+    count: int,
+    seed: int,
+    *,
+    arrivals_per_s: float = ARRIVALS_PER_S,
+    hot_share: float = 0.0,
+) -> list[Session]:
+    """Draw sessions. hot_share: of them, on the first system prompt beside its usual share."""
     drawn = random.Random(seed)
 
     def text(bounds: tuple[int, int]) -> list[int]:
@@ -70,9 +76,10 @@ def sessions(count: int, seed: int) -> list[Session]:
     systems = [text(SYSTEM_TOKENS) for _ in range(NUM_SYSTEMS)]
     found, now_s = [], 0.0
     for _ in range(count):
-        now_s += drawn.expovariate(ARRIVALS_PER_S)
+        now_s += drawn.expovariate(arrivals_per_s)
         turns = [text(TURN_TOKENS) for _ in range(TURNS)]
-        turns[0] = drawn.choice(systems) + turns[0]
+        is_hot = hot_share > 0 and drawn.random() < hot_share
+        turns[0] = (systems[0] if is_hot else drawn.choice(systems)) + turns[0]
         found.append(Session(now_s, turns))
     return found
 
@@ -88,12 +95,13 @@ def oracle_share(trace: list[Session]) -> float:
     return num_found / num_tokens
 
 
-async def _drive(trace: list[Session], send: Send) -> list[float]:
+async def drive(trace: list[Session], send: Send) -> list[float]:
     """Return the times to the first token of all turns."""
-    start_s = time.monotonic()
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
 
     async def run(session: Session) -> list[float]:
-        await asyncio.sleep(max(session.begin_s - (time.monotonic() - start_s), 0.0))
+        await asyncio.sleep(max(session.begin_s - (loop.time() - start_s), 0.0))
         times = []
         for prompt in session.prompts():
             times.append(await send(prompt))
@@ -130,7 +138,7 @@ def prefixes(rounds: int) -> dict[str, Any]:
             router = stack.enter_context(Router(*words))
             port = router.port
             times = asyncio.run(
-                _drive(trace, lambda prompt, to=port: first_token_s(to, OUTPUT_TOKENS, prompt))  # type: ignore[misc]
+                drive(trace, lambda prompt, to=port: first_token_s(to, OUTPUT_TOKENS, prompt))  # type: ignore[misc]
             )
             result[name] = _row(times, replicas, oracle)
             print(name, json.dumps(result[name]), flush=True)
@@ -142,6 +150,20 @@ def prefixes(rounds: int) -> dict[str, Any]:
             result["dynamo"] = _row(asyncio.run(_dynamo(trace, replicas)), replicas, oracle)
             print("dynamo", json.dumps(result["dynamo"]), flush=True)
     return result
+
+
+def with_times_of(before: dict[str, Any], found: dict[str, Any], run: str) -> dict[str, Any]:
+    """Return results with the times of an earlier run of the same trace, or none. run: of that, by
+    its commit."""
+    kept = {"times_of_run": before.get("times_of_run", run)}
+    for name, row in found.items():
+        if isinstance(row, dict):
+            old = before.get(name)
+            old = old if isinstance(old, dict) else {}
+            hits = {key: value for key, value in row.items() if not key.startswith("ttft")}
+            row = {**{key: old[key] for key in row if key in old}, **hits}
+        kept[name] = row
+    return kept
 
 
 class _Replicas:
@@ -226,7 +248,7 @@ async def _dynamo(trace: list[Session], replicas: _Replicas) -> list[float]:
             await service.free_reservation(id_)
         return chosen_s + first
 
-    times = await _drive(trace, send)
+    times = await drive(trace, send)
     service.shutdown()
     return times
 

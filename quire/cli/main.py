@@ -24,6 +24,7 @@ from quire.cli.output import discard_output
 SUBCOMMANDS = {
     "serve": "start an OpenAI-compatible HTTP server",
     "route": "route requests to several servers, and continue streams of one that fails",
+    "cascade": "train the classifier of a router's cascade from logged outcomes",
     "lease": "hold the lease of a server in Redis, by which routers find it",
     "chat": "chat with a model in the terminal",
     "complete": "continue one prompt",

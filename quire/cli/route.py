@@ -22,7 +22,7 @@ from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_u
 from quire.router.features import Features, features_of, settings_in
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
 from quire.router.route_file import KVEventsTable, RouteFile, read_route_file
-from quire.router.settings import ROUTING_POLICIES, RouterSettings
+from quire.router.settings import AUTO, ROUTING_POLICIES, BacklogTokens, RouterSettings
 from quire.routing.block_sets import BlockSets
 
 if TYPE_CHECKING:
@@ -85,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backlog-tokens",
-        type=int,
+        type=_backlog_tokens,
         metavar="N",
         help="policy warm-cache: a replica with so many more open tokens than the least loaded "
-        f"one is not preferred for its cache (default {_DEFAULTS.backlog_tokens})",
+        "one is not preferred for its cache; auto: with as many as its measured first tokens say "
+        f"that computing the prompt elsewhere pays (default {_DEFAULTS.backlog_tokens})",
     )
     for name, (flag, text) in _SECONDS.items():
         default = getattr(_DEFAULTS, name)
@@ -124,6 +125,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="listen at an address that is not loopback although the replicas need no key",
     )
+
+
+def _backlog_tokens(text: str) -> BacklogTokens:
+    """Return the value of --backlog-tokens. Raises ArgumentTypeError."""
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number of tokens nor auto"
+        ) from None
 
 
 def _add_prefill(parser: argparse.ArgumentParser) -> None:

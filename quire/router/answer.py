@@ -198,6 +198,8 @@ class Answer:
     def _begin_output(self, attempt: Attempt) -> None:
         """A stream has its first tokens."""
         load, lanes = attempt.load, self._features.lanes
+        if not self._request.num_delivered and self._request.transfer is None:
+            self._fleet.began(attempt.replica, load, attempt.age_s)
         attempt.replica.gave_output(load)
         if attempt.replica.breaker.gave_output():
             self._fleet.became_available()
@@ -443,7 +445,11 @@ class Answer:
         return lanes.limit if lanes is not None and self._is_long else None
 
     def _attempt(self, replica: Replica) -> Attempt:
-        return Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
+        found = Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
+        self._fleet.weigh(replica, self._key, found.load)
+        if self._request.transfer is not None:  # its prompt is computed
+            found.load.new_tokens = 0
+        return found
 
     async def _successor(self) -> Replica | None:
         """Return a replica that can continue the stream, or compute anew what two others failed

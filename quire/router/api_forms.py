@@ -53,7 +53,8 @@ class ApiForm:
 
     error: the JSON of an error. event: the bytes of an error that ends a stream. overloaded: the
     status of a server without capacity, which is 503 elsewhere. prompts: fields that decide the
-    prompt, in its order. limits: fields with the number of tokens that an answer may have, each as
+    prompt, in its order. texts: fields that have what the user wrote last, the first that has any
+    counts. limits: fields with the number of tokens that an answer may have, each as
     a path; the first that has one counts. answers: fields with the number of answers. model_suffix:
     that a client may add to the name of a model; "" for none. usage: the names of the counts of
     prompt and output, in the last bytes of an answer. is_too_long: whether an error says that
@@ -65,6 +66,7 @@ class ApiForm:
     event: Callable[[Refusal, bytes], bytes] = lambda refusal, raw: b"data: %b\n\n" % raw
     overloaded: int = 503
     prompts: tuple[str, ...]
+    texts: tuple[str, ...] = ("messages", "prompt", "input")
     limits: tuple[tuple[str, ...], ...]
     answers: tuple[str, ...] = ()
     model_suffix: str = ""
@@ -101,6 +103,11 @@ class ApiForm:
                 return found
         return default
 
+    def user_text(self, fields: Mapping[str, Any]) -> str:
+        """Return what the user wrote last: the newest user message with text, or the prompt; ""
+        where there is no text, as for token ids."""
+        return next((text for name in self.texts if (text := _text_in(fields.get(name)))), "")
+
     def used_tokens(self, body: bytes) -> tuple[int, int] | None:
         """Return the tokens of prompt and output; None where the body reports none.
 
@@ -115,6 +122,28 @@ class ApiForm:
         if not prompts and not outputs:
             return None
         return int(prompts[-1]) if prompts else -1, int(outputs[-1]) if outputs else 0
+
+
+def _text_in(given: Any) -> str:
+    """Return the text of a prompt, or of the newest user message with any."""
+    if isinstance(given, list) and any(isinstance(one, dict) and "role" in one for one in given):
+        of_user = (one.get("content") for one in reversed(given) if _is_of_user(one))
+        return next((text for content in of_user if (text := _text_of(content))), "")
+    return _text_of(given)
+
+
+def _text_of(given: Any) -> str:
+    """Return a text, or those of the parts of a content."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list):
+        return ""
+    parts = [one.get("text") if isinstance(one, dict) else one for one in given]
+    return "\n".join(one for one in parts if isinstance(one, str))
+
+
+def _is_of_user(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "user"
 
 
 def read_error(raw: bytes) -> ErrorBody | None:
@@ -197,6 +226,7 @@ FORMS: dict[str, ApiForm] = {
         api=RESPONSES,
         event=_responses_event,
         prompts=("instructions", "tools", "input"),
+        texts=("input",),
         limits=(("max_output_tokens",),),
         answers=(),
         usage=("input_tokens", "output_tokens"),
@@ -225,6 +255,7 @@ FORMS: dict[str, ApiForm] = {
         api=LLAMA_CPP,
         error=_llama_cpp,
         prompts=("input_extra", "input_prefix", "input_suffix", "input", "content", "prompt"),
+        texts=("prompt", "input_prefix", "input", "content"),
         limits=(("n_predict",), ("max_tokens",)),
         usage=("tokens_evaluated", "tokens_predicted"),
         is_too_long=lambda error: error.kind == "exceed_context_size_error",

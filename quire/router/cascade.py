@@ -1,6 +1,7 @@
 """Cascade: a small model answers what it can, a large one the rest.
 
-Rules (length, tools, the operator's expressions) send hard requests to the large model at once.
+Rules (length, tools, the operator's expressions) and a classifier send hard requests to the large
+model at once.
 A whole answer of the small model is judged once it is complete: by the mean log-probability of its
 tokens, by whether its JSON is complete, by a refusal or a cut. A stream is judged only if it may
 be held until it is complete, since what was delivered cannot be taken back. Knows no replica.
@@ -11,10 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.base.log import Log
+from quire.router.classifier import read_classifier
+from quire.router.outcome_log import OutcomeLog
+from quire.router.prompt_features import Features, features_of
 from quire.router.route_file import CascadeTable
 from quire.router.routed_request import RoutedRequest
 
@@ -23,14 +28,62 @@ _MAX_SEARCHED_CHARS = 16_384
 _encode = msgspec.json.Encoder().encode
 
 
+class Guess(NamedTuple):
+    """What is known of a request before it is answered. probability: that it is hard; None without
+    a classifier."""
+
+    features: Features
+    probability: float | None
+
+
 class Cascade:
-    """One name with a small and a large model."""
+    """One name with a small and a large model. Raises SettingError for a classifier that cannot be
+    read."""
 
     def __init__(self, name: str, table: CascadeTable) -> None:
         self.name = name
         self.small, self.large = table.small, table.large
         self._table = table
         self._patterns = [re.compile(one) for one in table.large_patterns]
+        self._classifier = read_classifier(table.classifier) if table.classifier else None
+        self._outcomes = OutcomeLog(table.outcomes) if table.outcomes else None
+        self._unexplored = 0.0
+
+    def report_to(self, log: Log) -> None:
+        """Log it once where outcomes cannot be written."""
+        if self._outcomes is not None:
+            self._outcomes.complain = lambda what: log.warning(
+                "outcomes of a cascade cannot be written", cascade=self.name, reason=what
+            )
+
+    def guess(self, request: RoutedRequest) -> Guess | None:
+        """Return what the classifier says of a request; None where neither it nor a log is used."""
+        if self._classifier is None and self._outcomes is None:
+            return None
+        found = features_of(request.user_text, request.prompt_tokens, request.fields)
+        known = self._classifier
+        return Guess(found, None if known is None else known.probability(found))
+
+    def is_hard(self, guess: Guess | None) -> bool:
+        """Return whether the classifier says that the large model should answer."""
+        known = None if guess is None else guess.probability
+        return known is not None and known > self._table.hard_above
+
+    def explores(self, request: RoutedRequest) -> bool:
+        """Return whether a hard request is answered by the small model all the same, so that its
+        outcome is known; each time that their share allows it."""
+        if self._outcomes is None or not self._is_judged(request):
+            return False
+        self._unexplored += self._table.explore
+        is_due = self._unexplored >= 1.0
+        self._unexplored -= is_due
+        return is_due
+
+    def note(self, guess: Guess, reason: str) -> None:
+        """Log the outcome of an answer of the small model. reason: why it is replaced, "" if it is
+        kept."""
+        if self._outcomes is not None:
+            self._outcomes.note(self.name, guess.features, reason)
 
     def rule(self, request: RoutedRequest) -> str:
         """Return the rule by which the large model answers at once; "" for none."""
@@ -39,7 +92,7 @@ class Cascade:
         if self._table.tools == "large" and request.fields.get("tools"):
             return "tools"
         if self._patterns:
-            text = _prompt_text(request.fields)
+            text = request.user_text[-_MAX_SEARCHED_CHARS:]
             if any(pattern.search(text) for pattern in self._patterns):
                 return "pattern"
         return ""
@@ -50,9 +103,7 @@ class Cascade:
         Asks for the log-probabilities that the judge needs.
         """
         table = self._table
-        if request.path not in _JUDGED or not table.escalate:
-            return None
-        if request.is_stream and (request.why_not or not table.judge_streams):
+        if not self._is_judged(request):
             return None
         adds = "low-confidence" in table.escalate and not _asks_logprobs(request.fields)
         judge = Judge(table, request, hides_logprobs=adds)
@@ -60,15 +111,22 @@ class Cascade:
             request.change("logprobs", True if request.path.endswith("chat/completions") else 0)
         return judge
 
+    def _is_judged(self, request: RoutedRequest) -> bool:
+        if request.path not in _JUDGED or not self._table.escalate:
+            return False
+        return not request.is_stream or not (request.why_not or not self._table.judge_streams)
+
 
 class Judge:
-    """Judges one answer. hides_logprobs: the client did not ask for them."""
+    """Judges one answer. hides_logprobs: the client did not ask for them. has_seen: whether it had
+    an answer of a known form."""
 
     def __init__(
         self, table: CascadeTable, request: RoutedRequest, *, hides_logprobs: bool
     ) -> None:
         self._table = table
         self._hides_logprobs = hides_logprobs
+        self.has_seen = True
         self._given = request.fields.get("logprobs")
         self._wants_json = _wants_json(request.fields)
 
@@ -81,6 +139,7 @@ class Judge:
         """Return why the large model must answer, "" where it need not, and the client's body."""
         answer = _object(body)
         choices = _choices(answer)
+        self.has_seen = bool(choices)
         reasons = [why for one in choices if (why := self._why(one))]
         if reasons or not choices or not self._hides_logprobs:
             return (reasons[0] if reasons else ""), body
@@ -183,16 +242,3 @@ def _logprobs(found: Any) -> Sequence[float]:
         else found.get("token_logprobs")
     )
     return [one for one in given or () if isinstance(one, int | float)]
-
-
-def _prompt_text(fields: Mapping[str, Any]) -> str:
-    """Return the text that expressions are searched in: the newest user message, or the prompt."""
-    messages = fields.get("messages")
-    found: Any = fields.get("prompt", fields.get("input"))
-    if isinstance(messages, list):
-        of_user = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
-        found = of_user[-1].get("content") if of_user else ""
-    if isinstance(found, list):
-        parts = [one.get("text") if isinstance(one, dict) else one for one in found]
-        found = "\n".join(one for one in parts if isinstance(one, str))
-    return found[-_MAX_SEARCHED_CHARS:] if isinstance(found, str) else ""

@@ -1,8 +1,9 @@
 """EventFeed: the KV events of all replicas, over ZeroMQ, which no other file of the router imports.
 
-A thread of its own receives, orders (event_order.py) and decodes; changes are applied in the event
-loop, some at a time, so that streams go on meanwhile. Always holds: what waits for the loop is
-bounded, and events that are lost for that are a gap like any other.
+Each engine of a replica publishes apart. A thread of its own receives, orders (event_order.py) and
+decodes; changes are applied in the event loop, some at a time, so that streams go on meanwhile.
+Always holds: what waits for the loop is bounded, and events that are lost for that are a gap like
+any other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import zmq
 
@@ -25,26 +27,38 @@ _HASHES_AT_ONCE = 1000
 _MAX_WAITING = 64
 _MAX_FRAME_BYTES = 16 << 20
 _HIGH_WATER = 100_000
+# Two for each engine.
+_MAX_SOCKETS = 16_384
 # So often replicas are asked whether their last events were lost.
 _CHECK_S = 5.0
 _END_OF_REPLAY = (2**64 - 1).to_bytes(8, "big")
 
-Apply = Callable[[str, Sequence[Change]], None]
+
+class EngineName(NamedTuple):
+    """An engine of a replica, by its name and the engine's number."""
+
+    replica: str
+    number: int
+
+
+Apply = Callable[[EngineName, Sequence[Change]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a replica publishes. replay: "" where lost events cannot be asked for."""
+    """Where an engine publishes. replay: "" where lost events cannot be asked for. is_checked:
+    whether its batches must have its number, since the next ports are those of others."""
 
     events: str
     replay: str = ""
+    is_checked: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Publisher:
-    """One replica: its sockets and what was received."""
+    """One engine: its sockets and what was received."""
 
-    name: str
+    name: EngineName
     order: EventOrder
     events: zmq.Socket[bytes]
     replay: zmq.Socket[bytes] | None
@@ -52,7 +66,7 @@ class _Publisher:
 
 
 class EventFeed:
-    """apply: called in `loop` with a replica's name and its changes, in order."""
+    """apply: called in `loop` with an engine's name and its changes, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, apply: Apply, log: Log) -> None:
         self._loop = loop
@@ -60,8 +74,9 @@ class EventFeed:
         self._log = log
         self._room = threading.BoundedSemaphore(_MAX_WAITING)
         self._context = zmq.Context(io_threads=1)
-        self._orders: queue.SimpleQueue[tuple[str, Endpoints | None]] = queue.SimpleQueue()
-        self._publishers: dict[str, _Publisher] = {}
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        self._orders: queue.SimpleQueue[tuple[EngineName, Endpoints | None]] = queue.SimpleQueue()
+        self._publishers: dict[EngineName, _Publisher] = {}
         self._is_ending = False
         address = f"inproc://event-feed-{id(self)}"
         self._woken = self._context.socket(zmq.PULL)
@@ -71,19 +86,19 @@ class EventFeed:
         self._thread = threading.Thread(target=self._run, name="quire-event-feed", daemon=True)
         self._thread.start()
 
-    def follow(self, name: str, endpoints: Endpoints) -> None:
-        """Follow a replica, from its first event on; one that is followed begins anew."""
+    def follow(self, name: EngineName, endpoints: Endpoints) -> None:
+        """Follow an engine, from its first event on; one that is followed begins anew."""
         self._orders.put((name, endpoints))
         self._wake_thread()
 
-    def leave(self, name: str) -> None:
-        """Follow a replica no more."""
+    def leave(self, name: EngineName) -> None:
+        """Follow an engine no more."""
         self._orders.put((name, None))
         self._wake_thread()
 
     @property
     def num_gaps(self) -> int:
-        """Gaps that were found so far in the events of the replicas that are followed."""
+        """Gaps that were found so far in the events of the engines that are followed."""
         return sum(one.order.num_gaps for one in list(self._publishers.values()))
 
     @property
@@ -148,14 +163,19 @@ class EventFeed:
             except zmq.ZMQError as error:
                 where = f"{endpoints.events} {endpoints.replay}".strip()
                 self._log.warning(
-                    "KV events cannot be followed", replica=name, where=where, reason=str(error)
+                    "KV events cannot be followed",
+                    replica=name.replica,
+                    engine=name.number,
+                    where=where,
+                    reason=str(error),
                 )
 
-    def _begin(self, name: str, endpoints: Endpoints, poller: zmq.Poller) -> None:
+    def _begin(self, name: EngineName, endpoints: Endpoints, poller: zmq.Poller) -> None:
         events = self._socket(zmq.SUB, endpoints.events)
         events.subscribe(b"")
         replay = self._socket(zmq.DEALER, endpoints.replay) if endpoints.replay else None
-        order = EventOrder(can_replay=replay is not None)
+        engine = name.number if endpoints.is_checked else None
+        order = EventOrder(can_replay=replay is not None, engine=engine)
         publisher = self._publishers[name] = _Publisher(name, order, events, replay)
         for socket in (events, replay):
             if socket is not None:
@@ -200,6 +220,11 @@ class EventFeed:
 
     def _act(self, publisher: _Publisher, changes: Sequence[Change], ask: int | None) -> None:
         """Hand changes to the loop, and ask for a replay."""
+        if (other := publisher.order.other_engine) is not None:
+            self._complain(
+                publisher,
+                f"what it publishes is of engine {other}: check data-parallel-size and the ports",
+            )
         waiting, num_hashes = list[Change](), 0
         for change in changes:
             for at in range(0, max(len(change.hashes), 1), _HASHES_AT_ONCE):
@@ -221,7 +246,7 @@ class EventFeed:
         except zmq.Again:
             self._complain(publisher, "it takes no request for a replay")
 
-    def _hand_over(self, name: str, changes: list[Change]) -> None:
+    def _hand_over(self, name: EngineName, changes: list[Change]) -> None:
         while not self._room.acquire(timeout=1.0):
             if self._is_ending:
                 return
@@ -231,13 +256,14 @@ class EventFeed:
             self._is_ending = True
 
     def _complain(self, publisher: _Publisher, what: str) -> None:
-        """Log a problem of a replica once."""
+        """Log a problem of an engine once."""
         if what not in publisher.problems:
             publisher.problems.add(what)
-            self._log.warning("KV events of a replica", replica=publisher.name, reason=what)
+            replica, engine = publisher.name
+            self._log.warning("KV events of a replica", replica=replica, engine=engine, reason=what)
 
     # ---- in the loop
 
-    def _apply_one(self, name: str, changes: list[Change]) -> None:
+    def _apply_one(self, name: EngineName, changes: list[Change]) -> None:
         self._room.release()
         self._apply(name, changes)

@@ -34,11 +34,14 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 class EventOrder:
-    """can_replay: whether missing batches can be asked for. num_gaps: that were found; num_invalid:
-    batches that could not be read."""
+    """can_replay: whether missing batches can be asked for. engine: that the batches are of, by
+    their data-parallel rank; None: any. num_gaps: that were found; num_invalid: batches that could
+    not be read, or were of another engine. other_engine: of the last of these."""
 
-    def __init__(self, *, can_replay: bool) -> None:
+    def __init__(self, *, can_replay: bool, engine: int | None = None) -> None:
         self._can_replay = can_replay
+        self._engine = engine
+        self.other_engine: int | None = None
         self._next = 0
         self._is_replaying = False
         self._is_other = False
@@ -111,10 +114,17 @@ class EventOrder:
     def _take(self, number: int, raw: bytes) -> list[Change]:
         self._next, self._last_hash = number + 1, hash(raw)
         try:
-            return changes_of(_decode(raw))
+            batch = _decode(raw)
+            changes = changes_of(batch)
         except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeError):
             self.num_invalid += 1
             return [CLEARED]  # something has changed, and it is not known what
+        rank = batch[2] if len(batch) > 2 else None
+        if self._engine is None or type(rank) is not int or rank == self._engine:
+            return changes
+        self.other_engine = rank
+        self.num_invalid += 1
+        return [CLEARED]
 
 
 def changes_of(batch: Any) -> list[Change]:

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from quire.base.engine_endpoints import endpoint_of_engine
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.http_apis import any_key_headers
 from quire.base.server_url import ServerUrl
 from quire.router.block_hashes import block_hashes
 from quire.router.discovery import replica_url
-from quire.router.event_feed import Endpoints, EventFeed
+from quire.router.event_feed import Endpoints, EngineName, EventFeed
 from quire.router.event_order import Change
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
@@ -28,15 +29,9 @@ from quire.router.http_client import ConnectionPool
 from quire.router.replica import Replica
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
 from quire.router.routed_request import RoutedRequest
+from quire.router.tokenize_fields import is_tokenized, tokenize_fields
 from quire.routing.block_sets import BlockSets
 
-_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
-# Fields of a request that decide its prompt, as /tokenize takes them.
-TOKENIZE_FIELDS = (
-    *("model", "prompt", "messages", "tools", "tool_choice", "reasoning_effort"),
-    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
-    *("documents", "add_special_tokens"),
-)
 # Fields with which the prompt is another one, or its blocks are not published.
 _NOT_LOOKED_UP = ("cache_salt", "truncate_prompt_tokens", "suffix")
 _FORWARDED = (*any_key_headers(), b"host", b"origin", b"x-forwarded-for")
@@ -58,7 +53,7 @@ class ExactPrefixes:
         self._sets = sets
         self._own = {_name_of(name): own for name, own in table.replicas.items()}
         self._feed = EventFeed(asyncio.get_running_loop(), self._apply, fleet.log)
-        self._followed: dict[str, Endpoints] = {}
+        self._followed: dict[EngineName, Endpoints] = {}
         fleet.on_changed = self._follow
         fleet.on_fenced = self._begin_anew
         self._follow()
@@ -82,13 +77,15 @@ class ExactPrefixes:
     async def look_up(self, request: RoutedRequest) -> None:
         """Set the block hashes of a request with a prompt that may be cached somewhere."""
         size = self._sets.block_size
-        if not size or request.path not in _PATHS or not self._is_worth_it(request):
+        if not size or not is_tokenized(request.path) or not self._is_worth_it(request):
             return
         token_ids = given_ids(request.fields)
         if token_ids is None:
             token_ids = await self._tokenized(request)
         if token_ids is not None:
             request.block_hashes, request.block_size = block_hashes(token_ids, size), size
+            if len(token_ids) < _MAX_TOKENS:
+                request.prompt_tokens = len(token_ids)
 
     def _is_worth_it(self, request: RoutedRequest) -> bool:
         if request.prompt_tokens < self._table.min_prompt_tokens:
@@ -105,10 +102,10 @@ class ExactPrefixes:
             for one in fleet.replicas.values()
             if one.is_available(now_s) and one.serves(request.model)
         ]
-        if not able or not isinstance(request.fields.get("prompt", ""), str):
+        fields = tokenize_fields(request.path, request.fields)
+        if not able or fields is None:
             return None
         replica = min(able, key=lambda one: len(one.loads))
-        fields = {name: request.fields[name] for name in TOKENIZE_FIELDS if name in request.fields}
         headers = [header for header in request.headers if header[0] in _FORWARDED]
         headers.append((b"content-type", b"application/json"))
         try:
@@ -120,10 +117,13 @@ class ExactPrefixes:
         return None if found is None else _array(found.tokens)
 
     def _follow(self) -> None:
-        """Follow the replicas that there are now."""
+        """Follow the engines of the replicas that there are now."""
         wanted = {
-            name: endpoints_of(replica.url, self._own.get(name), self._table)
+            EngineName(name, number): endpoints
             for name, replica in self._fleet.replicas.items()
+            for number, endpoints in enumerate(
+                endpoints_of(replica.url, self._own.get(name), self._table)
+            )
         }
         for name in self._followed.keys() - wanted.keys():
             self._feed.leave(name)
@@ -135,21 +135,21 @@ class ExactPrefixes:
     def _begin_anew(self, replica: Replica) -> None:
         """Forget a replica that lost its cache, and follow it from its first event on."""
         self._sets.forget(replica.number)
-        endpoints = self._followed.get(replica.name)
-        if endpoints is not None and replica.name in self._fleet.replicas:
-            self._feed.follow(replica.name, endpoints)
+        for name, endpoints in self._followed.items():
+            if name.replica == replica.name and name.replica in self._fleet.replicas:
+                self._feed.follow(name, endpoints)
 
-    def _apply(self, name: str, changes: Sequence[Change]) -> None:
-        replica = self._fleet.replicas.get(name)
+    def _apply(self, name: EngineName, changes: Sequence[Change]) -> None:
+        replica, engine = self._fleet.replicas.get(name.replica), name.number
         if replica is None:
             return
         for change in changes:
             if not change.hashes:
-                self._sets.clear(replica.number)
+                self._sets.clear(replica.number, engine=engine)
             elif change.block_size:
-                self._sets.store(replica.number, change.hashes, change.block_size)
+                self._sets.store(replica.number, change.hashes, change.block_size, engine=engine)
             else:
-                self._sets.remove(replica.number, change.hashes)
+                self._sets.remove(replica.number, change.hashes, engine=engine)
 
 
 def _name_of(address: str) -> str:
@@ -161,13 +161,26 @@ def _name_of(address: str) -> str:
     return url.shown + url.path
 
 
-def endpoints_of(url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable) -> Endpoints:
-    """Return where a replica publishes: its own places, else at its host and the usual ports."""
-    if own is not None:
-        return Endpoints(own.endpoint, own.replay_endpoint)
+def endpoints_of(
+    url: ServerUrl, own: KVEndpointsTable | None, table: KVEventsTable
+) -> list[Endpoints]:
+    """Return where each engine of a replica publishes: at the replica's own places, else at its
+    host and the usual ports; further engines at the next ones."""
     host = f"[{url.host}]" if ":" in url.host else url.host
+    events = f"tcp://{host}:{table.port}"
     replay = f"tcp://{host}:{table.replay_port}" if table.replay_port else ""
-    return Endpoints(f"tcp://{host}:{table.port}", replay)
+    num_engines = table.data_parallel_size
+    if own is not None:
+        events, replay = own.endpoint, own.replay_endpoint
+        num_engines = own.data_parallel_size or num_engines
+    return [
+        Endpoints(
+            endpoint_of_engine(events, number),
+            endpoint_of_engine(replay, number) if replay else "",
+            is_checked=num_engines > 1,
+        )
+        for number in range(num_engines)
+    ]
 
 
 def given_ids(fields: dict[str, Any]) -> array[int] | None:

@@ -15,7 +15,7 @@ from quire.base.log import Log
 from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_routing_policy
-from quire.router.replica import ASLEEP, Replica
+from quire.router.replica import ASLEEP, Load, Replica
 from quire.router.settings import RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
@@ -114,6 +114,17 @@ class Fleet:
         ]
         awake = [one for one in able if one.state != ASLEEP]
         return self.policy.choose(awake or able, key) if able else None
+
+    def weigh(self, replica: Replica, key: RouteKey, load: Load) -> None:
+        """Note what a request has computed at a replica, before it is sent there."""
+        load.prompt_tokens = min(key.prompt_tokens, load.tokens)
+        load.new_tokens = self.policy.new_tokens(replica, key)
+        load.ahead_tokens = replica.queued_tokens
+
+    def began(self, replica: Replica, load: Load, seconds: float) -> None:
+        """Let the policy learn from a first token, before it is counted as output."""
+        if self.replicas.get(replica.name) is replica:  # else its number is another's
+            self.policy.began(replica, load.new_tokens, load.ahead_tokens, seconds)
 
     def equals(self, replica: Replica) -> list[Replica]:
         """Return the others that take requests and give the same answers."""

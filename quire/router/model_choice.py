@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from quire.router.admission import Admission
 from quire.router.api_forms import ErrorBody
-from quire.router.cascade import Cascade, Judge
+from quire.router.cascade import Cascade, Guess, Judge
 from quire.router.faults import Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
@@ -52,6 +52,7 @@ class ModelChoice:
         self._longer = ""
         self._cascade: Cascade | None = None
         self._judge: Judge | None = None
+        self._guess: Guess | None = None
         self._is_large = False
         self._shown: bytes | None = None
         self._events_of: Callable[[bytes], bytes] | None = None
@@ -154,6 +155,12 @@ class ModelChoice:
     def _is_escalated(self, cascade: Cascade, judge: Judge, reason: str, spent: int) -> bool:
         """Count a verdict; ask the large model where there is a reason. spent: its tokens."""
         self._metrics.cascade.labels(cascade.name, reason or "small").inc()
+        if self._guess is not None and judge.has_seen:
+            cascade.note(self._guess, reason)
+            if self._guess.probability is not None:
+                said = "hard" if cascade.is_hard(self._guess) else "easy"
+                became = "replaced" if reason else "kept"
+                self._metrics.cascade_guesses.labels(cascade.name, said, became).inc()
         if not reason:
             return False
         self._request.replaced_tokens += spent
@@ -204,6 +211,10 @@ class ModelChoice:
 
     def _begin_cascade(self, cascade: Cascade) -> None:
         rule = cascade.rule(self._request)
+        if not rule:
+            self._guess = cascade.guess(self._request)
+            if cascade.is_hard(self._guess) and not cascade.explores(self._request):
+                rule = "classifier"
         self._is_large = bool(rule)
         self._use(cascade.large if rule else cascade.small)
         if rule:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from quire.base.errors import SettingError
-from quire.router.settings import RouterSettings
+from quire.router.settings import AUTO, RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.least_tokens import LeastTokens
 from quire.routing.policy import RoutingPolicy
@@ -24,7 +24,8 @@ _Make = Callable[[RouterSettings, BlockSets | None], RoutingPolicy]
 
 
 def _warm_cache(settings: RouterSettings, sets: BlockSets | None) -> RoutingPolicy:
-    return WarmCache(PrefixHistory(settings.history_blocks), settings.backlog_tokens, sets)
+    backlog_tokens = None if settings.backlog_tokens == AUTO else settings.backlog_tokens
+    return WarmCache(PrefixHistory(settings.history_blocks), backlog_tokens, sets)
 
 
 MAKERS: Mapping[str, _Make] = {

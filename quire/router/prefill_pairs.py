@@ -40,18 +40,22 @@ class PrefillPairs:
         """Return the parameters for a decode replica; None: it gets the request as it is."""
         if not self._is_suited(request):
             return None
-        replica = self.fleet.choose(request.key(), request.model)
+        key = request.key()
+        replica = self.fleet.choose(key, request.model)
         if replica is None:
             self._outcomes.labels("no_replica").inc()
             return None
-        self.fleet.policy.sent(replica, request.key())
         body = {name: one for name, one in request.fields.items() if name not in _LEFT_OUT}
         wanted = {"max_tokens": 1, PARAMS: {"do_remote_decode": True}}
         try:
-            with Attempt(self.fleet, replica, request, client) as attempt:
-                raw = msgspec.json.encode({**body, **wanted})
-                exchange = await attempt.send(raw)
+            attempt = Attempt(self.fleet, replica, request, client)
+            self.fleet.weigh(replica, key, attempt.load)
+            with attempt:
+                self.fleet.policy.sent(replica, key)
+                exchange = await attempt.send(msgspec.json.encode({**body, **wanted}))
                 answer = await exchange.body()
+                if exchange.status == 200:  # with its only token
+                    self.fleet.began(replica, attempt.load, attempt.age_s)
         except ReplicaFault as fault:
             self._outcomes.labels("failed").inc()
             self.fleet.log.warning(

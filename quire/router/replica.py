@@ -42,7 +42,9 @@ class Load:
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
     its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
     is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
-    has no output. is_long: it counts as a long prompt.
+    has no output. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those of its
+    prompt; new_tokens: of these, what is not cached. ahead_tokens: that the replica had to compute
+    before it.
     """
 
     tokens: int
@@ -52,6 +54,9 @@ class Load:
     is_paused: Callable[[], bool]
     is_new: bool = True
     is_long: bool = False
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    ahead_tokens: int = 0
 
 
 class Replica:
@@ -70,6 +75,8 @@ class Replica:
         self.first_token_times = FirstTokenTimes()
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
+        self.queued_tokens = 0  # of prompts without output, to be computed
+        self._queued_prompt_tokens = 0  # of the same, cached ones too
         self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
@@ -105,12 +112,15 @@ class Replica:
         self.loads.add(load)
         self.used_s = load.began_s
         self.backlog_tokens += load.tokens
+        self.queued_tokens += load.new_tokens
+        self._queued_prompt_tokens += load.prompt_tokens
         self.num_long += load.is_long
         self.breaker.began()
 
     def end(self, load: Load) -> None:
         """Count it no more. Twice is once."""
         if load in self.loads:
+            self._leave_queue(load)
             self.loads.discard(load)
             self.backlog_tokens -= load.tokens
             self.computed_tokens += load.tokens if load.is_new else 0
@@ -118,8 +128,21 @@ class Replica:
 
     def gave_output(self, load: Load) -> None:
         """Note that a request has its first tokens."""
+        self._leave_queue(load)
         load.is_new = False
         self._answered_began_s = max(self._answered_began_s, load.began_s)
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of expected output."""
+        return self.backlog_tokens - self._queued_prompt_tokens
+
+    def _leave_queue(self, load: Load) -> None:
+        """Count the prompt of an open request no more as one to be computed. Twice is once."""
+        if load in self.loads:
+            self.queued_tokens -= load.new_tokens
+            self._queued_prompt_tokens -= load.prompt_tokens
+            load.new_tokens = load.prompt_tokens = 0
 
     def is_beginning(self, load: Load) -> bool:
         """Return whether an open request may not be past its first step: neither it nor one that

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct, UnsetType
 
+from quire.base.engine_endpoints import LAST_PORT, colliding_ports, port_of
 from quire.base.errors import SettingError
 
 MAX_FILE_BYTES = 1 << 20
@@ -59,6 +60,8 @@ class CascadeTable(Table, frozen=True):
     """A name that is answered by a small model where it suffices.
 
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
+    classifier: a file of `quire cascade`; what it finds hard with more than hard_above goes to the
+    large model, but for a share to explore. outcomes: a file for judged answers of the small model.
     escalate: the reasons for which an answer of the small model is replaced. judge_streams: hold
     streams of the small model until they can be judged.
     """
@@ -68,6 +71,10 @@ class CascadeTable(Table, frozen=True):
     max_prompt_tokens: Count = 2000
     tools: Literal["small", "large"] = "large"
     large_patterns: tuple[Pattern, ...] = ()
+    classifier: str = ""
+    hard_above: Share = 0.5
+    explore: Share = 0.02
+    outcomes: str = ""
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
     min_mean_logprob: Annotated[float, Meta(ge=-100, le=0)] = -1.0
     judge_streams: bool = False
@@ -168,17 +175,20 @@ class SleepTable(Table, frozen=True):
 
 
 class KVEndpointsTable(Table, frozen=True):
-    """Where one replica publishes its KV events. replay_endpoint: "" for nowhere."""
+    """Where one replica publishes its KV events. replay_endpoint: "" for nowhere.
+    data_parallel_size: 0 for that of all replicas."""
 
     endpoint: Endpoint
     replay_endpoint: Endpoint | Literal[""] = ""
+    data_parallel_size: Annotated[int, Meta(ge=0, le=1024)] = 0
 
 
 class KVEventsTable(Table, frozen=True):
     """KV events of the replicas, by which the policy warm-cache knows what they have cached.
 
     port, replay_port: at the host of each replica; replay_port 0: missing events are not asked for.
-    replicas: by address, those that publish elsewhere. max_blocks: remembered of each replica.
+    replicas: by address, those that publish elsewhere. data_parallel_size: engines of each replica,
+    which publish at the ports after these. max_blocks: remembered of each engine.
     min_prompt_tokens: shorter prompts (estimated) are not looked up. tokenize_ms: a text is looked
     up if a replica gives its token ids within this time.
     """
@@ -186,6 +196,7 @@ class KVEventsTable(Table, frozen=True):
     port: Annotated[int, Meta(ge=1, le=65535)] = 5557
     replay_port: Port = 5558
     replicas: dict[Name, KVEndpointsTable] = {}
+    data_parallel_size: Annotated[int, Meta(ge=1, le=1024)] = 1
     max_blocks: Annotated[int, Meta(ge=1, le=2**30)] = 1_000_000
     min_prompt_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 256
     tokenize_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
@@ -200,7 +211,7 @@ class RouteFile(Table, frozen=True):
     port: Port | UnsetType = msgspec.UNSET
     reuse_port: bool = False
     policy: str | UnsetType = msgspec.UNSET
-    backlog_tokens: int | UnsetType = msgspec.UNSET
+    backlog_tokens: int | Literal["auto"] | UnsetType = msgspec.UNSET
     probe_seconds: Seconds | UnsetType = msgspec.UNSET
     stall_seconds: Seconds | UnsetType = msgspec.UNSET
     silence_seconds: Seconds | UnsetType = msgspec.UNSET
@@ -316,6 +327,32 @@ def _check_whole(found: RouteFile) -> None:
         raise ValueError(
             "[redis] has neither leases = true nor quotas to share; add one, or leave it out"
         )
+    if found.kv_events is not None:
+        _check_kv_events(found.kv_events)
+
+
+def _check_kv_events(table: KVEventsTable) -> None:
+    """Raise ValueError where an engine's port would be another's, or none."""
+    replay = f"tcp://host:{table.replay_port}" if table.replay_port else ""
+    places = {"kv-events": (f"tcp://host:{table.port}", replay, 0)}
+    for name, own in table.replicas.items():
+        where = f'kv-events.replicas."{name}"'
+        places[where] = (own.endpoint, own.replay_endpoint, own.data_parallel_size)
+    for where, (endpoint, replay, own_size) in places.items():
+        size = own_size or table.data_parallel_size
+        ports = colliding_ports(endpoint, replay, size) if size > 1 else None
+        if ports is not None:
+            raise ValueError(
+                f"{where}: events are at port {ports[0]} and replays at {ports[1]}, and each of "
+                f"{size} engines (data-parallel-size) takes the next ones; put the replays at "
+                f"{ports[0] + size} or later, here and at the replicas"
+            )
+        for one in (endpoint, replay):
+            if (port := port_of(one)) is not None and port + size - 1 > LAST_PORT:
+                raise ValueError(
+                    f"{where}: the last of {size} engines (data-parallel-size) would be at port "
+                    f"{port + size - 1}; the last port is {LAST_PORT}: take a lower one"
+                )
 
 
 def _check_names(kind: type[Struct], entries: Mapping[str, Any], place: str) -> None:

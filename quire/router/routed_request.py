@@ -167,6 +167,7 @@ class RoutedRequest:
             blocks=block_names(scope, prompt),
             session=self.session,
             tokens=self.prompt_tokens + self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
             hashes=self.block_hashes,
             block_size=self.block_size,
         )
@@ -197,6 +198,11 @@ class RoutedRequest:
         self.cursor = cursor.output_cursor
         if cursor.prompt_tokens is not None:
             self.used_prompt_tokens = cursor.prompt_tokens
+
+    @property
+    def user_text(self) -> str:
+        """Return what the user wrote last; "" where the request has no text."""
+        return self.form.user_text(self.fields)
 
     @property
     def session(self) -> str:

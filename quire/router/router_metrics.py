@@ -49,6 +49,11 @@ class RouterMetrics:
         self.cascade = counter(
             "quire_router_cascade_decisions", "Decisions of cascades", "cascade", "decision"
         )
+        self.cascade_guesses = counter(
+            "quire_router_cascade_guesses",
+            "Judged answers of small models, by what the classifier had said",
+            *("cascade", "guess", "outcome"),
+        )
         self.cascade_tokens = counter(
             "quire_router_cascade_tokens",
             "Tokens of prompt and output that cascades took",

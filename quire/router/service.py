@@ -47,6 +47,8 @@ class RouterService:
         self.fleet = Fleet(settings, discovery, log, features.sets)
         self._fleets = [self.fleet]
         self._admission = Admission(self.fleet)
+        for cascade in features.cascades.values():
+            cascade.report_to(log)
         metrics = RouterMetrics(self.fleet)
         metrics.watch(
             "waiting_requests", "Requests without an available replica", self._num_waiting

@@ -6,25 +6,30 @@ Knows no command line. Times are seconds, sizes are tokens or bytes, as the name
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.base.errors import SettingError
 
 ROUTING_POLICIES = ("warm-cache", "session-affinity", "least-tokens", "power-of-two", "round-robin")
+# A backlog that is calibrated by first tokens.
+AUTO: Literal["auto"] = "auto"
+BacklogTokens = int | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """policy: how a replica is chosen. backlog_tokens: how many more tokens than the least loaded
-    replica one may have and still be preferred for its cache. stall_s: the shortest time without
-    progress after which a replica counts as stalled; it grows with the gaps that are usual for the
-    replica, to six times this. max_open_per_key: 0 for no limit. max_retry_share: of all requests.
-    min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
-    side is short of servers before a movable one changes its role. wait_s: a request waits so long
-    for a first replica that is available; 0: it is refused at once.
+    replica one may have and still be preferred for its cache; "auto": as many as pay. stall_s: the
+    shortest time without progress after which a replica counts as stalled; it grows with the gaps
+    that are usual for the replica, to six times this. max_open_per_key: 0 for no limit.
+    max_retry_share: of all requests. min_prefill_tokens: shorter prompts are not sent to prefill
+    replicas. role_hold_s: how long a side is short of servers before a movable one changes its
+    role. wait_s: a request waits so long for a first replica that is available; 0: it is refused at
+    once.
     """
 
     policy: str = "warm-cache"
-    backlog_tokens: int = 8192
+    backlog_tokens: BacklogTokens = AUTO
     probe_s: float = 0.5
     stall_s: float = 10.0
     silence_s: float = 120.0
@@ -53,7 +58,13 @@ class RouterSettings:
             _check(name, getattr(self, name), above=-1e-9)
         for name in ("max_open", "history_blocks", "max_body_bytes"):
             _check(name, getattr(self, name), above=0)
-        for name in ("backlog_tokens", "max_open_per_key", "max_retry_share", "min_prefill_tokens"):
+        if self.backlog_tokens != AUTO:
+            if not isinstance(self.backlog_tokens, int):
+                raise SettingError(
+                    f"backlog_tokens is {self.backlog_tokens!r}; a number or auto is allowed"
+                )
+            _check("backlog_tokens", self.backlog_tokens, above=-1)
+        for name in ("max_open_per_key", "max_retry_share", "min_prefill_tokens"):
             _check(name, getattr(self, name), above=-1)
         if self.stall_s < 2 * self.probe_s:
             raise SettingError(

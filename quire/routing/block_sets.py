@@ -97,16 +97,28 @@ class BlockSet:
 
 
 class _Blocks:
-    """What one replica has. block_size: 0 until it was reported."""
+    """What the engines of one replica have. stored: by engine. block_size: 0 until it was
+    reported."""
 
     def __init__(self, max_blocks: int) -> None:
-        self.stored = BlockSet(max_blocks)
+        self._max_blocks = max_blocks
+        self.stored: dict[int, BlockSet] = {}
         self.coming: OrderedDict[int, None] = OrderedDict()
         self.block_size = 0
 
+    def of_engine(self, engine: int) -> BlockSet:
+        """Return what one engine has."""
+        stored = self.stored.get(engine)
+        if stored is None:
+            stored = self.stored[engine] = BlockSet(self._max_blocks)
+        return stored
+
     def matched(self, hashes: Sequence[int]) -> int:
-        """Return how many of the first blocks are there."""
-        stored, coming = self.stored, self.coming
+        """Return how many of the first blocks are there, at the engine that has the most."""
+        return max((self._matched(hashes, one) for one in self.stored.values()), default=0)
+
+    def _matched(self, hashes: Sequence[int], stored: BlockSet) -> int:
+        coming = self.coming
         if not (hashes and (hashes[0] in stored or hashes[0] in coming)):
             return 0  # as most replicas
         low, high = 1, len(hashes)  # hashes[:low] are there; hashes[high:] are not
@@ -120,7 +132,8 @@ class _Blocks:
 
 
 class BlockSets:
-    """max_blocks: remembered of each replica."""
+    """max_blocks: remembered of each engine. A replica has one engine, or several that publish
+    their blocks apart."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -135,33 +148,37 @@ class BlockSets:
     def num_blocks(self, number: int) -> int:
         """Return how many blocks replica `number` has reported."""
         found = self._of.get(number)
-        return 0 if found is None else len(found.stored)
+        return 0 if found is None else sum(map(len, found.stored.values()))
 
-    def store(self, number: int, hashes: Iterable[int], block_size: int) -> None:
-        """Replica `number` has these blocks now."""
+    def store(
+        self, number: int, hashes: Iterable[int], block_size: int, *, engine: int = 0
+    ) -> None:
+        """An engine of replica `number` has these blocks now."""
         blocks = self._of.get(number)
         if blocks is None:
             blocks = self._of[number] = _Blocks(self._max_blocks)
         if blocks.block_size != block_size:
             blocks.stored.clear()
             blocks.block_size = block_size
+        stored = blocks.of_engine(engine)
         for one in hashes:
-            blocks.stored.add(one)
+            stored.add(one)
             blocks.coming.pop(one, None)
 
-    def remove(self, number: int, hashes: Iterable[int]) -> None:
-        """Replica `number` has these blocks no more."""
+    def remove(self, number: int, hashes: Iterable[int], *, engine: int = 0) -> None:
+        """An engine of replica `number` has these blocks no more."""
         blocks = self._of.get(number)
         if blocks is not None:
+            stored = blocks.of_engine(engine)
             for one in hashes:
-                blocks.stored.discard(one)
+                stored.discard(one)
                 blocks.coming.pop(one, None)
 
-    def clear(self, number: int) -> None:
-        """Replica `number` has no block."""
+    def clear(self, number: int, *, engine: int = 0) -> None:
+        """An engine of replica `number` has no block."""
         blocks = self._of.get(number)
         if blocks is not None:
-            blocks.stored.clear()
+            blocks.of_engine(engine).clear()
             blocks.coming.clear()
 
     def forget(self, number: int) -> None:
@@ -178,10 +195,15 @@ class BlockSets:
         while len(blocks.coming) > _MAX_COMING:
             blocks.coming.popitem(last=False)
 
-    def matched_tokens(self, hashes: Sequence[int], block_size: int) -> dict[int, int]:
-        """Return the cached tokens of a prompt by replica, for those that report such blocks."""
+    def matched_tokens(
+        self, hashes: Sequence[int], block_size: int, numbers: Iterable[int] | None = None
+    ) -> dict[int, int]:
+        """Return the cached tokens of a prompt by replica, for those that report such blocks.
+
+        numbers: of the replicas that are looked at; None: all.
+        """
         return {
             number: blocks.matched(hashes) * block_size
-            for number, blocks in self._of.items()
-            if blocks.block_size == block_size
+            for number in (self._of if numbers is None else numbers)
+            if (blocks := self._of.get(number)) is not None and blocks.block_size == block_size
         }

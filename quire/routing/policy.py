@@ -28,6 +28,14 @@ class Replica(Protocol):
         """Tokens of prompts without output yet, and of expected output."""
 
     @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts without output yet that it has to compute, cached ones left out."""
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of expected output."""
+
+    @property
     def loads(self) -> Collection[Any]:
         """Its open requests."""
 
@@ -38,22 +46,25 @@ AnyReplica = TypeVar("AnyReplica", bound=Replica)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteKey:
     """What of a request a policy reads. blocks: names of its prompt's blocks. session: the
-    client's key for affinity, "" without one. tokens: of prompt and expected output, estimated.
-    hashes: of the prompt's KV blocks of block_size tokens, where they are known."""
+    client's key for affinity, "" without one. tokens: of prompt and expected output, estimated;
+    prompt_tokens: of the prompt alone. hashes: of the prompt's KV blocks of block_size tokens,
+    where they are known."""
 
     blocks: Sequence[int] = ()
     session: str = ""
     tokens: int = 0
+    prompt_tokens: int = 0
     hashes: Sequence[int] = ()
     block_size: int = 0
 
 
 class PolicyCount(NamedTuple):
-    """A number that a policy has counted; name: of the metric, after quire_router_."""
+    """A number that a policy has counted or learned; name: of the metric, after
+    quire_router_."""
 
     name: str
     text: str
-    value: int
+    value: float
 
 
 class RoutingPolicy(Protocol):
@@ -66,6 +77,13 @@ class RoutingPolicy(Protocol):
 
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Note that the request was sent there."""
+
+    def new_tokens(self, replica: Replica, key: RouteKey) -> int:
+        """Return how many tokens of the prompt the replica has to compute, as far as is known."""
+
+    def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:
+        """Note when a first token came. new_tokens: of its prompt, as `new_tokens` had said;
+        queued_tokens: that the replica had to compute when the request was sent there."""
 
     def forget(self, replica: Replica) -> None:
         """Note that the replica has lost its cache, or is gone."""
@@ -81,6 +99,13 @@ class PlainPolicy:
 
     def sent(self, replica: Replica, key: RouteKey) -> None:
         """Keep nothing."""
+
+    def new_tokens(self, replica: Replica, key: RouteKey) -> int:
+        """Return all: what is cached is not known."""
+        return key.prompt_tokens
+
+    def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:
+        """Learn nothing."""
 
     def forget(self, replica: Replica) -> None:
         """Keep nothing."""

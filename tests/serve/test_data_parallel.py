@@ -24,6 +24,7 @@ from quire.engine.client.launch import EngineProcess
 from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.library.llm import LLM
+from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import GIVE_UP_S, RunningServer, alive, engines_of, kill
 from tests.serve.test_api_processes import (
     COMPLETIONS,
@@ -107,7 +108,11 @@ def test_several_api_processes_share_engines_and_what_outlives_them(
     tiny: Path, tmp_path: Path
 ) -> None:
     """KV tier, KV store, KV events and trace are each engine's own, or shared, as documented."""
-    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/kv"}
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/kv",
+        "replay_endpoint": f"ipc://{tmp_path}/replay",
+    }
     flags = (
         *("--api-processes", "2", "--kv-tier-path", str(tmp_path / "tier")),
         *("--kv-store", str(tmp_path / "store"), "--kv-tier-size", "8MiB"),
@@ -147,6 +152,7 @@ def test_several_api_processes_share_engines_and_what_outlives_them(
             "trace.engine-1.json",
         ]
         assert ranks_of_events() == [0, 1]
+        _check_routing(server, events, tmp_path)
         # A request is found by its name, and its timeline by its id, through the other process.
         stream = first.stream(LONG, **{"x-request-id": "mine"})
         id_ = next_event(stream)[1]["id"]
@@ -158,6 +164,19 @@ def test_several_api_processes_share_engines_and_what_outlives_them(
         assert events_of(stream)[-1]["error"]["code"] == "aborted"
         _kill_one_after_the_other(server, caller_at, alone)
         assert not any(map(alive, engines))
+
+
+def _check_routing(server: RunningServer, events: dict[str, Any], folder: Path) -> None:
+    """A router knows the blocks of all engines of a server."""
+    (folder / "route.toml").write_text(
+        f'[kv-events.replicas."{server.url}"]\ndata-parallel-size = 2\n'
+        f'endpoint = "{events["endpoint"]}"\nreplay-endpoint = "{events["replay_endpoint"]}"\n'
+    )
+    with RunningRouter("--config", str(folder / "route.toml"), server.url) as router:
+        findable = server.get("/v1/cache")[1]["blocks"]["findable"]
+        assert findable > 0
+        router.until(lambda: router.metric("quire_router_known_blocks") == findable, "its blocks")
+        assert router.metric("quire_router_kv_event_invalid_batches") == 0
 
 
 @contextmanager

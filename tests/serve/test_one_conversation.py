@@ -13,11 +13,22 @@ from typing import Any
 
 import pytest
 
+from quire.router.tokenize_fields import tokenize_fields
 from tests.serve.running_server import RunningServer
 
 SYSTEM, USER = "a stone by the river", "the sea and the stone"
 SAID = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
 NUM_TOKENS = 24
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _part(text: str, kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": text}
+
+
 SAMPLING: dict[str, Any] = {"ignore_eos": True, "temperature": 0.75, "top_p": 0.9}
 
 
@@ -176,3 +187,43 @@ def test_grpc_has_the_ids_of_the_chat(tiny: Path) -> None:
             answer = client.infer(request)
             outputs = {output.name: output for output in answer.outputs}
             assert list(outputs["output_ids"].contents.int_contents) == asked.tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": SAID}),
+        ("/v1/messages", {"system": SYSTEM, "messages": SAID[1:]}),
+        ("/v1/messages", {"system": [_part(SYSTEM)], "messages": [_said("user", [_part(USER)])]}),
+        ("/v1/responses", {"instructions": SYSTEM, "input": USER}),
+        (
+            "/v1/responses",
+            {"input": [_said("developer", SYSTEM), _said("user", [_part(USER, "input_text")])]},
+        ),
+        ("/api/chat", {"messages": SAID}),
+        ("/api/generate", {"system": SYSTEM, "prompt": USER}),
+    ],
+)
+def test_a_router_learns_the_ids_of_each_api_from_tokenize(
+    server: RunningServer, path: str, body: dict[str, Any]
+) -> None:
+    asked = Asked(server, seed=11)
+    fields = tokenize_fields(path, body)
+    assert fields is not None
+    assert asked.whole("/tokenize", fields)["tokens"] == asked.prompt
+
+
+def test_a_router_learns_the_ids_of_a_raw_prompt(server: RunningServer) -> None:
+    asked = Asked(server, seed=11)
+    known = asked.whole("/tokenize", {"prompt": USER})["tokens"]
+    for path, body in (
+        ("/completion", {"prompt": USER}),
+        ("/api/generate", {"prompt": USER, "raw": True}),
+    ):
+        fields = tokenize_fields(path, body)
+        assert fields is not None
+        assert asked.whole("/tokenize", fields)["tokens"] == known
+    whole = {**asked.shared, "prompt": USER, "n_predict": 1}
+    assert asked.whole("/completion", whole)["tokens_evaluated"] == len(known)
+    raw = {"prompt": USER, "raw": True, "options": {"num_predict": 1}}
+    assert asked.lines("/api/generate", raw)[-1]["prompt_eval_count"] == len(known)

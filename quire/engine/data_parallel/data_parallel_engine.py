@@ -78,6 +78,16 @@ class Member:
         return self.routing.open_tokens(self.number)
 
     @property
+    def queued_tokens(self) -> int:
+        """The same: prompts are not counted apart."""
+        return self.backlog_tokens
+
+    @property
+    def expected_tokens(self) -> int:
+        """The same: answers are not counted apart."""
+        return self.backlog_tokens
+
+    @property
     def loads(self) -> Collection[Any]:
         """As many as it has requests, of all processes."""
         return range(self.routing.open_requests(self.number))

@@ -9,11 +9,16 @@ write, never in what decides an answer.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from quire.base.engine_endpoints import (
+    LAST_PORT,
+    colliding_ports,
+    endpoint_of_engine,
+    port_of,
+)
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import CacheConfig, EngineConfig
@@ -22,9 +27,6 @@ from quire.config.machine import num_compute_threads, num_usable_cores
 from quire.engine.client.bound_launch import launch_bound
 from quire.engine.client.launch import EngineProcess
 from quire.ranks.placement import cpus_of_ranks
-
-_LAST_PORT = 65535
-_TCP = re.compile(r"(tcp://.*:)(\d+)")
 
 
 def launch_engines(
@@ -138,12 +140,7 @@ def _check_events(text: str, num_engines: int) -> None:
             f"kv_events_config has data_parallel_rank {events.data_parallel_rank}, and the engines "
             f"of data_parallel_size have the ranks 0 to {num_engines - 1}: leave it out"
         )
-    ports = [
-        int(found[2])
-        for endpoint in (events.endpoint, events.replay_endpoint)
-        if endpoint is not None and (found := _TCP.fullmatch(endpoint)) is not None
-    ]
-    if len(ports) == 2 and abs(ports[0] - ports[1]) < num_engines:
+    if ports := colliding_ports(events.endpoint, events.replay_endpoint, num_engines):
         raise SettingError(
             f"kv_events_config has ports {ports[0]} and {ports[1]}, and each of {num_engines} "
             f"engines takes the next ones: put replay_endpoint at {ports[0] + num_engines} or later"
@@ -152,16 +149,14 @@ def _check_events(text: str, num_engines: int) -> None:
 
 def _after(name: str, endpoint: str, number: int) -> str:
     """Return the endpoint of engine `number`: TCP's next ports, or IPC's path with the number."""
-    found = _TCP.fullmatch(endpoint)
-    if found is None:
-        return f"{endpoint}.{number}" if number else endpoint
-    port = int(found[2]) + number
-    if port > _LAST_PORT:
+    own = endpoint_of_engine(endpoint, number)
+    port = port_of(own)
+    if port is not None and port > LAST_PORT:
         raise SettingError(
             f"kv_events_config: {name} is {endpoint}, and engine {number} of data_parallel_size "
             f"would listen at port {port}: give a lower one"
         )
-    return f"{found[1]}{port}"
+    return own
 
 
 def _numbered(path: str | None, number: int) -> str | None:

@@ -321,6 +321,7 @@ def run(
             for replica in router.fleet.replicas.values():
                 assert not replica.loads
                 assert replica.backlog_tokens == 0
+                assert (replica.queued_tokens, replica.expected_tokens) == (0, 0)
             return result
         finally:
             await router.close()

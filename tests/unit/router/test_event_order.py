@@ -185,6 +185,16 @@ def test_rubbish_forgets_what_was_known(events: Any) -> None:
     assert follower.known == {2}
 
 
+def test_batches_of_another_engine_are_not_taken() -> None:
+    order = EventOrder(can_replay=False, engine=1)
+    stored = [["BlockStored", [9], None, [1] * 16, 16, None, "GPU", None]]
+    assert order.live(0, _encode([0.5, stored, 1])) == ([Change((9,), 16)], None)
+    assert order.live(1, _encode([0.5, stored])) == ([Change((9,), 16)], None), "without a rank"
+    assert order.other_engine is None
+    assert order.live(2, _encode([0.5, stored, 3])) == ([CLEARED], None)
+    assert (order.other_engine, order.num_invalid) == (3, 1)
+
+
 def test_blocks_of_other_media_are_not_counted() -> None:
     batch = [
         0.5,

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from quire.engine.kv_events.publisher import KVEventPublisher
 from quire.router.block_hashes import block_hashes
 from quire.router.event_feed import Endpoints
 from quire.router.event_order import EventOrder
-from quire.router.exact_prefixes import TOKENIZE_FIELDS, ExactPrefixes, endpoints_of, given_ids
+from quire.router.exact_prefixes import ExactPrefixes, endpoints_of, given_ids
 from quire.router.features import Features
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
+from quire.router.tokenize_fields import TOKENIZE_FIELDS
 from quire.routing.block_sets import BlockSets
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
@@ -51,9 +53,18 @@ class Published:
         self.sets = BlockSets(100_000)
         self.fields = {"min_prompt_tokens": 0, "tokenize_ms": 5000, **fields}
 
-    def publisher(self, at: int) -> KVEventPublisher:
+    def publisher(self, at: int, engine: int = 0, rank: int | None = None) -> KVEventPublisher:
+        """Return what one engine of a replica publishes with. rank: in its batches."""
+        config = self.configs[at]
+        if engine:
+            config = replace(
+                config,
+                endpoint=f"{config.endpoint}.{engine}",
+                replay_endpoint=f"{config.replay_endpoint}.{engine}",
+            )
+        config = replace(config, data_parallel_rank=engine if rank is None else rank)
         return KVEventPublisher(
-            self.configs[at], topic="kv@a:1@box", block_size=SIZE, report=lambda *_, **__: None
+            config, topic="kv@a:1@box", block_size=SIZE, report=lambda *_, **__: None
         )
 
     def run(self, story: Callable[[Router], Any], **settings: Any) -> None:
@@ -232,11 +243,106 @@ def test_frames_that_are_no_batch_are_logged_once(published: Published, tmp_path
     context.destroy(linger=0)
 
 
+def test_all_engines_of_a_data_parallel_replica_are_followed(published: Published) -> None:
+    """A prompt is where any of them has it; what one has lost another may still have."""
+    first, second = published.replicas
+    published.fields["data_parallel_size"] = 2
+    others = [published.publisher(at, engine=1) for at in (0, 1)]
+    published.publishers[1].put(stored(HASHES[:4]))
+    others[1].put(stored(HASHES))
+
+    async def story(router: Router) -> None:
+        await published.until(1, len(HASHES) + 4)
+        for turn in range(3):
+            await router.post("/generate", {"tokens": [*PROMPT, turn]})
+        assert (len(first.requests), len(second.requests)) == (0, 3)
+        published.publishers[1].put(CacheCleared())
+        await published.until(1, len(HASHES))
+        await router.post("/generate", {"tokens": [*PROMPT, 4]})
+        assert (len(first.requests), len(second.requests)) == (0, 4)
+        others[1].put(BlocksRemoved(tuple(HASHES)))
+        others[0].put(stored(HASHES))
+        await published.until(1, 0)
+        await published.until(0, len(HASHES))
+        await router.post("/generate", {"tokens": [*PROMPT, 5]})
+        assert (len(first.requests), len(second.requests)) == (1, 4)
+        # One that begins anew has forgotten what it had, and the other has not.
+        others[0].close()
+        others[0] = published.publisher(0, engine=1)
+        published.publishers[0].put(stored(HASHES[:2]))
+        await published.until(0, 2)
+
+    try:
+        published.run(story)
+    finally:
+        for one in others:
+            one.close()
+
+
+def test_what_another_replica_publishes_at_the_next_port_is_not_an_engine_of_this_one(
+    published: Published,
+) -> None:
+    published.fields["data_parallel_size"] = 2
+    other = published.publisher(0, engine=1, rank=0)
+    other.put(stored(HASHES))
+    published.publishers[0].put(stored(HASHES[:3]))
+
+    async def story(router: Router) -> None:
+        await published.until(0, 3)
+        assert router.prefixes is not None
+        while not router.prefixes.counts["kv_event_invalid_batches"]:
+            await asyncio.sleep(0.01)
+        lines = [line for line in router.lines if "is of engine 0" in line]
+        assert len(lines) == 1
+        assert "engine=1" in lines[0]
+        assert "data-parallel-size" in lines[0]
+        assert router.prefixes.counts["known_blocks"] == 3
+
+    try:
+        published.run(story)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("body", [{"prompt": PROMPT}, {"prompt": "Hello"}])
+def test_a_prompt_of_llama_cpps_form_is_looked_up(
+    published: Published, body: dict[str, Any]
+) -> None:
+    second = published.replicas[1]
+    for one in published.replicas:
+        one.answer = lambda method, path, fields: (
+            (200, json.dumps({"tokens": PROMPT}).encode()) if path == "/tokenize" else None
+        )
+    published.publishers[1].put(stored(HASHES))
+
+    async def story(router: Router) -> None:
+        await published.until(1, len(HASHES))
+        for turn in range(3):
+            assert (await router.post("/completion", {**body, "n_predict": turn + 1}))[0] == 200
+
+    published.run(story)
+    assert [one["n_predict"] for one in second.requests if "n_predict" in one] == [1, 2, 3]
+
+
 def test_where_replicas_publish() -> None:
     table, own = KVEventsTable(), KVEndpointsTable(endpoint="tcp://b:7")
-    assert endpoints_of(server_url("http://a:1"), own, table) == Endpoints("tcp://b:7")
+    assert endpoints_of(server_url("http://a:1"), own, table) == [Endpoints("tcp://b:7")]
     usual = endpoints_of(server_url("http://[::1]:2"), None, table)
-    assert usual == Endpoints("tcp://[::1]:5557", "tcp://[::1]:5558")
+    assert usual == [Endpoints("tcp://[::1]:5557", "tcp://[::1]:5558")]
+
+
+def test_where_the_engines_of_a_replica_publish() -> None:
+    table = KVEventsTable(replay_port=6557, data_parallel_size=2)
+    assert endpoints_of(server_url("http://a:1"), None, table) == [
+        Endpoints("tcp://a:5557", "tcp://a:6557", is_checked=True),
+        Endpoints("tcp://a:5558", "tcp://a:6558", is_checked=True),
+    ]
+    own = KVEndpointsTable(endpoint="ipc:///run/kv", data_parallel_size=3)
+    assert [one.events for one in endpoints_of(server_url("http://a:1"), own, table)] == [
+        *("ipc:///run/kv", "ipc:///run/kv.1", "ipc:///run/kv.2"),
+    ]
+    one = KVEndpointsTable(endpoint="ipc:///run/kv", data_parallel_size=1)
+    assert endpoints_of(server_url("http://a:1"), one, table) == [Endpoints("ipc:///run/kv")]
 
 
 def test_token_ids_in_requests() -> None:

@@ -15,6 +15,9 @@ from quire.router.discovery import StaticList
 from quire.router.fleet import Fleet
 from quire.router.prefill_pairs import PARAMS, PrefillPairs
 from quire.router.prober import Prober
+from quire.routing.prefix_history import PrefixHistory
+from quire.routing.ttft_model import MIN_SAMPLES
+from quire.routing.warm_cache import WarmCache
 from tests.cases import each_case
 from tests.unit.router.fake_replica import FakeReplica, Router
 
@@ -238,3 +241,22 @@ def test_a_client_that_leaves_ends_the_prefill() -> None:
 
     run(decode, prefill, story)
     assert not decode.requests
+
+
+def test_the_time_of_a_prefill_is_learned_as_that_of_a_first_token() -> None:
+    """A replica that fetches a prompt's blocks computes nothing of it, so it teaches nothing."""
+
+    async def story(router: PairRouter) -> None:
+        router.pairs.fleet.policy = WarmCache(PrefixHistory(1000), None)
+        router.fleet.policy = WarmCache(PrefixHistory(1000), None)
+        for number in range(MIN_SAMPLES):
+            body = {**LONG, "prompt": f"{number} {LONG['prompt']}", "stream": True}
+            assert (await router.post("/v1/completions", body))[0] == 200
+        learned, nothing = (
+            {one.name: one.value for one in fleet.policy.counts()}["new_token_seconds"]
+            for fleet in (router.pairs.fleet, router.fleet)
+        )
+        assert learned > 0
+        assert nothing == 0
+
+    run(FakeReplica(), handing(), story)

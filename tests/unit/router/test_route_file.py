@@ -98,6 +98,17 @@ def test_a_whole_file_is_read() -> None:
         ("[tenants.a]\ntokens-per-minute = 1\nkey-digests = ['x']", "matching regex"),
         ("[redis]\nurl = 'redis://a'", "neither leases = true nor quotas"),
         ("[models]\n'' = 'a'", "expected `str` of length >= 1"),
+        ("backlog-tokens = 'many'", "backlog-tokens"),
+        ("[kv-events]\ndata-parallel-size = 2", "put the replays at 5559 or later"),
+        (
+            "[kv-events]\nport = 65534\nreplay-port = 0\ndata-parallel-size = 3",
+            "kv-events: the last of 3 engines .* port 65536",
+        ),
+        (
+            "[kv-events.replicas.'http://a']\nendpoint = 'tcp://a:70'\ndata-parallel-size = 4\n"
+            "replay-endpoint = 'tcp://a:72'",
+            'kv-events.replicas."http://a": .* put the replays at 74',
+        ),
         ("port = 1\nport = 2", "not valid TOML"),
         ("a = [" + "[" * 5000, "nested too deeply|not valid TOML"),
     ],

@@ -10,43 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import selectors
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from bench.router.virtual_time import run_virtual
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
 from tests.unit.router.fake_replica import Router
 
+__all__ = ["SteppedServer", "VirtualFleet", "run_virtual", "whole_answer"]
+
 # Prompts that a step computes, those of streams that continue included.
 PROMPTS_A_STEP = 64
-
-
-class _VirtualSelector(selectors.SelectSelector):
-    """A selector that lets the time pass instead of waiting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 100.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        found = super().select(0)
-        if not found and timeout is None:
-            raise RuntimeError("nothing can happen any more")
-        if not found and timeout is not None:
-            self.now_s += max(timeout, 0.0)
-        return found
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with a clock of its own."""
-
-    def __init__(self) -> None:
-        self._virtual = _VirtualSelector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now_s
 
 
 class _Link:
@@ -199,14 +174,3 @@ def whole_answer(num_tokens: int) -> bytes:
     """Return the answer of a stream alone."""
     tokens = range(100, 100 + num_tokens)
     return b"".join(b'data: {"token": %d}\n\n' % one for one in tokens) + b"data: [DONE]\n\n"
-
-
-def run_virtual(story: Coroutine[Any, Any, Any]) -> Any:
-    """Run a story in virtual time."""
-    loop = VirtualLoop()
-    try:
-        result = loop.run_until_complete(story)
-        loop.run_until_complete(asyncio.sleep(0.1))  # what was cancelled ends
-        return result
-    finally:
-        loop.close()

@@ -98,6 +98,21 @@ def test_the_longest_prefix_is_found_for_each_replica() -> None:
     assert sets.matched_tokens(prompt, 2 * SIZE) == {}, "blocks of another size are not compared"
 
 
+def test_a_replica_has_what_any_of_its_engines_has_from_the_beginning_on() -> None:
+    sets, prompt = BlockSets(100), hashes_of(*range(40))
+    sets.store(0, prompt[:4], SIZE)
+    sets.store(0, prompt[4:], SIZE, engine=1)  # without the beginning
+    assert sets.matched_tokens(prompt, SIZE) == {0: 16}
+    sets.store(0, prompt[:7], SIZE, engine=2)
+    assert sets.matched_tokens(prompt, SIZE, [0, 5]) == {0: 28}
+    assert sets.num_blocks(0) == 17
+    sets.remove(0, prompt[:1], engine=2)
+    assert sets.matched_tokens(prompt, SIZE) == {0: 16}, "engine 0 still has it"
+    sets.clear(0)
+    assert sets.matched_tokens(prompt, SIZE) == {0: 0}
+    assert sets.num_blocks(0) == 12
+
+
 def test_a_prompt_that_was_sent_counts_until_it_is_reported_or_removed() -> None:
     sets, prompt = BlockSets(100), hashes_of(*range(20))
     sets.sent(0, prompt)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from quire.base.errors import SettingError
 from quire.router.policies import MAKERS, make_routing_policy
+from quire.router.replica import Load, Replica
 from quire.router.settings import ROUTING_POLICIES, RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey
 from quire.routing.power_of_two import PowerOfTwo
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
+from quire.routing.ttft_model import MIN_SAMPLES
+from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS, MAX_OPEN_TOKENS, WarmCache
 from tests.repository.source_files import ROOT
 from tests.unit.router.made_replicas import key_of, made_replicas, open_load
 
@@ -82,6 +87,126 @@ def test_a_warm_replica_is_kept_until_its_backlog_is_too_long() -> None:
     first.end(load)
 
 
+# ---- a backlog that is calibrated
+
+EACH_S = 1e-3
+PROMPT = "a long system prompt " * 400
+LONG = RouteKey(blocks=block_names("box", PROMPT.encode()), tokens=2110, prompt_tokens=2100)
+
+
+def measured_policy(*speeds: float) -> WarmCache:
+    """Return a policy that has seen first tokens of replicas, each with its own speed."""
+    policy = WarmCache(PrefixHistory(10**6), None)
+    for replica, speed in zip(made_replicas(len(speeds)), speeds, strict=True):
+        for at in range(MIN_SAMPLES):
+            new, queued = 100 * at, 50 * (at % 7)
+            policy.began(replica, new, queued, EACH_S / speed * (new + queued))
+    return policy
+
+
+def queue(replica: Replica, tokens: int) -> Load:
+    """Open a request with so many tokens to compute."""
+    load = open_load(replica, 0)
+    replica.end(load)
+    load.tokens = load.prompt_tokens = load.new_tokens = tokens
+    replica.begin(load)
+    return load
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
+def test_a_warm_replica_is_kept_while_its_queue_costs_less_than_a_copy(
+    speeds: tuple[float, ...],
+) -> None:
+    """A copy is computed, and computed again for what it displaces, at the speed of its replica."""
+    policy, replicas = measured_policy(*speeds), made_replicas(3)
+    policy.sent(replicas[0], LONG)
+    cached = LONG.prompt_tokens - policy.new_tokens(replicas[0], LONG)
+    assert 0 < LONG.prompt_tokens - cached < BLOCK_BYTES // 4, "half a block has no name"
+    copy_s = 2 * cached * EACH_S / speeds[1]
+    # What is computed anyway takes longer where the replica is slower.
+    rest_s = (LONG.prompt_tokens - cached) * EACH_S * (1 / speeds[1] - 1 / speeds[0])
+    most = round((copy_s + rest_s) / EACH_S)
+    load = queue(replicas[0], most - 2)
+    assert policy.choose(replicas, LONG) is replicas[0]
+    other = queue(replicas[0], 4)
+    assert policy.choose(replicas, LONG) is not replicas[0]
+    assert policy.left_total == 1
+    # The others wait too.
+    waits = [queue(one, round(10 * speeds[1])) for one in replicas[1:]]
+    assert policy.choose(replicas, LONG) is replicas[0]
+    for replica in replicas:
+        for one in (load, other, *waits):
+            replica.end(one)
+    assert all(one.queued_tokens == one.expected_tokens == 0 for one in replicas)
+
+
+def cached(replica: Replica, answer: int) -> Load:
+    """Open a request with a prompt that is believed to be cached."""
+    load = open_load(replica, 0)
+    replica.end(load)
+    load.tokens, load.prompt_tokens = LONG.prompt_tokens + answer, LONG.prompt_tokens
+    replica.begin(load)
+    return load
+
+
+def test_cached_prompts_are_no_queue_but_answers_are_bounded() -> None:
+    policy, replicas = measured_policy(1.0, 1.0), made_replicas(2)
+    policy.sent(replicas[0], LONG)
+    for _ in range(40):
+        cached(replicas[0], 200)
+    assert replicas[0].expected_tokens == 8000
+    assert policy.choose(replicas, LONG) is replicas[0]
+    open_load(replicas[0], DEFAULT_BACKLOG_TOKENS - 8000 + 1)
+    assert policy.choose(replicas, LONG) is replicas[1]
+
+
+def test_prompts_that_are_only_believed_to_be_cached_are_bounded() -> None:
+    """As of a false publisher, or of a replica that has evicted them."""
+    policy, replicas = measured_policy(1.0, 1.0), made_replicas(2)
+    policy.sent(replicas[0], LONG)
+    most = MAX_OPEN_TOKENS // LONG.prompt_tokens
+    for _ in range(most):
+        cached(replicas[0], 0)
+        assert policy.choose(replicas, LONG) is replicas[0]
+    cached(replicas[0], 0)
+    assert policy.choose(replicas, LONG) is replicas[1]
+    longer = replace(LONG, prompt_tokens=4 * LONG.prompt_tokens)
+    assert policy.choose(replicas, longer) is replicas[0], "so many prompts of this length"
+
+
+def test_the_usual_backlog_holds_until_first_tokens_are_seen_and_after_the_replica_left() -> None:
+    policy, replicas = make_routing_policy(RouterSettings()), made_replicas(2)
+    policy.sent(replicas[0], LONG)
+    load = queue(replicas[0], DEFAULT_BACKLOG_TOKENS)
+    assert policy.choose(replicas, LONG) is replicas[0]
+    for at in range(MIN_SAMPLES):
+        policy.began(replicas[1], 100 + at, 0, EACH_S * (100 + at))
+    assert policy.choose(replicas, LONG) is replicas[1], "by what was learned of another"
+    assert {count.name: count.value for count in policy.counts()}[
+        "new_token_seconds"
+    ] == pytest.approx(EACH_S, rel=0.01)
+    replicas[0].end(load)
+    policy.forget(replicas[1])
+    assert policy.choose(replicas, LONG) is replicas[0]
+
+
+def test_a_number_of_the_operator_is_not_calibrated() -> None:
+    policy, replicas = make_routing_policy(RouterSettings(backlog_tokens=50_000)), made_replicas(2)
+    policy.sent(replicas[0], LONG)
+    for at in range(3 * MIN_SAMPLES):
+        policy.began(replicas[1], 100 + at, 0, 1e-6)
+    queue(replicas[0], 50_000)
+    assert policy.choose(replicas, LONG) is replicas[0]
+    queue(replicas[0], 1)
+    assert policy.choose(replicas, LONG) is replicas[1]
+
+
+@pytest.mark.parametrize("given", [-1, "many", 1.5, None])
+def test_a_backlog_is_a_number_or_auto(given: Any) -> None:
+    with pytest.raises(SettingError, match="backlog_tokens"):
+        RouterSettings(backlog_tokens=given)
+
+
 def test_prefix_history_equals_a_plain_model_of_it() -> None:
     """Against sets of prefixes, for drawn prompts that share beginnings."""
     history, drawn = PrefixHistory(max_blocks=10**6), Random(5)
@@ -130,7 +255,8 @@ def test_reports_of_replicas_are_taken_by_policies_that_read_them(name: str) -> 
     settings, sets = RouterSettings(policy=name), BlockSets(1000)
     if make_routing_policy(settings).uses_events:
         policy = make_routing_policy(settings, sets)
-        assert [count.name for count in policy.counts()] == ["prompt_blocks", "warm_blocks"]
+        names = [count.name for count in policy.counts()]
+        assert names[:3] == ["prompt_blocks", "warm_blocks", "left_warm"]
         return
     with pytest.raises(SettingError, match=f"warm-cache and the policy is {name}"):
         make_routing_policy(settings, sets)

@@ -1,0 +1,113 @@
+"""Read outcomes: lines that a router has logged, or requests with outcomes of one's own.
+
+    {"features": 1, "cascade": "auto", "words": [...], "facts": [...], "outcome": "kept"}
+    {"request": {"messages": [...]}, "hard": true}
+
+The second form is for outcomes that were found otherwise, as by an evaluation: `hard` says that the
+large model should answer. Always holds: what is kept in memory is bounded; a line that is neither
+form is an error that names its place, but a last line that was not written to its end is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+
+from quire.base.errors import SettingError
+from quire.router.outcome_log import KEPT, LoggedOutcome
+from quire.router.prompt_features import MAX_WORDS, NUM_BUCKETS, VERSION, Features, features_of
+from quire.router.routed_request import RoutedRequest
+from quire.router.routes import ROUTES
+
+MAX_EXAMPLES = 100_000
+MAX_LINE_BYTES = 16 << 20
+_CHAT = "/v1/chat/completions"
+_MAX_FACTS = 64
+
+
+class Example(NamedTuple):
+    """is_hard: the small model's answer was replaced, or should have been."""
+
+    features: Features
+    is_hard: bool
+
+
+class _OwnOutcome(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    request: dict[str, Any]
+    hard: bool
+    path: Annotated[str, Meta(max_length=256)] = _CHAT
+
+
+_read_keys = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_logged = msgspec.json.Decoder(LoggedOutcome).decode
+_read_own = msgspec.json.Decoder(_OwnOutcome).decode
+
+
+def read_outcomes(
+    paths: Iterable[str], cascade: str = "", *, max_examples: int = MAX_EXAMPLES
+) -> tuple[list[Example], set[str]]:
+    """Return the newest outcomes of files in order, and the cascades that logged them.
+
+    cascade: its outcomes alone are read; "": those of all. Raises SettingError.
+    """
+    found: deque[Example] = deque(maxlen=max_examples)
+    cascades: set[str] = set()
+    for path in paths:
+        try:
+            with Path(path).expanduser().open("rb") as file:
+                number = 0
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    number += 1
+                    if len(line) > MAX_LINE_BYTES:
+                        raise _wrong(path, number, f"it has more than {MAX_LINE_BYTES} bytes")
+                    is_whole = line.endswith(b"\n")
+                    if not line.strip():
+                        continue
+                    try:
+                        name, example = _example(line)
+                    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                        if is_whole:
+                            raise _wrong(path, number, str(error)) from error
+                        continue
+                    if cascade and name and name != cascade:
+                        continue
+                    cascades |= {name} if name else set()
+                    found.append(example)
+        except OSError as error:
+            raise SettingError(
+                f"the outcomes {path} cannot be read ({error.strerror}); give files that a router "
+                "has written (outcomes of a cascade)"
+            ) from error
+    return list(found), cascades
+
+
+def _example(line: bytes) -> tuple[str, Example]:
+    """Return the cascade and the outcome of a line. Raises MsgspecError, ValueError."""
+    if "features" not in _read_keys(line):
+        own = _read_own(line)
+        if own.path not in ROUTES:
+            raise ValueError(f"path is {own.path!r}, which is not routed; {_CHAT} is, for one")
+        request = RoutedRequest(own.path, [], msgspec.json.encode(own.request))
+        features = features_of(request.user_text, request.prompt_tokens, request.fields)
+        return "", Example(features, own.hard)
+    logged = _read_logged(line)
+    if logged.features != VERSION:
+        raise ValueError(
+            f"its features are of version {logged.features}, and these are {VERSION}; log anew"
+        )
+    for buckets, most in ((logged.words, MAX_WORDS), (logged.facts, _MAX_FACTS)):
+        if len(buckets) > most or not all(0 <= one < NUM_BUCKETS for one in buckets):
+            raise ValueError(f"buckets are at most {most} numbers from 0 to {NUM_BUCKETS - 1}")
+    return logged.cascade, Example(Features(logged.words, logged.facts), logged.outcome != KEPT)
+
+
+def _wrong(path: str, number: int, why: str) -> SettingError:
+    return SettingError(
+        f"{path}, line {number}: {why}; a line is an outcome that a router has logged, or "
+        '{"request": {...}, "hard": true}'
+    )
