@@ -154,7 +154,7 @@ def check_metadata(given: Mapping[str, Any]) -> None:
         )
 
 
-def as_named_here(error: InvalidParameter) -> InvalidParameter:
+def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
     """Return an error with the names that the fields have in this API."""
     if error.param == "response_format":
         said = str(error).replace("response_format.json_schema", "output_config.format")

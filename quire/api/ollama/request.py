@@ -146,7 +146,7 @@ def is_keep_alive(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def as_named_here(error: InvalidParameter) -> InvalidParameter:
+def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
     """Return an error with the names that the fields have in this API."""
     param, said = error.param or "", str(error)
     if param == "response_format":
