@@ -50,6 +50,8 @@ ComingEngine = Callable[[], Awaitable[MemberEngine]]
 # An engine with the prompt's beginning is preferred while it has at most so many tokens more to
 # compute than the least loaded one.
 BACKLOG_TOKENS = 4096
+# After an engine has ended, when the counts that other processes have of it are read.
+_REREAD_S = (1.0, 9.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -311,6 +313,14 @@ class DataParallelEngine(CallEngine):
             self._policy.forget(member)
             self._past.add(member.number, member.engine.stats)
             member.has_ended = True
+            self._see()
+            self._watching.append(asyncio.ensure_future(self._reread()))
+
+    async def _reread(self) -> None:
+        """Count what other processes have seen of an engine that has ended."""
+        for wait_s in _REREAD_S:
+            await asyncio.sleep(wait_s)
+            self._past.read()
             self._see()
 
     def _see(self, latest: EngineStats | None = None) -> None:
