@@ -92,7 +92,6 @@ NO_EFFECT: Mapping[str, str] = {
     "n_cache_reuse": "number",
     "n_keep": "number",
     "n_discard": "number",
-    "penalize_nl": "boolean",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -284,6 +283,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "t_max_prompt_ms": (0, -1),
     "sse_ping_interval": (),
+    "penalize_nl": (True,),  # penalties count line breaks too
     "speculative.n_max": (),
     "speculative.n_min": (),
     "speculative.p_min": (),
@@ -291,7 +291,10 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
 
 
 # Of these, the values of fields that their API restricts.
-HINT_VALUES: Mapping[str, tuple[Any, ...]] = {"verbosity": ("low", "medium", "high")}
+HINT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "verbosity": ("low", "medium", "high"),
+    "penalize_nl": (False, True),
+}
 
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -395,9 +398,8 @@ def _check_type(name: str, value: Any) -> None:
 def _check_hint(name: str, value: Any) -> None:
     allowed = HINT_VALUES.get(name)
     if allowed is not None and not any(same_json(value, one) for one in allowed):
-        raise InvalidParameter(
-            f"{name} is {show(value)}; {', '.join(allowed)} are allowed", param=name
-        )
+        words = ", ".join(one if isinstance(one, str) else show(one) for one in allowed)
+        raise InvalidParameter(f"{name} is {show(value)}; {words} are allowed", param=name)
 
 
 def check_unserved(name: str, value: Any) -> None:

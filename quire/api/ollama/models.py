@@ -167,10 +167,14 @@ def _short_number(number: int) -> str:
 def _description(engine: Engine, config: ServerConfig) -> dict[str, Any]:
     """Return the body of /api/show. Reads the model's configuration, if it is a file."""
     card, family = engine.card, _family(engine.card.path)
-    defaults = sorted(card.generation_defaults.items())
+    defaults = [
+        f"{name} {one if isinstance(one, str) else f'{one:g}'}"
+        for name, value in sorted(card.generation_defaults.items())
+        for one in (value if isinstance(value, tuple) else (value,))
+    ]
     return {
         "modelfile": f"# {card.name}: this model has no Modelfile",
-        "parameters": "\n".join(f"{name} {value:g}" for name, value in defaults),
+        "parameters": "\n".join(defaults),
         "template": _template(engine),
         "details": _details(card, family),
         "model_info": {
