@@ -52,6 +52,7 @@ async def read_prompt(context: RequestContext) -> MessagePrompt:
     fields = ConversationFields(
         messages=history.messages,
         effort=_effort(given),
+        effort_name="output_config.effort" if "thinking" not in given else "thinking",
         continue_final_message=history.continues,
         tools=None if offer is None else offer.shown,
         variables=variables,

@@ -88,6 +88,7 @@ async def conversation_of(
     fields = ConversationFields(
         messages=messages,
         effort=effort_of(request.given),
+        effort_name="think",
         continue_final_message=messages[-1]["role"] == "assistant",
         tools=None if offer is None else offer.shown,
     )

@@ -163,7 +163,8 @@ def _user(text: Schema) -> Schema:
         is_error=or_null(FLAG),
         cache_control=or_null(_cache_control()),
     )
-    content = {"anyOf": [TEXT, list_of({"anyOf": [text, result]})]}
+    system = _block("mid_conv_system", {"content": said}, cache_control=or_null(_cache_control()))
+    content = {"anyOf": [TEXT, list_of({"anyOf": [text, result, system]})]}
     return object_of({"role": {"const": "user"}, "content": content}, needed=("role", "content"))
 
 

@@ -412,6 +412,10 @@ def test_hints_are_reported() -> None:
     body = {**ASKED, "reasoning": {"summary": "auto"}, "text": {"verbosity": "low"}}
     header = ask(body).headers["x-quire-ignored-fields"]
     assert {*header.split(", ")} == {"reasoning.summary", "text.verbosity"}
+    made = engine()
+    made.template = ChatTemplate({"default": "{{ messages[0].content }}"}, variables={})
+    reply = ask({**ASKED, "reasoning": {"effort": "high"}}, on=made)
+    assert reply.headers["x-quire-ignored-fields"] == "reasoning.effort"
 
 
 def long_talk(num_turns: int) -> list[Any]:
