@@ -92,6 +92,7 @@ NO_EFFECT: Mapping[str, str] = {
     "n_cache_reuse": "number",
     "n_keep": "number",
     "n_discard": "number",
+    "backend_sampling": "boolean",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -189,6 +190,16 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "response_fields": Unserved(allowed=([],), why=_OTHER_SHAPE),
     "n_probs": Unserved(allowed=(0,), why="write it as logprobs (chats: top_logprobs)"),
+    "reasoning_format": Unserved(
+        allowed=("auto", "deepseek"),
+        why="reasoning has a field of its own (--reasoning-parser none keeps it in the text)",
+    ),
+    "reasoning_control": Unserved(
+        allowed=(False,), why="running reasoning is not ended early; give thinking_token_budget"
+    ),
+    "parse_tool_calls": Unserved(
+        allowed=(True,), why="calls are parsed (--tool-call-parser none keeps them in the text)"
+    ),
     "parse_special": Unserved(
         allowed=(True,), why="special tokens in a text are those tokens, as in prompts"
     ),
