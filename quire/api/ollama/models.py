@@ -57,7 +57,9 @@ class OllamaModelsRoutes:
 
     async def tags(self, request: Request) -> Response:
         """List the model."""
-        return _json({"models": await self._listed(request, {})})
+        engine, config = self._server_state.engine(), self._server_state.config
+        found = await asyncio.to_thread(_capabilities, engine, config)
+        return _json({"models": await self._listed(request, {"capabilities": found})})
 
     async def ps(self, request: Request) -> Response:
         """List the model, which is always loaded."""
@@ -152,6 +154,7 @@ def _details(card: ModelCard, family: str) -> dict[str, Any]:
         "families": [family],
         "parameter_size": _short_number(card.num_parameters),
         "quantization_level": card.dtype if card.quantization == "none" else card.quantization,
+        "context_length": card.max_model_len,
     }
 
 
