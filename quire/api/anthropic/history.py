@@ -18,6 +18,8 @@ from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 _TTLS = ("5m", "1h")
+# Of a cached prefix; coding agents send it. A prefix is found by all requests of a tenant.
+SCOPES = ("global", "organization")
 _TEXT = '{"type": "text", "text": "..."}'
 _CALLER = {"type": "direct"}
 # The keys of each type of block; of those with a value here, only this value is accepted.
@@ -86,7 +88,8 @@ def check_cache_control(path: str, value: Any) -> None:
         not isinstance(value, dict)
         or value.get("type") != "ephemeral"
         or value.get("ttl") not in (None, *_TTLS)
-        or value.keys() - {"type", "ttl"}
+        or value.get("scope") not in (None, *SCOPES)
+        or value.keys() - {"type", "ttl", "scope"}
     ):
         raise InvalidParameter(
             f'{path} is {show(value)}; {{"type": "ephemeral"}} is allowed, with a ttl of '

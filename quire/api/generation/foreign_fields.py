@@ -79,6 +79,7 @@ EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
 NO_EFFECT: Mapping[str, str] = {
     "user": "string",
     "metadata": "object",
+    "client_metadata": "object",
     "max_tool_calls": "number",
     "safety_identifier": "string",
     "prompt_cache_key": "string",

@@ -29,6 +29,7 @@ from quire.api.openai.responses.conversations import Conversations
 from quire.api.openai.responses.dialect import ResponsesDialect
 from quire.api.openai.responses.fields import ENCRYPTED, LOGPROBS
 from quire.api.openai.responses.input_items import Item
+from quire.api.openai.responses.namespaces import names_of
 from quire.api.openai.responses.prompt import PromptMaker
 from quire.api.openai.responses.request import (
     check_stream_options,
@@ -190,6 +191,7 @@ class ResponseRequest:
             logprobs=LOGPROBS in include,
             # The response to a POST has it unasked, as OpenAI's has.
             seals=self._keeps_encrypted_content or not self.is_background,
+            namespaces=names_of(given),
         )
         return GenerationJob(
             prompts=[Prompt(token_ids=prompt.token_ids, sampling=sampling, text_rules=text_rules)],

@@ -371,6 +371,17 @@ def test_a_system_message_keeps_its_place() -> None:
     assert refusal({**ASKED, "messages": said}, on=made)[:2] == (400, "invalid_request_error")
 
 
+def test_the_scope_of_a_cached_prefix_is_that_of_its_tenant() -> None:
+    def pins(control: dict[str, str]) -> Any:
+        block = {"type": "text", "text": "Long.", "cache_control": control}
+        return of_message({"system": [block]}).terms.cache_pins
+
+    plain = {"type": "ephemeral"}
+    assert pins({**plain, "scope": "global"}) == pins(plain) != ()
+    block = {"type": "text", "text": "Long.", "cache_control": {**plain, "scope": "world"}}
+    assert "system[0].cache_control is" in refusal({**ASKED, "system": [block]})[2]
+
+
 def test_a_system_block_is_a_system_message_in_its_place() -> None:
     text = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
     blocks = [
