@@ -186,6 +186,15 @@ class GenerationRoute:
     model_suffix: str = ""
     as_named_here: Callable[[InvalidParameter, Mapping[str, Any]], InvalidParameter] | None = None
 
+    async def job(self, request: GenerationRequest) -> GenerationJob:
+        """Return the job of a request. Raises RequestError with the API's names of fields."""
+        try:
+            return await self.read(request)
+        except InvalidParameter as error:
+            if self.as_named_here is None:
+                raise
+            raise self.as_named_here(error, request.given) from error
+
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
     """Answer a generation request. Raises RequestError and the engine's errors."""
@@ -219,12 +228,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not server_state.lifecycle.accepting.is_set() and given.get("background") is not True:
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
-        try:
-            job = await route.read(generation_request)
-        except InvalidParameter as error:
-            if route.as_named_here is None:
-                raise
-            raise route.as_named_here(error, given) from error
+        job = await route.job(generation_request)
         answers = _streams_of(job, given, cursor, engine)(
             engine,
             server_state.metrics,
@@ -252,11 +256,9 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         )
         if cursor is not None:
             events.number = cursor.num_events
-        if options.resumable and server_state.resumable_streams.has_room():
-            return resumable_response(
-                server_state, events, context.deadline, open_, context.headers()
-            )
-        return EventStream(server_state, events, context.headers(), context.deadline, open_)
+        is_kept = options.resumable and server_state.resumable_streams.has_room()
+        respond: Callable[..., Response] = resumable_response if is_kept else EventStream
+        return respond(server_state, events, context.headers(), context.deadline, open_)
 
     try:
         answered = await run_until_disconnect(

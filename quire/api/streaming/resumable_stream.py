@@ -196,9 +196,9 @@ class FollowStream(PacedResponse):
 def resumable_response(
     server_state: ServerState,
     events: Events,
+    headers: Mapping[str, str],
     deadline: Deadline,
     request: OpenRequest,
-    headers: Mapping[str, str],
 ) -> FollowStream:
     """Return the response that streams the events of a request and can be resumed."""
     stream = ResumableStream(server_state, events, deadline, request)
