@@ -10,6 +10,7 @@ folder there is one process.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from quire.engine.data_parallel.sums import greatest_of_stats, only_totals, sum_
 
 _PREFIX = "ended-"
 _BEING_WRITTEN = ".new"
+
+
+def life_of(number: int, stats: EngineStats) -> str:
+    """Return the name of an engine's life: one between two starts."""
+    return f"{_PREFIX}{number}-{stats.restarts_total}"
 
 
 class PastTotals:
@@ -35,7 +41,7 @@ class PastTotals:
 
     def add(self, number: int, stats: EngineStats) -> None:
         """Count an engine that has ended after so many restarts as its counters say."""
-        life = f"{_PREFIX}{number}-{stats.restarts_total}"
+        life = life_of(number, stats)
         totals = only_totals(stats)
         if self._folder is not None and stats.steps_total:
             path = self._folder / f"{life}.{self._name}"
@@ -45,6 +51,14 @@ class PastTotals:
                 being_written.rename(path)
         self._count(life, totals)
         self.read()
+
+    def without(self, running: Collection[str]) -> EngineStats | None:
+        """Return the counters without those of lives that still run, as far as is known here:
+        another process may have noted an end before. None if there are none."""
+        if self._lives.keys().isdisjoint(running):
+            return self.total
+        ended = [totals for life, totals in self._lives.items() if life not in running]
+        return sum_of_stats(ended) if ended else None
 
     def read(self) -> None:
         """Count what other processes have seen."""

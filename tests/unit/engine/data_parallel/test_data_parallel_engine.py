@@ -398,6 +398,32 @@ def test_no_process_counts_less_of_an_ended_engine_than_it_has_reported(tmp_path
         assert len(list(tmp_path.iterdir())) == 2, "no file is left half written"
 
 
+def test_an_end_that_another_process_notes_first_is_counted_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes, past=PastTotals(tmp_path))
+        await engine.ready()
+        counts = []
+        engine.on_stats = lambda stats: counts.append(stats.steps_total)
+        for fake in fakes:
+            fake.stats = EngineStats(steps_total=10)
+            assert fake.on_stats is not None
+            fake.on_stats(fake.stats)
+        other = PastTotals(tmp_path)
+        other.add(0, EngineStats(steps_total=12))
+        engine._past.read()
+        fakes[1].stats = EngineStats(steps_total=11)
+        fakes[1].on_stats(fakes[1].stats)
+        fakes[0].dead.set()
+        while not engine._members[0].has_ended:
+            await asyncio.sleep(0)
+        assert counts[-2:] == [21, 23], "10 and 11, then 12 and 11"
+        assert counts == sorted(counts)
+        await engine.close()
+
+    run(check)
+
+
 def test_the_counters_of_a_dead_engine_stay_in_the_sums() -> None:
     async def check() -> None:
         fakes = [Fake(), Fake()]
