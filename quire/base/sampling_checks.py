@@ -56,6 +56,7 @@ FILTERS_OFF: Mapping[str, float] = {
     "eta_cutoff": 0.0,
     "xtc_probability": 0.0,
 }
+STEPS_OFF: Mapping[str, float] = {"temperature": 1.0, **FILTERS_OFF}
 # The steps that may have an order of their own, with the fields that switch them on.
 SAMPLERS: Mapping[str, str] = {
     **{name: name for name in ("temperature", "top_n_sigma", "min_p", "top_k", "typical_p")},
@@ -66,6 +67,7 @@ SAMPLERS: Mapping[str, str] = {
 # for one of them gets these where it names no others: a model's own defaults must not forbid it.
 MIROSTAT_OFF: Mapping[str, Any] = {**FILTERS_OFF, "samplers": ()}
 BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0, "samplers": ()}
+EXCLUDING = frozenset({"mirostat", "use_beam_search"})
 # Lists of token ids, and how many each may have.
 _ID_LISTS = (
     ("stop_token_ids", MAX_STOP_TOKEN_IDS),
@@ -164,6 +166,36 @@ def unknown_fields(
         hint = _OTHER_NAMES.get(name) or (f"did you mean {near[0]!r}?" if near else "leave it out")
         parts.append(f"{name!r} is not a field of SamplingParams; {hint}")
     return TypeError("; ".join(sorted(parts)))
+
+
+def yielded(defaults: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that give way to the fields a caller names, at the values they then have.
+
+    defaults: all fields of a SamplingParams. named: not checked yet. Beams and mirostat exclude
+    filters; a filter or temperature 0 excludes a default mirostat, temperature 0 a default XTC. A
+    step that a default order does not name comes after the others.
+    """
+    if named.get("use_beam_search") is True:
+        return dict(BEAMS_OFF)
+    if named.get("mirostat") in (1, 2):
+        return dict(MIROSTAT_OFF)
+    changed: dict[str, Any] = {}
+    steps = [step for step, field in SAMPLERS.items() if not _is_off(field, named)]
+    if any(step != "temperature" for step in steps) or named.get("samplers"):
+        changed["mirostat"] = 0
+    temperature = named.get("temperature")
+    if isinstance(temperature, int | float) and temperature < SMALLEST_TEMPERATURE:
+        changed |= {"mirostat": 0, "xtc_probability": 0.0}
+    if defaults["samplers"]:
+        changed["samplers"] = tuple(dict.fromkeys([*defaults["samplers"], *steps]))
+    return changed
+
+
+def _is_off(field: str, values: Mapping[str, Any]) -> bool:
+    """Return whether the step of a field is off, at its value or without one."""
+    off = STEPS_OFF[field]
+    value = values.get(field, off)
+    return bool(value == off) or (field == "top_k" and value == -1)
 
 
 def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,14 +330,11 @@ def _samplers(values: Mapping[str, Any]) -> tuple[str, ...]:
         raise InvalidParameter(
             f"samplers is {show(names)}, which names a step twice; name each once", param="samplers"
         )
-    off = {"temperature": 1.0, **FILTERS_OFF}
     for name, field in SAMPLERS.items():
-        value = values[field]
-        is_off = value == off[field] or (field == "top_k" and value == -1)
-        if names and name not in names and not is_off:
+        if names and name not in names and not _is_off(field, values):
             raise InvalidParameter(
-                f"samplers does not name {name}, and {field} is {value}; add it, or set {field} to "
-                f"{off[field]}",
+                f"samplers does not name {name}, and {field} is {values[field]}; add it, or set "
+                f"{field} to {STEPS_OFF[field]}",
                 param="samplers",
             )
     return tuple(names)

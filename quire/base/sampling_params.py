@@ -18,15 +18,15 @@ from quire.base.errors import InvalidParameter
 from quire.base.grammar import Grammar
 from quire.base.parameter_checks import number, whole
 from quire.base.sampling_checks import (
-    BEAMS_OFF,
+    EXCLUDING,
     FLAGS,
     MAY_BE_NONE,
-    MIROSTAT_OFF,
     USUAL,
     USUAL_NUMBERS,
     USUAL_WHOLE_NUMBERS,
     checked_rare_fields,
     unknown_fields,
+    yielded,
 )
 from quire.base.show import show
 
@@ -187,15 +187,13 @@ class SamplingParams(metaclass=_Checked):
     def changed(self, **named: Any) -> SamplingParams:
         """Return a copy with these fields replaced, as for a caller that names only some.
 
-        Where they ask for mirostat or beams, what these cannot go with and they do not name is
-        switched off: a model's defaults (top_k and the like) must not forbid it. Raises
-        InvalidParameter.
+        What they do not name and what they ask for cannot go with is switched off: a model's
+        defaults (top_k and the like) must not forbid it. Raises InvalidParameter.
         """
-        off: Mapping[str, Any] = MIROSTAT_OFF if named.get("mirostat") in (1, 2) else {}
-        if named.get("use_beam_search") is True:
-            off = BEAMS_OFF
         own = dict(zip(_NAMES, _values(self), strict=True))
-        return SamplingParams(**{**own, **off, **named})
+        if self.has_rare_steps or not EXCLUDING.isdisjoint(named):
+            own |= yielded(own, named)
+        return SamplingParams(**{**own, **named})
 
     def resolve(self) -> SamplingParams:
         """Return a copy that has a seed; one without is given a random seed."""

@@ -39,7 +39,7 @@ class ModelCard:
     vocab_size: int
     eos_ids: tuple[int, ...]
     fingerprint: str
-    generation_defaults: Mapping[str, float]
+    generation_defaults: Mapping[str, float | int | tuple[str, ...]]
     dtype: str
     recipe: str
     num_blocks: int

@@ -21,7 +21,7 @@ from quire.base.gguf_model import GgufModel
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_POSITIONS, MIN_POSITIONS
-from quire.models.gguf_ends import TOKENIZER, read_ends, read_sampling
+from quire.models.gguf_ends import TOKENIZER, read_ends
 from quire.models.gguf_rope import (
     FREQUENCY_DIVISORS,
     divided,
@@ -30,6 +30,7 @@ from quire.models.gguf_rope import (
     read_longrope,
     read_scaling,
 )
+from quire.models.gguf_sampling import read_sampling
 from quire.models.gguf_values import plain_values
 from quire.models.model_folder import EMBEDDING
 from quire.models.refusals import gguf_kind

@@ -189,16 +189,15 @@ class GenerationSpec:
     """What begins and ends a text, and the model's own defaults of generation.
 
     bos_ids, eos_ids: several are allowed, perhaps none. defaults: by the names of SamplingParams'
-    fields (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, typical_p, epsilon_cutoff, eta_cutoff, no_repeat_ngram_size) and
-    max_new_tokens, only those that generation_config.json gives. banned_sequences: its
+    fields (temperature, top_k, top_p and others) and max_new_tokens, only those that
+    generation_config.json gives, or the metadata of a GGUF file. banned_sequences: its
     suppress_tokens and bad_words_ids; the last id of one may not follow the others. warnings: what
     of the files has no effect, each with the file's name.
     """
 
     bos_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
-    defaults: Mapping[str, float | int] = field(default_factory=dict)
+    defaults: Mapping[str, float | int | tuple[str, ...]] = field(default_factory=dict)
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
 

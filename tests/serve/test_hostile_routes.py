@@ -111,6 +111,21 @@ def test_each_route_with_a_body_rejects_hostile_bytes(site: Document) -> None:
     assert num_routes > 25
 
 
+def test_a_refused_upload_is_read_to_its_end(site: Document) -> None:
+    """A client that writes its whole form before it reads gets the error, not a reset."""
+    head = b'--X\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
+    file = b'--X\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+    form = head + file + b"x" * 24_000_000 + b"\r\n--X--\r\n"
+    connection = HTTPConnection("127.0.0.1", site.server.port, timeout=GIVE_UP_S)
+    connection.request(
+        "POST", "/v1/files", form, {"content-type": "multipart/form-data; boundary=X"}
+    )
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    connection.close()
+    assert (response.status, error["param"]) == (400, "purpose")
+
+
 def test_each_route_rejects_hostile_names_and_queries(site: Document) -> None:
     num_paths = num_queries = 0
     for method, path, operation in site.operations():

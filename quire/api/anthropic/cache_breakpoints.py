@@ -178,9 +178,9 @@ def _of_messages(given: Mapping[str, Any]) -> Iterator[Breakpoint]:
         content = message["content"]
         for place, block in enumerate(content if isinstance(content, list) else []):
             path = f"messages[{at}].content[{place}]"
-            inner = block.get("content") if block["type"] == "tool_result" else None
+            inner = block.get("content")  # of a result, or a system block
             parts = inner if isinstance(inner, list) else []
-            # One within a result keeps the whole result.
+            # One within keeps the whole block.
             for ttl in (*map(_ttl, parts), _ttl(block)):
                 if ttl is None:
                     continue

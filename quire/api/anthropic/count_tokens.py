@@ -49,7 +49,7 @@ async def _counted(context: RequestContext) -> int:
         text = (await read_prompt(context)).conversation.text
         adds_special = flag(context.given, "add_special_tokens")
     except InvalidParameter as error:
-        raise as_named_here(error) from error
+        raise as_named_here(error, context.given) from error
     check_text_bytes(context.engine, text, param="messages")
     encode = context.engine.tokenizer.encode
     return len(await context.run_in_thread(encode, text, add_special_tokens=adds_special))

@@ -2,9 +2,9 @@
 
 Text, tool_use, tool_result and thinking blocks become the content, tool_calls, tool messages and
 reasoning_content of OpenAI's form. Consecutive messages of a role are one turn, as in Anthropic's
-API. A system message among them stays in its place. redacted_thinking is left out: only Anthropic
-can decrypt it. Always holds: a block or a key that would change the prompt is converted, or refused
-with its path.
+API. A system message among them stays in its place, and so does a mid_conv_system block.
+redacted_thinking is left out: only Anthropic can decrypt it. Always holds: a block or a key that
+would change the prompt is converted, or refused with its path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
 _TTLS = ("5m", "1h")
+# Of a cached prefix; coding agents send it. A prefix is found by all requests of a tenant.
+SCOPES = ("global", "organization")
 _TEXT = '{"type": "text", "text": "..."}'
 _CALLER = {"type": "direct"}
 # The keys of each type of block; of those with a value here, only this value is accepted.
@@ -25,6 +27,7 @@ _KEYS: Mapping[str, Mapping[str, Any]] = {
     "text": {"text": ..., "cache_control": ..., "citations": []},
     "tool_use": {"id": ..., "name": ..., "input": ..., "cache_control": ..., "caller": _CALLER},
     "tool_result": {"tool_use_id": ..., "content": ..., "is_error": ..., "cache_control": ...},
+    "mid_conv_system": {"content": ..., "cache_control": ...},
     "thinking": {"thinking": ..., "signature": ...},
     "redacted_thinking": {"data": ...},
 }
@@ -32,7 +35,7 @@ _KEYS: Mapping[str, Mapping[str, Any]] = {
 MAX_MESSAGES = 50_000
 _OF_ROLE = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "tool_result", "mid_conv_system"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
 _ERROR = "Error: "
@@ -85,7 +88,8 @@ def check_cache_control(path: str, value: Any) -> None:
         not isinstance(value, dict)
         or value.get("type") != "ephemeral"
         or value.get("ttl") not in (None, *_TTLS)
-        or value.keys() - {"type", "ttl"}
+        or value.get("scope") not in (None, *SCOPES)
+        or value.keys() - {"type", "ttl", "scope"}
     ):
         raise InvalidParameter(
             f'{path} is {show(value)}; {{"type": "ephemeral"}} is allowed, with a ttl of '
@@ -200,7 +204,7 @@ def _content(blocks: list[Block]) -> Any:
 
 
 def _user(blocks: list[Block], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield a message for each result, and one for the texts between results."""
+    """Yield a message for each result and system block, and one for the texts between them."""
     texts: list[Block] = []
     for path, block in blocks:
         if block["type"] == "text":
@@ -209,7 +213,11 @@ def _user(blocks: list[Block], names: Mapping[str, str]) -> Iterator[dict[str, A
         if texts:
             yield {"role": "user", "content": _content(texts)}
             texts = []
-        yield _result(path, block, names)
+        if block["type"] == "mid_conv_system":
+            given = _blocks(f"{path}.content", block.get("content"), ("text",), "messages")
+            yield {"role": "system", "content": _content(given)}
+        else:
+            yield _result(path, block, names)
     if texts or not blocks:
         yield {"role": "user", "content": _content(texts)}
 

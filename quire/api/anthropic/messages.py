@@ -40,7 +40,6 @@ from quire.api.generation.generate import (
 )
 from quire.api.generation.request_context import encode
 from quire.api.server_state import ServerState
-from quire.base.errors import InvalidParameter
 from quire.base.rare_records import CachePin
 from quire.engine.output.output_stream import PLAIN_TEXT
 
@@ -68,6 +67,7 @@ class MessagesRoute:
                 read=partial(read_job, tier=tier),
                 dialect=ANTHROPIC,
                 query_params=QUERY_PARAMS,
+                as_named_here=as_named_here,
             )
             for tier in (STANDARD, BATCH)
         )
@@ -80,13 +80,6 @@ class MessagesRoute:
 
 async def read_job(request: GenerationRequest, *, tier: str) -> GenerationJob:
     """Check all fields. tier: of the usage. Raises RequestError naming the field."""
-    try:
-        return await _read_job(request, tier)
-    except InvalidParameter as error:
-        raise as_named_here(error) from error
-
-
-async def _read_job(request: GenerationRequest, tier: str) -> GenerationJob:
     given, engine = request.given, request.engine
     check_metadata(given)
     sampling = sampling_of(

@@ -52,6 +52,7 @@ async def read_prompt(context: RequestContext) -> MessagePrompt:
     fields = ConversationFields(
         messages=history.messages,
         effort=_effort(given),
+        effort_name="output_config.effort" if "thinking" not in given else "thinking",
         continue_final_message=history.continues,
         tools=None if offer is None else offer.shown,
         variables=variables,
@@ -154,7 +155,7 @@ def check_metadata(given: Mapping[str, Any]) -> None:
         )
 
 
-def as_named_here(error: InvalidParameter) -> InvalidParameter:
+def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
     """Return an error with the names that the fields have in this API."""
     if error.param == "response_format":
         said = str(error).replace("response_format.json_schema", "output_config.format")

@@ -168,7 +168,7 @@ def find_batch(
     ).fetchone()
     if row is None:
         raise UnknownBatch(
-            f"batch {show(id_)} is not stored for this key; GET /v1/batches lists what is",
+            f"batch {show(id_)} is not stored for this key; the list of batches has what is",
             param=param,
         )
     return StoredBatch(*row)

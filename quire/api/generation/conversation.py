@@ -37,11 +37,12 @@ MAX_TEMPLATE_CHARS = 64 * 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationFields:
     """A conversation to render. messages: of the form that `checked_messages` returns; tools: of
-    OpenAI's form, which templates read. effort: of EFFORTS. variables: further ones of the
-    template. `name` and `source` of a template: at most one is given."""
+    OpenAI's form, which templates read. effort: of EFFORTS; effort_name: of its field. variables:
+    further ones of the template. `name` and `source` of a template: at most one is given."""
 
     messages: list[dict[str, Any]]
     effort: str | None = None
+    effort_name: str = "reasoning_effort"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
@@ -198,7 +199,7 @@ def _render_with(
     tools = listed["tools"]
     effort_variables = _effort_variables(template, fields)
     if fields.effort is not None and effort_variables is None:
-        ignored.append("reasoning_effort")
+        ignored.append(fields.effort_name)
     variables |= effort_variables or {}
     text = template.render(
         template.with_argument_objects(fields.messages, tools=tools, chat_template=fields.name),

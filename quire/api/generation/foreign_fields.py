@@ -79,6 +79,7 @@ EMPTY_SYNONYMS: Mapping[str, tuple[Any, ...]] = {
 NO_EFFECT: Mapping[str, str] = {
     "user": "string",
     "metadata": "object",
+    "client_metadata": "object",
     "max_tool_calls": "number",
     "safety_identifier": "string",
     "prompt_cache_key": "string",
@@ -92,7 +93,7 @@ NO_EFFECT: Mapping[str, str] = {
     "n_cache_reuse": "number",
     "n_keep": "number",
     "n_discard": "number",
-    "penalize_nl": "boolean",
+    "backend_sampling": "boolean",
     "guided_decoding_backend": "string",
     "adaptive_decay": "number",
     "dynatemp_low": "number",
@@ -190,6 +191,16 @@ UNSERVED: Mapping[str, Unserved] = {
     ),
     "response_fields": Unserved(allowed=([],), why=_OTHER_SHAPE),
     "n_probs": Unserved(allowed=(0,), why="write it as logprobs (chats: top_logprobs)"),
+    "reasoning_format": Unserved(
+        allowed=("auto", "deepseek"),
+        why="reasoning has a field of its own (--reasoning-parser none keeps it in the text)",
+    ),
+    "reasoning_control": Unserved(
+        allowed=(False,), why="running reasoning is not ended early; give thinking_token_budget"
+    ),
+    "parse_tool_calls": Unserved(
+        allowed=(True,), why="calls are parsed (--tool-call-parser none keeps them in the text)"
+    ),
     "parse_special": Unserved(
         allowed=(True,), why="special tokens in a text are those tokens, as in prompts"
     ),
@@ -284,6 +295,7 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
     "inference_geo": (),
     "t_max_prompt_ms": (0, -1),
     "sse_ping_interval": (),
+    "penalize_nl": (True,),  # penalties count line breaks too
     "speculative.n_max": (),
     "speculative.n_min": (),
     "speculative.p_min": (),
@@ -291,7 +303,10 @@ HINTS: Mapping[str, tuple[Any, ...]] = {
 
 
 # Of these, the values of fields that their API restricts.
-HINT_VALUES: Mapping[str, tuple[Any, ...]] = {"verbosity": ("low", "medium", "high")}
+HINT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "verbosity": ("low", "medium", "high"),
+    "penalize_nl": (False, True),
+}
 
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
@@ -395,9 +410,8 @@ def _check_type(name: str, value: Any) -> None:
 def _check_hint(name: str, value: Any) -> None:
     allowed = HINT_VALUES.get(name)
     if allowed is not None and not any(same_json(value, one) for one in allowed):
-        raise InvalidParameter(
-            f"{name} is {show(value)}; {', '.join(allowed)} are allowed", param=name
-        )
+        words = ", ".join(one if isinstance(one, str) else show(one) for one in allowed)
+        raise InvalidParameter(f"{name} is {show(value)}; {words} are allowed", param=name)
 
 
 def check_unserved(name: str, value: Any) -> None:

@@ -38,7 +38,7 @@ from quire.api.http.request_io import disconnect_of, run_until_disconnect
 from quire.api.server_state import OpenRequest, Requester, RequestProgress, ServerState
 from quire.api.streaming.continuable_events import continuable
 from quire.api.streaming.event_stream import Events, EventStream, Writer
-from quire.api.streaming.resumable_stream import FollowStream, ResumableStream
+from quire.api.streaming.resumable_stream import resumable_response
 from quire.base.errors import InvalidParameter, QuireError
 from quire.base.rare_records import CachePin
 from quire.base.sampling_params import SamplingParams
@@ -172,6 +172,7 @@ class GenerationRoute:
     always_streams: without a field `stream`. query_params: parameters of the query that are taken,
     as `context.query`. path_model: the part of the path with the model; "": a field has it.
     model_suffix: that a client may add to a name of the model.
+    as_named_here: returns an error with the names that fields have in the API; None: with ours.
     """
 
     honoured: frozenset[str]
@@ -183,6 +184,16 @@ class GenerationRoute:
     query_params: frozenset[str] = frozenset()
     path_model: str = ""
     model_suffix: str = ""
+    as_named_here: Callable[[InvalidParameter, Mapping[str, Any]], InvalidParameter] | None = None
+
+    async def job(self, request: GenerationRequest) -> GenerationJob:
+        """Return the job of a request. Raises RequestError with the API's names of fields."""
+        try:
+            return await self.read(request)
+        except InvalidParameter as error:
+            if self.as_named_here is None:
+                raise
+            raise self.as_named_here(error, request.given) from error
 
 
 async def generate(server_state: ServerState, request: Request, route: GenerationRoute) -> Response:
@@ -217,7 +228,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         if not server_state.lifecycle.accepting.is_set() and given.get("background") is not True:
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
-        job = await route.read(generation_request)
+        job = await route.job(generation_request)
         answers = _streams_of(job, given, cursor, engine)(
             engine,
             server_state.metrics,
@@ -245,9 +256,9 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
         )
         if cursor is not None:
             events.number = cursor.num_events
-        if options.resumable and server_state.resumable_streams.has_room():
-            return _resumable(server_state, context, events, open_)
-        return EventStream(server_state, events, context.headers(), context.deadline, open_)
+        is_kept = options.resumable and server_state.resumable_streams.has_room()
+        respond: Callable[..., Response] = resumable_response if is_kept else EventStream
+        return respond(server_state, events, context.headers(), context.deadline, open_)
 
     try:
         answered = await run_until_disconnect(
@@ -323,16 +334,6 @@ def _register(
     if server_state.on_begin is not None:
         server_state.on_begin(open_, request)
     return open_
-
-
-def _resumable(
-    server_state: ServerState, context: RequestContext, events: Events, request: OpenRequest
-) -> Response:
-    stream = ResumableStream(server_state, events, context.deadline, request)
-    server_state.resumable_streams.add(stream)
-    resume_s = f"{server_state.config.resume_s:g}"
-    headers = {**context.headers(), "x-quire-resume-seconds": resume_s}
-    return FollowStream(server_state, stream, headers)
 
 
 def _progress(answers: ChoiceStreams) -> RequestProgress:

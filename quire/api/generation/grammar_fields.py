@@ -2,8 +2,9 @@
 
 OpenAI's field and vLLM's, which may not both be given. Checks their form only: the grammar compiler
 reports an unusable grammar before the first token. A schema of response_format is followed whether
-`strict` is true, false or left out, and its objects are closed (quire/structured/closed.py); one of
-structured_outputs is used unchanged.
+`strict` is true, false or left out, and its objects are closed (quire/structured/closed.py); it may
+be beside the type, as clients of llama.cpp and others send it. One of structured_outputs is used
+unchanged.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def _of_response_format(requested: Any) -> Grammar | None:
         )
     if kind == "structural_tag":
         return structural_tag(requested, param=_FORMAT)
+    if kind != "text" and "schema" in requested and "json_schema" not in requested:
+        named = {name: value for name, value in requested.items() if name != "type"}
+        return _of_json_schema({"json_schema": named})
     extra = requested.keys() - {"type", *(("json_schema",) if kind == "json_schema" else ())}
     if extra & {"schema", "name", "strict"} and kind != "text":
         raise InvalidParameter(

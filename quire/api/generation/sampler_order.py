@@ -151,7 +151,9 @@ def in_order(given: Mapping[str, Any], sampling: SamplingParams) -> SamplingPara
         )
     name = listed[0] if listed else "temperature_last"
     places = _places(name, given[name]) if listed else {}
-    if not places:
+    if places:  # in place of the order that the model's files have
+        sampling = replace(sampling, samplers=())
+    else:
         places = {step: place for place, (step, _) in enumerate(_STEPS)}
     if is_last and "temperature" in places:
         places["temperature"] = len(_STEPS) + max(places.values())
@@ -161,7 +163,10 @@ def in_order(given: Mapping[str, Any], sampling: SamplingParams) -> SamplingPara
 
 
 def with_order(names: Sequence[str], sampling: SamplingParams) -> SamplingParams:
-    """Return the parameters with one of the orders of other servers."""
+    """Return the parameters with one of the orders of other servers, unless the model's files have
+    an order."""
+    if sampling.samplers:
+        return sampling
     return in_order({"samplers": [*names]}, sampling)
 
 

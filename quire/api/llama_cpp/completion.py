@@ -29,7 +29,7 @@ from quire.api.generation.truncation import answer_room, fitted
 from quire.api.llama_cpp.answer_writer import AnswerWriter
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
-from quire.api.llama_cpp.infill import InfillTexts
+from quire.api.llama_cpp.infill import NUM_MARKS, InfillTexts
 from quire.api.llama_cpp.line_limits import streams_of
 from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
 from quire.api.server_state import ServerState
@@ -56,6 +56,7 @@ class CompletionRoute:
             read=read_completion,
             dialect=LLAMA_CPP,
             implied=_IMPLIED,
+            as_named_here=as_named_here,
         )
 
     async def post(self, request: Request) -> Response:
@@ -74,6 +75,7 @@ class InfillRoute:
             read=read_infill,
             dialect=LLAMA_CPP,
             implied=_IMPLIED,
+            as_named_here=as_named_here,
         )
 
     async def post(self, request: Request) -> Response:
@@ -83,30 +85,23 @@ class InfillRoute:
 
 async def read_completion(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
-    try:
-        sampling, returned = read_sampling(request)
-        adds_special = flag(request.given, "add_special_tokens", default=True)
-        parts = _parts(request.given.get("prompt"))
-        return await _job(request, parts, sampling, returned, adds_special=adds_special)
-    except InvalidParameter as error:
-        raise as_named_here(error, request.given) from error
+    sampling, returned = read_sampling(request)
+    adds_special = flag(request.given, "add_special_tokens", default=True)
+    parts = _parts(request.given.get("prompt"))
+    return await _job(request, parts, sampling, returned, adds_special=adds_special)
 
 
 async def read_infill(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
+    sampling, returned = read_sampling(request)
+    texts = InfillTexts(request.given)
+    first = await _first_file(request, texts, sampling)
+    text = texts.prompt(request.engine.tokenizer, first)
     try:
-        sampling, returned = read_sampling(request)
-        texts = InfillTexts(request.given)
-        first = await _first_file(request, texts, sampling)
-        text = texts.prompt(request.engine.tokenizer, first)
-        try:
-            return await _job(request, [text], sampling, returned, adds_special=True)
-        except TOO_LONG:  # without other texts too
-            await _shorten(request, texts, sampling)
-        text = texts.prompt(request.engine.tokenizer, first)
         return await _job(request, [text], sampling, returned, adds_special=True)
-    except InvalidParameter as error:
-        raise as_named_here(error, request.given) from error
+    except TOO_LONG:  # without other texts too
+        text = await _shortened(request, texts, first, sampling)
+    return await _job(request, [text], sampling, returned, adds_special=True)
 
 
 async def _first_file(
@@ -126,14 +121,24 @@ async def _first_file(
     return low
 
 
-async def _shorten(
-    request: GenerationRequest, texts: InfillTexts, sampling: SamplingParams
-) -> None:
-    """Cut the texts around the gap so that they fit the context."""
-    max_model_len = request.engine.card.max_model_len
-    max_tokens = max_model_len - answer_room(sampling.max_tokens, max_model_len)
-    shorten, tokenizer = texts.shorten, request.engine.tokenizer
-    request.context.ignore(*await request.context.run_in_thread(shorten, tokenizer, max_tokens))
+async def _shortened(
+    request: GenerationRequest, texts: InfillTexts, first_file: int, sampling: SamplingParams
+) -> str:
+    """Return the prompt with the texts around the gap cut so that it fits the context.
+
+    A cut text may have more tokens than were kept of it, and the tokens between the texts depend on
+    the vocabulary: what does not fit yet is cut by twice as many more.
+    """
+    max_model_len, tokenizer = request.engine.card.max_model_len, request.engine.tokenizer
+    room = answer_room(sampling.max_tokens, max_model_len)
+    max_tokens, num_spare = max_model_len - room, NUM_MARKS
+    while True:
+        num_tokens = max(max_tokens - num_spare, 0)
+        left_out = await request.context.run_in_thread(texts.shorten, tokenizer, num_tokens)
+        if not num_tokens or await _fits(request, texts, first_file, room):
+            request.context.ignore(*left_out)
+            return texts.prompt(tokenizer, first_file)
+        num_spare *= 2
 
 
 async def _fits(request: GenerationRequest, texts: InfillTexts, first_file: int, room: int) -> bool:

@@ -36,6 +36,7 @@ class InfillTexts:
                 raise InvalidParameter(f"{name} is {found}; a text is needed", param=name)
         self._prefix = given["input_prefix"] + given.get("prompt", "")
         self._suffix = given["input_suffix"]
+        self._sent = self._prefix, self._suffix
         self.files: Sequence[FileText] = _files(given.get("input_extra", []))
 
     def prompt(self, tokenizer: Tokenizer, first_file: int = 0) -> str:
@@ -50,24 +51,27 @@ class InfillTexts:
         files = self.files[first_file:]
         return f"{repository_context(tokenizer, files)}{text}" if files else text
 
-    def shorten(self, tokenizer: Tokenizer, max_tokens: int) -> list[str]:
-        """Keep the last tokens before the gap and the first after it, three to one as llama.cpp's
-        server does; return what is left out."""
-        num_tokens = max(max_tokens - NUM_MARKS, 4)
-        num_before, num_after = num_tokens * 3 // 4, num_tokens // 4
-        before = _cut(tokenizer, self._prefix[-MAX_CHARS_A_TOKEN * num_before :], -num_before)
-        after = _cut(tokenizer, self._suffix[: MAX_CHARS_A_TOKEN * num_after], num_after)
+    def shorten(self, tokenizer: Tokenizer, num_tokens: int) -> list[str]:
+        """Keep so many tokens: the last before the gap and the first after it, three to one as
+        llama.cpp's server does; return what is left out of the texts that were sent."""
+        num_before, num_after = num_tokens - num_tokens // 4, num_tokens // 4
+        prefix, suffix = self._sent
+        after = suffix[: MAX_CHARS_A_TOKEN * num_after]
+        before = prefix[max(len(prefix) - MAX_CHARS_A_TOKEN * num_before, 0) :]
+        self._prefix = _cut(tokenizer, before, -num_before)
+        self._suffix = _cut(tokenizer, after, num_after)
         left_out = []
-        if (num_chars := len(self._prefix) - len(before)) > 0:
+        if (num_chars := len(prefix) - len(self._prefix)) > 0:
             left_out.append(f"input_prefix[:{num_chars}]")
-        if len(self._suffix) > len(after):
-            left_out.append(f"input_suffix[{len(after)}:]")
-        self._prefix, self._suffix = before, after
+        if len(suffix) > len(self._suffix):
+            left_out.append(f"input_suffix[{len(self._suffix)}:]")
         return left_out
 
 
 def _cut(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     """Return the first tokens of a text, or the last ones if the number is below 0."""
+    if not num_tokens:
+        return ""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) <= abs(num_tokens):
         return text

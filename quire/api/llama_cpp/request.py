@@ -39,6 +39,7 @@ REPEAT_LAST_N = 64
 MAX_RESPONSE_FIELDS = 256
 # A sampler that compares the sums of tokens that begin alike. It is not implemented.
 _INFILL = "infill"
+_SHOWN_STEPS = {"typical_p": "typ_p"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +85,10 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
     if isinstance(listed, list):
         off, listed = _sampler_fields(request, listed)
         fields = {**fields, **off, "samplers": listed}
+    defaults = engine.default_sampling()
     sampling = sampling_of(
         fields,
-        engine.default_sampling(),
+        defaults,
         logprobs=returned.num_probs or None,
         tokenizer=engine.tokenizer,
     )
@@ -94,7 +96,15 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         sampling = replace(sampling, repeat_last_n=REPEAT_LAST_N)
     if not listed and not (ORDERS.keys() - {"samplers"}) & given.keys():
         sampling = with_order(LLAMA_CPP_ORDER, sampling)
+    if not listed and defaults.samplers:
+        listed = shown_order(sampling)
     return sampling, replace(returned, samplers=tuple(listed or ()))
+
+
+def shown_order(sampling: SamplingParams) -> list[str]:
+    """Return the order that the model's files have by llama.cpp's names; none without one."""
+    named = [_SHOWN_STEPS.get(step, step) for step in sampling.samplers]
+    return ["penalties", "dry", *named] if named else []
 
 
 def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from quire.api.engine_protocol import Engine
 from quire.api.http.parameterless import refuse_query
-from quire.api.llama_cpp.request import DRY_LAST_N, Returned
+from quire.api.llama_cpp.request import DRY_LAST_N, Returned, shown_order
 from quire.api.llama_cpp.settings import settings_json
 from quire.api.server_state import ServerState
 from quire.base.engine_snapshot import EngineSnapshot, RequestSnapshot
@@ -67,7 +67,8 @@ def _props(engine: Engine) -> dict[str, Any]:
     card, special = engine.card, engine.tokenizer.special_tokens
     ends = [engine.tokenizer.token_text(id_) for id_ in card.eos_ids[:1]]
     defaults = replace(engine.default_sampling(), dry_penalty_last_n=DRY_LAST_N)
-    settings = settings_json(defaults, Returned())
+    order = tuple(shown_order(defaults))
+    settings = settings_json(defaults, Returned(samplers=order))
     return {
         "default_generation_settings": {"n_ctx": card.max_model_len, "params": settings},
         "total_slots": card.max_num_seqs,

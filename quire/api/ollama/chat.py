@@ -19,14 +19,13 @@ from quire.api.generation.thinking_budget import AskedBudget, budget_of
 from quire.api.generation.tools import ToolOffer, offer_of
 from quire.api.generation.truncation import answer_room
 from quire.api.ollama.history import history_of
-from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
+from quire.api.ollama.prompted import loading_job, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields, effort_of
 from quire.api.ollama.truncated_chat import newest_messages
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 
 
-@named_here
 async def read_chat(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given
@@ -89,6 +88,7 @@ async def conversation_of(
     fields = ConversationFields(
         messages=messages,
         effort=effort_of(request.given),
+        effort_name="think",
         continue_final_message=messages[-1]["role"] == "assistant",
         tools=None if offer is None else offer.shown,
     )

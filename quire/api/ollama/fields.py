@@ -12,6 +12,7 @@ from typing import Any
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 from quire.api.generation.foreign_fields import SYNONYMS
+from quire.base.sampling_checks import WHOLE_NUMBERS
 
 # Several choices, numbers of prompts, and formats, which have a field of their own.
 _NOT_CARRIED = frozenset(
@@ -110,6 +111,7 @@ RUNTIME_OPTIONS: Mapping[str, type | tuple[type, ...]] = {
     "num_gpu": int,
     "main_gpu": int,
     "num_thread": int,
+    "draft_num_predict": int,
     "num_gqa": int,
     "low_vram": bool,
     "f16_kv": bool,
@@ -129,3 +131,9 @@ NEUTRAL_OPTIONS: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 # Read where a prompt is cut; a hint about memory.
 NUM_KEEP, NUM_CTX = "num_keep", "num_ctx"
+_WHOLE = frozenset(name for name, _, _ in WHOLE_NUMBERS)
+
+
+def is_whole(name: str, ours: str | None) -> bool:
+    """Return whether an option is a whole number. ours: our name of it, if it is of sampling."""
+    return ours in _WHOLE or name in (NUM_KEEP, NUM_CTX) or RUNTIME_OPTIONS.get(name) is int

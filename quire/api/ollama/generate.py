@@ -17,7 +17,7 @@ from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import checked_ids
 from quire.api.ollama.chat import conversation_of
 from quire.api.ollama.prompt_cut import PromptCut
-from quire.api.ollama.prompted import loading_job, named_here, prompted_job, read_sampling
+from quire.api.ollama.prompted import loading_job, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
@@ -25,7 +25,6 @@ from quire.base.show import show
 from quire.text.infill import infill_prompt
 
 
-@named_here
 async def read_generate(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given = request.given

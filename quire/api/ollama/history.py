@@ -30,6 +30,7 @@ def history_of(messages: Any) -> list[dict[str, Any]]:
 
 def _message(place: str, message: Any) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, dict) else None
+    role = role.lower() if isinstance(role, str) else role  # as Ollama reads it
     if role not in ROLES:
         raise _fault(
             f"{place} is {show(message)}; an object such as {_FORM} is allowed, with a role of "
@@ -38,7 +39,7 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     keys = ("role", "content", *_OF_ROLE.get(role, ()))
     converted: dict[str, Any] = {"role": role, "content": ""}
     for key, value in message.items():
-        if value is None or (key in ("images", "tool_calls") and value == []):
+        if key == "role" or value is None or (key in ("images", "tool_calls") and value == []):
             continue
         if value == "" and key in _NAMES:
             continue

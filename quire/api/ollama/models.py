@@ -57,7 +57,9 @@ class OllamaModelsRoutes:
 
     async def tags(self, request: Request) -> Response:
         """List the model."""
-        return _json({"models": await self._listed(request, {})})
+        engine, config = self._server_state.engine(), self._server_state.config
+        found = await asyncio.to_thread(_capabilities, engine, config)
+        return _json({"models": await self._listed(request, {"capabilities": found})})
 
     async def ps(self, request: Request) -> Response:
         """List the model, which is always loaded."""
@@ -152,6 +154,7 @@ def _details(card: ModelCard, family: str) -> dict[str, Any]:
         "families": [family],
         "parameter_size": _short_number(card.num_parameters),
         "quantization_level": card.dtype if card.quantization == "none" else card.quantization,
+        "context_length": card.max_model_len,
     }
 
 
@@ -167,10 +170,14 @@ def _short_number(number: int) -> str:
 def _description(engine: Engine, config: ServerConfig) -> dict[str, Any]:
     """Return the body of /api/show. Reads the model's configuration, if it is a file."""
     card, family = engine.card, _family(engine.card.path)
-    defaults = sorted(card.generation_defaults.items())
+    defaults = [
+        f"{name} {one if isinstance(one, str) else f'{one:g}'}"
+        for name, value in sorted(card.generation_defaults.items())
+        for one in (value if isinstance(value, tuple) else (value,))
+    ]
     return {
         "modelfile": f"# {card.name}: this model has no Modelfile",
-        "parameters": "\n".join(f"{name} {value:g}" for name, value in defaults),
+        "parameters": "\n".join(defaults),
         "template": _template(engine),
         "details": _details(card, family),
         "model_info": {

@@ -6,7 +6,6 @@ Always holds: a text is tokenized as /v1/completions and /v1/chat/completions to
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from functools import wraps
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from quire.api.generation.truncation import fitted
 from quire.api.ollama.answer_writer import AnswerWriter, loaded_json
 from quire.api.ollama.prompt_cut import PromptCut
 from quire.api.ollama.request import (
-    as_named_here,
     as_ollama_does,
     num_top_logprobs,
     sampling_fields,
@@ -38,19 +36,6 @@ Read = Callable[[GenerationRequest], Coroutine[Any, Any, GenerationJob]]
 
 class LoadedResponse(Response):
     """The answer to a request without a prompt; the engine is not asked."""
-
-
-def named_here(read: Read) -> Read:
-    """Return `read` with the names of this API in its errors."""
-
-    @wraps(read)
-    async def named(request: GenerationRequest) -> GenerationJob:
-        try:
-            return await read(request)
-        except InvalidParameter as error:
-            raise as_named_here(error) from error
-
-    return named
 
 
 def read_sampling(request: GenerationRequest) -> SamplingParams:

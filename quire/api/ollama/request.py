@@ -23,6 +23,7 @@ from quire.api.ollama.fields import (
     OPTIONS,
     RENAMED,
     RUNTIME_OPTIONS,
+    is_whole,
 )
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import MAX_TOP_LOGPROBS
@@ -37,7 +38,7 @@ REPEAT_LAST_N = 64
 _NUM_KEEP = 4
 # What a duration of no length is written with.
 _ZERO_DURATION = frozenset("0.hmnsu")
-THINK_LEVELS = ("low", "medium", "high")
+THINK_LEVELS = ("low", "medium", "high", "max")
 _OURS = {ours: name for name, ours in RENAMED.items()}
 
 
@@ -146,7 +147,7 @@ def is_keep_alive(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def as_named_here(error: InvalidParameter) -> InvalidParameter:
+def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
     """Return an error with the names that the fields have in this API."""
     param, said = error.param or "", str(error)
     if param == "response_format":
@@ -182,6 +183,8 @@ def _read_options(context: RequestContext) -> dict[str, Any]:
 def _read_option(context: RequestContext, name: str, value: Any, fields: dict[str, Any]) -> None:
     """Store the value of an option under our name, or check one that has no effect."""
     ours = RENAMED.get(name) or (name if name in OPTIONS else None)
+    if isinstance(value, float) and value.is_integer() and is_whole(name, ours):
+        value = int(value)  # as Ollama reads it
     if ours is not None:
         fields[ours] = value
     elif name in RUNTIME_OPTIONS:

@@ -18,6 +18,7 @@ from quire.api.ollama.fields import OLLAMA_CHAT, OLLAMA_GENERATE
 from quire.api.ollama.generate import read_generate
 from quire.api.ollama.models import OllamaModelsRoutes
 from quire.api.ollama.prompted import LoadedResponse, Read
+from quire.api.ollama.request import as_named_here
 from quire.api.server_state import ServerState
 from quire.base.http_apis import MODEL_TAG
 
@@ -55,6 +56,7 @@ class AnsweringRoute:
             dialect=OLLAMA,
             implied=_IMPLIED,
             model_suffix=MODEL_TAG,
+            as_named_here=as_named_here,
         )
 
     async def post(self, request: Request) -> Response:

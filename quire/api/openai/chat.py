@@ -77,9 +77,9 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     given, engine = request.given, request.engine
     num_top = None if chat_fields.LOGPROBS.isdisjoint(given) else chat_fields.num_top_of(given)
-    fields = (
-        {**given, **chat_fields.max_tokens_of(given)} if "max_completion_tokens" in given else given
-    )
+    fields = given
+    if "max_completion_tokens" in given or given.get("max_tokens") == chat_fields.NO_LIMIT:
+        fields = {**given, **chat_fields.max_tokens_of(given)}
     sampling = sampling_of(
         fields, engine.default_sampling(), logprobs=num_top, tokenizer=engine.tokenizer
     )

@@ -20,6 +20,8 @@ from quire.base.show import show
 LOGPROBS = frozenset({"logprobs", "top_logprobs"})
 # Fields that an answer repeats.
 LABELS = frozenset({"service_tier", "metadata"})
+# In place of a limit, as the pages of llama.cpp and LM Studio send it: the rest of the context.
+NO_LIMIT = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +53,18 @@ def echoed_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def max_tokens_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return max_tokens from its newer name; both may be given if they agree."""
-    newer = given["max_completion_tokens"]
+    """Return max_tokens from its newer name; both may be given if they agree. NO_LIMIT is none."""
+    newer = given.get("max_completion_tokens", given.get("max_tokens"))
     if given.get("max_tokens", newer) != newer:
         raise InvalidParameter(
             f"max_completion_tokens is {show(newer)} and max_tokens is "
             f"{show(given['max_tokens'])}; they mean the same: give one",
             param="max_completion_tokens",
         )
+    if newer == NO_LIMIT and type(newer) is int:
+        return {"max_tokens": None}
+    if "max_completion_tokens" not in given:
+        return {}  # checked under its own name
     smallest = 0 if "prompt_logprobs" in given else 1
     return {"max_tokens": whole("max_completion_tokens", newer, smallest, 2**31 - 1)}
 

@@ -28,6 +28,7 @@ from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.generation.truncation import SIDES
+from quire.api.openai.chat_fields import NO_LIMIT
 from quire.api.openai.completions import MAX_CHOICES
 from quire.api.openai.metadata import MAX_KEY_CHARS, MAX_PAIRS, MAX_VALUE_CHARS
 from quire.api.openapi.field_words import WORDS
@@ -173,9 +174,11 @@ def whole_object(**properties: Schema) -> Schema:
 def chat_rows(known: Known) -> Mapping[str, Schema]:
     """Return the fields that differ in chats."""
     tops = {**_other_rows(known)["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}
+    limit = {**sampling_rows(known)["max_tokens"], "minimum": NO_LIMIT}
     return {
         "logprobs": FLAG,
         "top_logprobs": tops,
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), limit),
         "metadata": metadata_row(),
         "service_tier": {"enum": list(UNSERVED["service_tier"].allowed)},
     }
@@ -446,29 +449,29 @@ def _structured() -> Schema:
 
 
 def _response_format() -> Schema:
+    named: dict[str, Schema] = {
+        "name": or_null(TEXT),
+        "description": or_null(TEXT),
+        "schema": {"type": ["object", "boolean"]},
+        "strict": or_null(FLAG),
+    }
     own: dict[str, Schema] = {
         "text": {},
         "json_object": {},
-        "json_schema": {
-            "json_schema": object_of(
-                {
-                    "name": or_null(TEXT),
-                    "description": or_null(TEXT),
-                    "schema": {"type": ["object", "boolean"]},
-                    "strict": or_null(FLAG),
-                },
-                needed=("schema",),
-            )
-        },
+        "json_schema": {"json_schema": object_of(named, needed=("schema",))},
         "structural_tag": {
             "structures": list_of(OBJECT, least=1),
             "triggers": list_of(_text(1), least=1),
         },
     }
+    beside: Schema = {"type": {"enum": ["json_object", "json_schema"]}, **named}
     return {
         "anyOf": [
-            object_of({"type": {"const": kind}, **own[kind]}, needed=("type", *own[kind]))
-            for kind in FORMAT_TYPES
+            *(
+                object_of({"type": {"const": kind}, **own[kind]}, needed=("type", *own[kind]))
+                for kind in FORMAT_TYPES
+            ),
+            object_of(beside, needed=("type", "schema")),
         ]
     }
 

@@ -213,8 +213,8 @@ WORDS = {name: line for group in GROUPS.values() for name, line in group.items()
 # Descriptions that differ for chats.
 OF_CHATS: Mapping[str, str] = {
     "echo": "Put the text of a last message of the assistant before the answer.",
-    "max_tokens": "Maximum number of tokens of an answer; the rest of the context by default. 0 "
-    "only if the prompt is scored.",
+    "max_tokens": "Maximum number of tokens of an answer; by default and at -1 the rest of the "
+    "context. 0 only if the prompt is scored.",
     "logprobs": "Return each token's log-probability, those of reasoning, calls and their marks "
     "included.",
     "metadata": "Labels, which the answer repeats.",

@@ -6,7 +6,7 @@ Fields that this API shares with others are in field_schemas.py. Knows no route.
 from __future__ import annotations
 
 from quire.api.anthropic.dialect import error_type, status_of
-from quire.api.anthropic.history import MAX_MESSAGES
+from quire.api.anthropic.history import MAX_MESSAGES, SCOPES
 from quire.api.anthropic.message_writer import BATCH, STANDARD
 from quire.api.anthropic.request import THINKING_DISPLAYS, THINKING_TYPES, TIERS
 from quire.api.generation.conversation import EFFORTS
@@ -141,7 +141,9 @@ def _ref(name: str) -> Schema:
 
 def _cache_control() -> Schema:
     ttl = {"ttl": {"enum": ["5m", "1h", None]}}
-    return {**object_of({"type": {"const": "ephemeral"}, **ttl}), "required": ["type"]}
+    scope = {"scope": {"enum": [*SCOPES, None]}}
+    properties: dict[str, Schema] = {"type": {"const": "ephemeral"}, **ttl, **scope}
+    return {**object_of(properties), "required": ["type"]}
 
 
 def _block(kind: str, needed: dict[str, Schema], **optional: Schema) -> Schema:
@@ -163,7 +165,8 @@ def _user(text: Schema) -> Schema:
         is_error=or_null(FLAG),
         cache_control=or_null(_cache_control()),
     )
-    content = {"anyOf": [TEXT, list_of({"anyOf": [text, result]})]}
+    system = _block("mid_conv_system", {"content": said}, cache_control=or_null(_cache_control()))
+    content = {"anyOf": [TEXT, list_of({"anyOf": [text, result, system]})]}
     return object_of({"role": {"const": "user"}, "content": content}, needed=("role", "content"))
 
 

@@ -175,7 +175,9 @@ def ollama_answers() -> dict[str, Schema]:
             **dict.fromkeys(EMBED_COUNTS, _COUNT),
         ),
         "OllamaEmbedding": whole_object(embedding=list_of({"type": "number"})),
-        "OllamaModels": whole_object(models=list_of(whole_object(**listed))),
+        "OllamaModels": whole_object(
+            models=list_of(whole_object(**listed, capabilities=_capabilities()))
+        ),
         "OllamaRunning": whole_object(models=list_of(whole_object(**listed, **running))),
         "OllamaModel": _described(),
         "OllamaVersion": whole_object(version=TEXT),
@@ -269,17 +271,20 @@ def _listed() -> dict[str, Schema]:
 
 def _details() -> Schema:
     names = ("parent_model", "format", "family", "parameter_size", "quantization_level")
-    return whole_object(**dict.fromkeys(names, TEXT), families=list_of(TEXT))
+    return whole_object(**dict.fromkeys(names, TEXT), families=list_of(TEXT), context_length=_COUNT)
+
+
+def _capabilities() -> Schema:
+    return list_of({"enum": ["embedding", "completion", "tools", "thinking", "insert"]})
 
 
 def _described() -> Schema:
-    capabilities = ["embedding", "completion", "tools", "thinking", "insert"]
     return whole_object(
         modelfile=TEXT,
         parameters=TEXT,
         template=TEXT,
         details=_details(),
         model_info=OBJECT,
-        capabilities=list_of({"enum": capabilities}),
+        capabilities=_capabilities(),
         modified_at=TEXT,
     )

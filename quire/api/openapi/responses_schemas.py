@@ -140,11 +140,12 @@ def input_items() -> list[Schema]:
     )
     return [
         *messages,
-        _item("function_call", call, parsed_arguments={}, caller=caller),
+        _item("function_call", call, parsed_arguments={}, namespace=or_null(_NAMED), caller=caller),
         _item(
             "function_call_output",
             {"call_id": _NAMED, "output": said},
             name=or_null(_NAMED),
+            namespace=or_null(_NAMED),
             caller=caller,
         ),
         _item(
@@ -159,7 +160,7 @@ def input_items() -> list[Schema]:
 
 
 def _tool() -> Schema:
-    return object_of(
+    function = object_of(
         {
             "type": {"const": "function"},
             "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
@@ -169,6 +170,16 @@ def _tool() -> Schema:
         },
         needed=("type", "name"),
     )
+    namespace = object_of(
+        {
+            "type": {"const": "namespace"},
+            "name": {"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"},
+            "description": or_null(TEXT),
+            "tools": list_of(function),
+        },
+        needed=("type", "name", "tools"),
+    )
+    return {"anyOf": [function, namespace]}
 
 
 def _tool_choice() -> Schema:
@@ -268,11 +279,12 @@ def _output_items() -> list[Schema]:
         "content": parts["reasoning_text"],
     }
     call = dict.fromkeys(("call_id", "name", "arguments"), TEXT)
+    called = {**own, "type": {"const": "function_call"}, **call}
     message = {**own, "type": {"const": "message"}, "role": role, "content": parts["output_text"]}
     return [
         object_of({**message, "phase": {"enum": list(PHASES)}}, needed=tuple(message)),
         object_of({**reasoning, "encrypted_content": TEXT}, needed=tuple(reasoning)),
-        whole_object(**own, type={"const": "function_call"}, **call),
+        object_of({**called, "namespace": TEXT}, needed=tuple(called)),
     ]
 
 

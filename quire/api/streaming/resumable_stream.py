@@ -193,6 +193,20 @@ class FollowStream(PacedResponse):
         await self._write(send, b"", more=False)
 
 
+def resumable_response(
+    server_state: ServerState,
+    events: Events,
+    headers: Mapping[str, str],
+    deadline: Deadline,
+    request: OpenRequest,
+) -> FollowStream:
+    """Return the response that streams the events of a request and can be resumed."""
+    stream = ResumableStream(server_state, events, deadline, request)
+    server_state.resumable_streams.add(stream)
+    resume_s = f"{server_state.config.resume_s:g}"
+    return FollowStream(server_state, stream, {**headers, "x-quire-resume-seconds": resume_s})
+
+
 def parse_event_id(event_id: str) -> tuple[str, int]:
     """Return (request id, number) of a Last-Event-ID. Raises ResumeGone if it is malformed."""
     request_id, _, number = event_id.rpartition(":")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -109,25 +110,12 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
     Its default number of new tokens is taken only for a known prompt, cut to what the context
     has room for: a default never makes a request that cannot be served.
     """
-    given = card.generation_defaults
-    max_tokens = None
-    if num_prompt_tokens is not None and "max_new_tokens" in given:
+    given: dict[str, Any] = dict(card.generation_defaults)
+    max_tokens, limit = None, given.pop("max_new_tokens", None)
+    if num_prompt_tokens is not None and limit is not None:
         room_tokens = card.max_model_len - num_prompt_tokens
-        max_tokens = min(int(given["max_new_tokens"]), room_tokens) if room_tokens > 0 else None
-    return SamplingParams(
-        temperature=given.get("temperature", 1.0),
-        top_k=int(given.get("top_k", 0)),
-        top_p=given.get("top_p", 1.0),
-        min_p=given.get("min_p", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
-        presence_penalty=given.get("presence_penalty", 0.0),
-        frequency_penalty=given.get("frequency_penalty", 0.0),
-        typical_p=given.get("typical_p", 1.0),
-        epsilon_cutoff=given.get("epsilon_cutoff", 0.0),
-        eta_cutoff=given.get("eta_cutoff", 0.0),
-        no_repeat_ngram_size=int(given.get("no_repeat_ngram_size", 0)),
-        max_tokens=max_tokens,
-    )
+        max_tokens = min(limit, room_tokens) if room_tokens > 0 else None
+    return SamplingParams(**given, max_tokens=max_tokens)
 
 
 def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:

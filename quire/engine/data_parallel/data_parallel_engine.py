@@ -24,7 +24,7 @@ from quire.base.errors import QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
-from quire.engine.data_parallel.past_totals import PastTotals
+from quire.engine.data_parallel.past_totals import PastTotals, life_of
 from quire.engine.data_parallel.routing_state import LocalRouting, RoutingState
 from quire.engine.data_parallel.sums import (
     notes_of,
@@ -50,6 +50,8 @@ ComingEngine = Callable[[], Awaitable[MemberEngine]]
 # An engine with the prompt's beginning is preferred while it has at most so many tokens more to
 # compute than the least loaded one.
 BACKLOG_TOKENS = 4096
+# After an engine has ended, when the counts that other processes have of it are read.
+_REREAD_S = (1.0, 9.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -322,12 +324,25 @@ class DataParallelEngine(CallEngine):
             self._past.add(member.number, member.engine.stats)
             member.has_ended = True
             self._see()
+            self._watching.append(asyncio.ensure_future(self._reread()))
+
+    async def _reread(self) -> None:
+        """Count what other processes have seen of an engine that has ended."""
+        for wait_s in _REREAD_S:
+            await asyncio.sleep(wait_s)
+            self._past.read()
+            self._see()
 
     def _see(self, latest: EngineStats | None = None) -> None:
         """Add the counters of all. latest: of the engine that has made a step."""
         parts = [member.stats() for member in self._members]
-        if self._past.total is not None:
-            parts.append(self._past.total)
+        running = {
+            life_of(member.number, member.engine.stats)
+            for member in self._members
+            if not member.has_ended
+        }
+        if (past := self._past.without(running)) is not None:
+            parts.append(past)
         self.stats = sum_of_stats(parts)
         if latest is not None and len(parts) > 1:
             self.stats.step_rows, self.stats.step_tokens = latest.step_rows, latest.step_tokens

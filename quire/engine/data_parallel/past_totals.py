@@ -1,21 +1,30 @@
-"""PastTotals: the counters of engines that have ended, equal in all API processes of a server.
+"""PastTotals: the counters of engines that have ended, in all API processes of a server.
 
-Each process sees the last counters of an engine by itself. The first writes them to a file of the
-life that ended, and all of them, also processes that start later, count what lies there. Knows no
-engine. Always holds: each life is counted once; without a folder there is one process.
+Each process has seen an engine's counters up to another step when it ends. All write what they
+have seen of that life to a file each, and count the greatest of these, as do processes that start
+later. Knows no engine. Always holds: each life is counted once, with no less than this process has
+reported of it, so that no counter falls; after all have read, their counts are equal; without a
+folder there is one process.
 """
 
 from __future__ import annotations
 
-import os
+import secrets
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from quire.base.engine_stats import EngineStats
 from quire.base.wire import Wire
-from quire.engine.data_parallel.sums import only_totals, sum_of_stats
+from quire.engine.data_parallel.sums import greatest_of_stats, only_totals, sum_of_stats
 
 _PREFIX = "ended-"
+_BEING_WRITTEN = ".new"
+
+
+def life_of(number: int, stats: EngineStats) -> str:
+    """Return the name of an engine's life: one between two starts."""
+    return f"{_PREFIX}{number}-{stats.restarts_total}"
 
 
 class PastTotals:
@@ -24,36 +33,43 @@ class PastTotals:
     def __init__(self, folder: Path | None = None) -> None:
         self.total: EngineStats | None = None
         self._folder = folder
-        self._known: set[str] = set()
+        self._name = secrets.token_hex(8)
+        self._lives: dict[str, EngineStats] = {}
+        self._files: set[str] = set()
         self._wire = Wire(EngineStats)
         self.read()
 
     def add(self, number: int, stats: EngineStats) -> None:
         """Count an engine that has ended after so many restarts as its counters say."""
-        name = f"{_PREFIX}{number}-{stats.restarts_total}"
-        if self._folder is None:
-            self._count(name, only_totals(stats))
-            return
-        if stats.steps_total and not (self._folder / name).exists():
-            own = self._folder / f"{name}.{os.getpid()}.new"
-            try:
-                own.write_bytes(self._wire.encode(only_totals(stats)))
-                with suppress(FileExistsError):  # another process was first
-                    os.link(own, self._folder / name)
-            except OSError:  # no room: this process counts what it has seen
-                self._count(name, only_totals(stats))
-            own.unlink(missing_ok=True)
+        life = life_of(number, stats)
+        totals = only_totals(stats)
+        if self._folder is not None and stats.steps_total:
+            path = self._folder / f"{life}.{self._name}"
+            being_written = path.with_name(f"{path.name}{_BEING_WRITTEN}")
+            with suppress(OSError):  # no room: this process counts what it has seen
+                being_written.write_bytes(self._wire.encode(totals))
+                being_written.rename(path)
+        self._count(life, totals)
         self.read()
+
+    def without(self, running: Collection[str]) -> EngineStats | None:
+        """Return the counters without those of lives that still run, as far as is known here:
+        another process may have noted an end before. None if there are none."""
+        if self._lives.keys().isdisjoint(running):
+            return self.total
+        ended = [totals for life, totals in self._lives.items() if life not in running]
+        return sum_of_stats(ended) if ended else None
 
     def read(self) -> None:
         """Count what other processes have seen."""
         if self._folder is None:
             return
-        for path in self._folder.glob(f"{_PREFIX}*[0-9]"):
-            if path.name not in self._known:
-                self._count(path.name, self._wire.decode(path.read_bytes()))
+        for path in self._folder.glob(f"{_PREFIX}*"):
+            if path.name not in self._files and path.suffix != _BEING_WRITTEN:
+                self._files.add(path.name)
+                self._count(path.stem, self._wire.decode(path.read_bytes()))
 
-    def _count(self, name: str, totals: EngineStats) -> None:
-        if name not in self._known:
-            self._known.add(name)
-            self.total = totals if self.total is None else sum_of_stats([self.total, totals])
+    def _count(self, life: str, totals: EngineStats) -> None:
+        seen = self._lives.get(life)
+        self._lives[life] = totals if seen is None else greatest_of_stats([seen, totals])
+        self.total = sum_of_stats(list(self._lives.values()))

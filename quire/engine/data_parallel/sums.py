@@ -5,7 +5,7 @@ Frozen records in, frozen records out; knows no engine. Always holds: a sum of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +17,9 @@ from quire.base.engine_snapshot import EngineSnapshot, Int32s
 from quire.base.engine_stats import EngineStats
 from quire.base.kv_store import BreakerState
 from quire.engine.model_card import ModelCard
+
+# Makes one number of several: sum or max.
+Join = Callable[[list[Any]], Any]
 
 # The greatest of all, not the sum: engines of one server have one proposer.
 _LATEST = frozenset({"last_step_ms", "proposer", "breaker"})
@@ -42,10 +45,19 @@ def only_totals(stats: EngineStats) -> EngineStats:
 
 def sum_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Return the sum; tuples are added by place."""
+    return _joined_stats(parts, sum)
+
+
+def greatest_of_stats(parts: Sequence[EngineStats]) -> EngineStats:
+    """Return the greatest of each count, of several views of one engine."""
+    return _joined_stats(parts, max)
+
+
+def _joined_stats(parts: Sequence[EngineStats], join: Join) -> EngineStats:
     if len(parts) == 1:
         return parts[0]
     return EngineStats(
-        **{name: _sum(name, [getattr(one, name) for one in parts]) for name in _NAMES}
+        **{name: _joined(name, [getattr(one, name) for one in parts], join) for name in _NAMES}
     )
 
 
@@ -64,16 +76,15 @@ def notes_of(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return (*parts[0], *several)
 
 
-def _sum(name: str, values: list[Any]) -> Any:
-    if name in _LATEST:
-        return max(values)
-    return _added(values)
+def _joined(name: str, values: list[Any], join: Join) -> Any:
+    """Return the values of a field as one, by `join` (sum or max)."""
+    return max(values) if name in _LATEST else _join_all(values, join)
 
 
-def _added(values: list[Any]) -> Any:
-    """Add numbers, and records and tuples of them by place; None where no engine has the counts.
+def _join_all(values: list[Any], join: Join) -> Any:
+    """Join numbers, and records and tuples of them by place; None where no engine has the counts.
 
-    Pairs of a name and a number are added by name.
+    Pairs of a name and a number are joined by name.
     """
     present = values if None not in values else [one for one in values if one is not None]
     if not present:
@@ -81,22 +92,23 @@ def _added(values: list[Any]) -> Any:
     first = present[0]
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first)]
-        return replace(
-            first, **{name: _sum(name, [getattr(one, name) for one in present]) for name in names}
-        )
+        parts = {name: [getattr(one, name) for one in present] for name in names}
+        return replace(first, **{name: _joined(name, parts[name], join) for name in names})
     if isinstance(first, tuple):
         if any(one and isinstance(one[0], tuple) and isinstance(one[0][0], str) for one in present):
-            return _added_by_name(present)
+            return _join_by_name(present, join)
         places = zip_longest(*present)
-        return tuple(_added(list(place)) for place in places)
-    return sum(present)
+        return tuple(_join_all(list(place), join) for place in places)
+    return join(present)
 
 
-def _added_by_name(parts: Sequence[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
-    added: dict[str, int] = {}
+def _join_by_name(
+    parts: Sequence[tuple[tuple[str, int], ...]], join: Join
+) -> tuple[tuple[str, int], ...]:
+    joined: dict[str, int] = {}
     for name, count in (pair for part in parts for pair in part):
-        added[name] = added.get(name, 0) + count
-    return tuple(added.items())
+        joined[name] = join([joined.get(name, 0), count])
+    return tuple(joined.items())
 
 
 def sum_of_reports(parts: Sequence[CacheReport], num_prefixes: int) -> CacheReport:

@@ -226,6 +226,37 @@ AI_SDK: dict[str, dict[str, Any]] = {
 }
 
 
+# A chat of the page of llama.cpp's server, with its default settings.
+LLAMA_CPP_PAGE = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "stream": True,
+    "return_progress": True,
+    "reasoning_format": "auto",
+    "reasoning_control": False,
+    "backend_sampling": False,
+    "timings_per_token": True,
+    "max_tokens": -1,
+    "temperature": 0.8,
+    "dynatemp_range": 0,
+    "dynatemp_exponent": 1,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "xtc_probability": 0,
+    "xtc_threshold": 0.1,
+    "typ_p": 1,
+    "repeat_last_n": 64,
+    "repeat_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "dry_multiplier": 0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+}
+
+
 def engine() -> FakeEngine:
     answering = FakeEngine(card=replace(CARD, max_model_len=4096))
     answering.template = ChatTemplate({**CHAT_TEMPLATES, "default": TOOL_TEMPLATE}, variables={})
@@ -270,6 +301,24 @@ def test_sillytavern_s_body_for_llama_cpp_passes_and_its_biases_hold() -> None:
     assert reply.status == 200, reply.body
     sampling = answering.asked[0].sampling
     assert sampling.logit_bias == {7: 2.5, 9: -math.inf, **dict.fromkeys(b" no", -1.0)}
+
+
+def test_a_chat_of_llama_cpp_s_page_passes() -> None:
+    answering = engine()
+    reply = post("/v1/chat/completions", LLAMA_CPP_PAGE, answering)
+    assert (reply.status, reply.events[-1]) == (200, "[DONE]"), reply.body
+    assert "x-quire-ignored-fields" not in reply.headers
+    [asked] = answering.asked
+    assert asked.sampling.max_tokens == answering.card.max_model_len - len(asked.prompt_ids)
+    assert asked.sampling.samplers == ("top_k", "top_p", "min_p", "temperature")
+    chat = {"messages": LLAMA_CPP_PAGE["messages"]}
+    for same in ({"max_completion_tokens": -1}, {"n_predict": -1}, {"max_tokens": -1}):
+        assert post("/v1/chat/completions", {**chat, **same}, answering).status == 200
+        assert answering.asked[-1].sampling.max_tokens == asked.sampling.max_tokens
+    for wrong in ({"max_tokens": -1.0}, {"max_tokens": -1, "max_completion_tokens": 5}):
+        assert post("/v1/chat/completions", {**chat, **wrong}, answering).status == 400
+    reply = post("/v1/chat/completions", {**chat, "reasoning_format": "none"}, answering)
+    assert "--reasoning-parser none" in reply.json["error"]["message"]
 
 
 def test_a_body_for_text_generation_webui_passes() -> None:

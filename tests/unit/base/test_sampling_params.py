@@ -249,6 +249,39 @@ def test_model_filters_yield_to_mirostat_and_request_filters_do_not() -> None:
         model.changed(mirostat=2, top_k=9)
 
 
+@each_case(
+    ("named", "found"),
+    [
+        ({"top_k": 5}, {"mirostat": 0, "top_k": 5}),
+        ({"top_p": 1.0, "top_k": -1}, {"mirostat": 2}),
+        ({"temperature": 0}, {"mirostat": 0, "temperature": 0.0}),
+        ({"temperature": 0.5}, {"mirostat": 2, "temperature": 0.5}),
+        ({"mirostat": 0}, {"mirostat": 0}),
+        ({"samplers": ["top_k"]}, {"mirostat": 0, "samplers": ("top_k",)}),
+    ],
+)
+def test_a_models_mirostat_yields_to_filters_and_to_temperature_0(
+    named: dict[str, Any], found: dict[str, Any]
+) -> None:
+    changed = SamplingParams(mirostat=2).changed(**named)
+    assert {name: getattr(changed, name) for name in found} == found
+
+
+def test_a_models_xtc_yields_to_temperature_0_only() -> None:
+    model = SamplingParams(xtc_probability=0.5)
+    assert model.changed(temperature=0).xtc_probability == 0.0
+    assert model.changed(temperature=0.5, top_k=3).xtc_probability == 0.5
+    with pytest.raises(InvalidParameter, match="always takes the likeliest token"):
+        model.changed(temperature=0, xtc_probability=0.5)
+
+
+def test_a_step_that_a_models_order_lacks_comes_last() -> None:
+    model = SamplingParams(samplers=("top_k", "temperature"), top_k=5)
+    assert model.changed(top_p=0.5, top_k=7).samplers == ("top_k", "temperature", "top_p")
+    assert model.changed(top_p=1.0, seed=1).samplers == ("top_k", "temperature")
+    assert model.changed(samplers=("top_k",)).samplers == ("top_k",)
+
+
 def test_duplicate_allowed_ids_are_merged_and_one_word_is_a_list() -> None:
     params = SamplingParams(allowed_token_ids=[3, 1, 3], bad_words="no", top_n_sigma=-1)  # type: ignore[arg-type]
     assert params.allowed_token_ids == (3, 1)

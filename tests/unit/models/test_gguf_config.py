@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError, ModelError
+from quire.base.sampling_params import SamplingParams
 from quire.models.gguf_config import MEANINGS
 from quire.models.gguf_ends import ENDS
 from quire.models.gguf_rope import divided
@@ -84,7 +85,18 @@ def test_a_number_that_was_no_float32_is_unchanged(number: float) -> None:
         ({"llama__attention__causal": False}, "attention.causal is false"),
         ({"llama__logit_scale": 2.0}, "unknown key 'logit_scale' (value 2.0): it might change"),
         ({"tokenizer__ggml__eos_token_id": 400}, "an id from 0 to 306"),
-        ({"general__sampling__mirostat": 2}, "mirostat is 2"),
+        ({"general__sampling__mirostat": 3}, "mirostat is 3"),
+        ({"general__sampling__sequence": "top_k;infill"}, 'sequence is "top_k;infill"'),
+        ({"general__sampling__sequence": "top_k;top-k"}, "each once"),
+        ({"general__sampling__sequence": ";"}, "each once"),
+        ({"general__sampling__sequence": 7}, "sequence is 7"),
+        (
+            {
+                "general__sampling__sequence": "top_k;penalties",
+                "general__sampling__penalty_repeat": Typed(F32, 1.5),
+            },
+            "sequence has penalties after top_k, and penalty_repeat is 1.5",
+        ),
         ({"general__sampling__temp": -1.0}, "temp is -1.0"),
         ({"general__sampling__fancy": 1}, "unknown key 'fancy'"),
     ],
@@ -262,16 +274,68 @@ def test_all_end_ids_count(tiny: Path, tmp_path: Path) -> None:
     assert b"<|im_end|>" in ENDS
 
 
-def test_recommended_sampling_of_a_file_is_the_default(tiny: Path, tmp_path: Path) -> None:
-    spec = spec_of(
-        tiny,
-        tmp_path / "m.gguf",
-        general__sampling__temp=Typed(F32, 0.6),
-        general__sampling__top_k=20,
-        general__sampling__top_p=Typed(F32, 0.95),
-        general__sampling__mirostat=0,
-    )
-    assert spec.generation.defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+@each_case(
+    ("given", "found"),
+    [
+        (
+            {"temp": Typed(F32, 0.6), "top_k": 20, "top_p": Typed(F32, 0.95), "mirostat": 0},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+        ),
+        (
+            {"penalty_repeat": Typed(F32, 1.1), "penalty_last_n": 128},
+            {"repetition_penalty": 1.1, "repeat_last_n": 128},
+        ),
+        (
+            {"xtc_probability": Typed(F32, 0.5), "xtc_threshold": Typed(F32, 0.2)},
+            {"xtc_probability": 0.5, "xtc_threshold": 0.2},
+        ),
+        # Mirostat replaces filters, order and penalties.
+        (
+            {
+                **{"mirostat": 2, "mirostat_tau": Typed(F32, 4.0), "temp": Typed(F32, 0.6)},
+                **{"top_k": 20, "penalty_last_n": 64, "penalty_repeat": Typed(F32, 1.1)},
+                "sequence": "top_k;temperature",
+            },
+            {"mirostat": 2, "mirostat_tau": 4.0, "temperature": 0.6},
+        ),
+        ({"mirostat_tau": Typed(F32, 4.0)}, {}),
+        # The likeliest token leaves no choice to mirostat and XTC.
+        ({"temp": Typed(F32, 0.0), "mirostat": 1}, {"temperature": 0.0}),
+        (
+            {"temp": Typed(F32, 0.0), "xtc_probability": Typed(F32, 0.5)},
+            {"temperature": 0.0},
+        ),
+        # A sequence switches off the steps that it leaves out.
+        (
+            {
+                **{
+                    "sequence": "penalties;dry;top-k;typical;TEMP",
+                    "top_k": 20,
+                    "penalty_last_n": 9,
+                },
+                **{"top_p": Typed(F32, 0.9), "temp": Typed(F32, 0.6)},
+                "xtc_probability": Typed(F32, 0.5),
+            },
+            {
+                **{"top_k": 20, "temperature": 0.6, "repeat_last_n": 9},
+                "samplers": ("top_k", "typical_p", "temperature"),
+            },
+        ),
+        (
+            {"sequence": "top_k", "top_k": 20, "penalty_repeat": Typed(F32, 1.1)},
+            {"top_k": 20, "samplers": ("top_k",)},
+        ),
+        ({"sequence": "top_k;penalties", "top_k": 5}, {"top_k": 5, "samplers": ("top_k",)}),
+        ({"sequence": ""}, {}),
+    ],
+)
+def test_recommended_sampling_of_a_file_is_the_default(
+    given: dict[str, Any], found: dict[str, Any], tiny: Path, tmp_path: Path
+) -> None:
+    keys = {f"general__sampling__{name}": value for name, value in given.items()}
+    spec = spec_of(tiny, tmp_path / "m.gguf", **keys)
+    assert spec.generation.defaults == found
+    SamplingParams(**found)  # they are allowed together
 
 
 def test_a_corrupt_file_is_reported_when_a_model_is_opened(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from quire.api.batches.stored_files import (
 from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.openai.responses.stored_routes import whole_of
-from quire.base.errors import BodyTooLarge, InvalidParameter, ShuttingDown, TimedOut
+from quire.base.errors import BodyTooLarge, InvalidParameter, QuireError, ShuttingDown, TimedOut
 from quire.base.show import show
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ LISTED_PURPOSES = (*PURPOSES, *_OTHER_PURPOSES, "user_data", "evals")
 _MAX_NAME_CHARS, _MAX_PURPOSE_BYTES = 512, 64
 # Beside the file, a form has heads and a purpose.
 _FORM_BYTES = 64 * 1024
+# Of a refused form so many bytes are read and dropped.
+_DISCARD_BYTES = 2 * MAX_FILE_BYTES
 
 
 class FileRoutes:
@@ -70,26 +73,35 @@ class FileRoutes:
 
     async def upload(self, request: Request) -> Response:
         """Store a file."""
+        pieces = self._pieces(request)
+        try:
+            return JSONResponse((await self._stored(request, pieces)).as_json())
+        except ClientDisconnect as error:
+            raise ClientDisconnected from error
+        except QuireError:
+            if _announced_bytes(request) <= _DISCARD_BYTES:
+                await _discard(pieces)
+            raise
+
+    async def _stored(self, request: Request, pieces: AsyncIterator[bytes]) -> StoredFile:
+        """Store the file of a form. Raises InvalidParameter and BodyTooLarge."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
-        length = request.headers.get("content-length", "")
-        if length.isascii() and length.isdigit() and int(length) > MAX_FILE_BYTES + _FORM_BYTES:
+        if _announced_bytes(request) > MAX_FILE_BYTES + _FORM_BYTES:
             raise _too_large()
         max_bytes, key = self._server_state.config.batch_store_bytes, request.state.key
         id_ = await self._journal.run(lambda db: begin_file(db, key))
         upload = _Upload(self._journal, key, id_, max_bytes)
         file = None
         try:
-            async for piece in self._pieces(request):
+            async for piece in pieces:
                 for item in reader.feed(piece):
                     await upload.take(item)
             reader.close()
             file = await upload.finish()
-        except ClientDisconnect as error:
-            raise ClientDisconnected from error
         finally:
             if file is None:
                 await asyncio.shield(self._journal.run(lambda db: drop_file(db, id_)))
-        return JSONResponse(file.as_json())
+        return file
 
     async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the body, while it proceeds and the server is not stopping."""
@@ -245,6 +257,22 @@ def _purpose_in(query: QueryParams) -> str | None:
 def _wrong_purpose(purpose: bytes | None) -> InvalidParameter:
     found = "missing" if purpose is None else show(purpose[:80].decode(errors="replace"))
     return InvalidParameter(f'purpose is {found}; "batch" is allowed', param="purpose")
+
+
+def _announced_bytes(request: Request) -> int:
+    """Return the length of a form as its head has it; 0 without one."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() else 0
+
+
+async def _discard(pieces: AsyncIterator[bytes]) -> None:
+    """Read the rest of a refused form: a client that is still writing would not read the error."""
+    num_bytes = 0
+    with suppress(QuireError, ClientDisconnect):
+        async for piece in pieces:
+            num_bytes += len(piece)
+            if num_bytes > _DISCARD_BYTES:
+                return
 
 
 def _too_large() -> BodyTooLarge:

@@ -25,6 +25,7 @@ from quire.api.openai.responses.dialect import RESPONSES_DIALECT
 from quire.api.openai.responses.fields import RESPONSES
 from quire.api.openai.responses.input_tokens import InputTokensRoute
 from quire.api.openai.responses.item_ids import RESPONSE_PREFIX
+from quire.api.openai.responses.request import as_named_here
 from quire.api.openai.responses.response_request import ResponseRequest
 from quire.api.openai.responses.store import ResponseStore
 from quire.api.openai.responses.stored_routes import Forward, StoredRoutes
@@ -64,6 +65,7 @@ class ResponsesRoute:
             id_prefix=RESPONSE_PREFIX,
             read=_read,
             dialect=RESPONSES_DIALECT,
+            as_named_here=as_named_here,
         )
 
     async def post(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.api.openai.responses.input_items import Item, fault, texts_of
+from quire.api.openai.responses.namespaces import full_name
 from quire.base.show import show
 from quire.output_parsers.parsed_answer import PHASES
 
@@ -26,7 +27,7 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     for item in items:
         kind = item["type"]
         if kind == "function_call":
-            names[item["call_id"]] = item["name"]
+            names[item["call_id"]] = full_name(item)
         of_assistant = kind in ("reasoning", "function_call") or item.get("role") == "assistant"
         if not of_assistant or turn.is_full_for(item):
             messages += turn.end()
@@ -79,7 +80,7 @@ class _Turn:
             self._content = content if self._content is None else _both(self._content, content)
             self._phase = item.get("phase")
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": full_name(item), "arguments": item["arguments"]}
             self._calls.append({"id": item["call_id"], "type": "function", "function": function})
 
     def end(self) -> Iterator[dict[str, Any]]:
@@ -111,7 +112,7 @@ def _other(item: Item, names: dict[str, str]) -> dict[str, Any]:
             "item is a function_call with it; send that item, or the previous_response_id of the "
             "response that has it"
         )
-    if item.get("name", names[id_]) != names[id_]:
+    if "name" in item and full_name(item) != names[id_]:
         raise fault(
             f"an item of type function_call_output has the name {show(item['name'])}, and the "
             f"function_call with its call_id the name {show(names[id_])}; leave the name out"

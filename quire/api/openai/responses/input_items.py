@@ -26,10 +26,10 @@ _CALL: Mapping[str, Any] = {"call_id": ..., "name": ..., "arguments": ..., "pars
 _DIRECT = {"caller": {"type": "direct"}}
 _KEYS: Mapping[str, Mapping[str, Any]] = {
     "message": {**_OF_EVERY_ITEM, "role": ..., "content": ..., "phase": ...},
-    "function_call": {**_OF_EVERY_ITEM, **_CALL, **_DIRECT},
+    "function_call": {**_OF_EVERY_ITEM, **_CALL, "namespace": ..., **_DIRECT},
     "function_call_output": {
         **_OF_EVERY_ITEM,
-        **{"call_id": ..., "name": ..., "output": ...},
+        **{"call_id": ..., "name": ..., "namespace": ..., "output": ...},
         **_DIRECT,
     },
     "reasoning": {**_OF_EVERY_ITEM, "summary": ..., "content": ..., "encrypted_content": ...},
@@ -161,6 +161,8 @@ def _content(path: str, content: Any, kinds: Mapping[str, str]) -> None:
 def _call(path: str, item: Item) -> None:
     _text(path, item, "call_id", "the id of the call")
     _text(path, item, "name", "the name of a function")
+    if "namespace" in item:
+        _text(path, item, "namespace", "the name of a namespace")
     _text(path, item, "arguments")
 
 
@@ -168,6 +170,8 @@ def _output(path: str, item: Item) -> None:
     _text(path, item, "call_id", "the id of a call")
     if "name" in item:
         _text(path, item, "name", "the name of the call's function")
+    if "namespace" in item:
+        _text(path, item, "namespace", "the name of a namespace")
     _content(f"{path}.output", item.get("output"), _OF_USER)
 
 

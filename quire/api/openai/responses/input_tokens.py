@@ -64,7 +64,7 @@ class InputTokensRoute:
                 return len((await maker.make(found.items)).token_ids)
             text = (await maker.conversation(found.items)).text
         except InvalidParameter as error:
-            raise as_named_here(error) from error
+            raise as_named_here(error, given) from error
         check_text_bytes(context.engine, text, param="input")
         encode = context.engine.tokenizer.encode
         ids = await context.run_in_thread(encode, text, add_special_tokens=maker.adds_special)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quire.api.openai.responses.history import sealed
@@ -24,13 +24,21 @@ _EVENTS = {
 
 class OutputItems:
     """The output of one response. call_id: returns the id of a call. seals: reasoning gets
-    encrypted_content."""
+    encrypted_content. namespaces: of functions in one, namespace and name by full name."""
 
-    def __init__(self, response_id: str, call_id: Callable[[int], str], *, seals: bool) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        call_id: Callable[[int], str],
+        *,
+        seals: bool,
+        namespaces: Mapping[str, tuple[str, str]],
+    ) -> None:
         self.items: list[dict[str, Any]] = []
         self._response_id = response_id
         self._call_id = call_id
         self._seals = seals
+        self._namespaces = namespaces
         self._kind = self._phase = ""  # of the open item; "" between items
         self._texts: list[str] = []
         self._logprobs: list[Any] = []
@@ -42,7 +50,10 @@ class OutputItems:
         piece that is content."""
         for piece in pieces:
             if piece.kind == "call":
-                named = {"call_id": self._call_id(piece.call), "name": piece.text, "arguments": ""}
+                namespace, name = self._namespaces.get(piece.text, (None, piece.text))
+                named = {"call_id": self._call_id(piece.call), "name": name, "arguments": ""}
+                if namespace is not None:
+                    named["namespace"] = namespace
                 yield from self._open("call", named)
                 continue
             kind = "call" if piece.kind == "arguments" else piece.kind

@@ -71,6 +71,7 @@ class PromptMaker:
         fields = ConversationFields(
             messages=messages_of(self._instructions, items),
             effort=self._effort,
+            effort_name="reasoning.effort",
             tools=None if self._offer is None else self._offer.shown,
             variables=variables,
         )

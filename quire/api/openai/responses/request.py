@@ -184,7 +184,7 @@ def includes_reasoning(given: Mapping[str, Any]) -> bool:
     return flag(given, "include_reasoning", default=True)
 
 
-def as_named_here(error: InvalidParameter) -> InvalidParameter:
+def as_named_here(error: InvalidParameter, given: Mapping[str, Any]) -> InvalidParameter:
     """Return an error with the names that the fields have in this API."""
     if error.param == "response_format":
         said = str(error).replace("response_format.json_schema.schema", "text.format.schema")

@@ -29,9 +29,9 @@ from quire.api.openai.responses.conversations import Conversations
 from quire.api.openai.responses.dialect import ResponsesDialect
 from quire.api.openai.responses.fields import ENCRYPTED, LOGPROBS
 from quire.api.openai.responses.input_items import Item
+from quire.api.openai.responses.namespaces import names_of
 from quire.api.openai.responses.prompt import PromptMaker
 from quire.api.openai.responses.request import (
-    as_named_here,
     check_stream_options,
     check_text,
     echoed_fields,
@@ -74,13 +74,6 @@ class ResponseRequest:
         self._items: list[Item] = []  # of its own input
         self._stores = self._keeps_encrypted_content = False
         self._conversation_id: str | None = None  # until its items are added
-
-    async def read(self, request: GenerationRequest) -> GenerationJob:
-        """Check all fields. Raises RequestError naming the field."""
-        try:
-            return await self._read(request)
-        except InvalidParameter as error:
-            raise as_named_here(error) from error
 
     def fail(self, error: dict[str, Any]) -> dict[str, Any] | None:
         """Return the response after the error that ended its stream."""
@@ -153,7 +146,8 @@ class ResponseRequest:
             )
         return stores
 
-    async def _read(self, request: GenerationRequest) -> GenerationJob:
+    async def read(self, request: GenerationRequest) -> GenerationJob:
+        """Check all fields. Raises RequestError naming the field."""
         given, engine, context = request.given, request.engine, request.context
         check_stream_options(given)
         check_text(given, context)
@@ -197,6 +191,7 @@ class ResponseRequest:
             logprobs=LOGPROBS in include,
             # The response to a POST has it unasked, as OpenAI's has.
             seals=self._keeps_encrypted_content or not self.is_background,
+            namespaces=names_of(given),
         )
         return GenerationJob(
             prompts=[Prompt(token_ids=prompt.token_ids, sampling=sampling, text_rules=text_rules)],

@@ -7,7 +7,7 @@ items (output_items.py), and response.completed or response.incomplete with the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,7 @@ class ResponseWriter:
     """Write one answer. frame: the fields of the response that are known before the answer.
 
     parser: None if the answer has neither reasoning nor calls. logprobs: texts have those of their
-    tokens. seals: reasoning has encrypted_content.
+    tokens. seals, namespaces: as of OutputItems.
     """
 
     def __init__(
@@ -43,12 +43,15 @@ class ResponseWriter:
         *,
         logprobs: bool = False,
         seals: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         self._parser = None if parser is None else parser.choice(0)
         self._frame = frame
         self._status = "queued" if frame["background"] else "in_progress"
         self._has_logprobs = logprobs
-        self._items = OutputItems(frame["id"], self._call_id, seals=seals)
+        self._items = OutputItems(
+            frame["id"], self._call_id, seals=seals, namespaces=namespaces or {}
+        )
         self._waiting: list[tuple[str, TokenText]] = []  # texts and tokens that no piece has yet
         self._num_chars = 0
         self._begun = self._running = False

@@ -1,16 +1,18 @@
 """Convert `tools` and `tool_choice` of the Responses API to the tools of a conversation.
 
-Functions have their name and schema beside their type. Tools that OpenAI's servers execute, and
+Functions have their name and schema beside their type; those of a namespace (namespaces.py) are
+functions with longer names. Tools that OpenAI's servers execute, and
 those without a schema, are refused by type. generation/tools.py checks the schemas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quire.api.generation.foreign_fields import same_json
 from quire.api.generation.tools import TOOL_FIELDS, ToolOffer, offer_of
+from quire.api.openai.responses.namespaces import as_functions, check_namespace, is_namespace
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -29,7 +31,7 @@ def tool_offer(given: Mapping[str, Any]) -> ToolOffer | None:
     listed = given.get("tools", [])
     if not isinstance(listed, list):
         raise _fault(f"tools is {show(listed)}; a list of objects {_FORM} is allowed")
-    tools = [_tool(f"tools[{at}]", tool) for at, tool in enumerate(listed)]
+    tools = [tool for at, entry in enumerate(listed) for tool in _tools(f"tools[{at}]", entry)]
     fields = {**given, "tools": tools, "tool_choice": _choice(given.get("tool_choice", "auto"))}
     try:
         return offer_of(fields)
@@ -39,15 +41,25 @@ def tool_offer(given: Mapping[str, Any]) -> ToolOffer | None:
 
 def tools_of(given: Mapping[str, Any], offer: ToolOffer | None) -> dict[str, Any]:
     """Return the fields of tools as a response repeats them; they have been checked."""
-    tools = () if offer is None else offer.tools
+    shown = iter(() if offer is None else offer.tools)
     return {
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
         "tool_choice": _shown_choice(given.get("tool_choice", "auto")),
-        "tools": [
-            {**_shown(tool["function"]), **_neutral(sent)}
-            for tool, sent in zip(tools, given.get("tools", ()), strict=True)
-        ],
+        "tools": [_shown_entry(entry, shown) for entry in given.get("tools", ())],
     }
+
+
+def _shown_entry(sent: Mapping[str, Any], tools: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return an entry of `tools`, made of as many of the offered ones as it has."""
+    if not is_namespace(sent):
+        return {**_shown(next(tools)["function"]), **_neutral(sent)}
+    inner = []
+    for tool in sent["tools"]:
+        own = {key: tool[key] for key in ("name", "description") if tool.get(key) is not None}
+        offered = next(tools)["function"]
+        rest = {key: value for key, value in offered.items() if key != "description"}
+        inner.append({**_shown({**rest, **own}), **_neutral(tool)})
+    return {"type": "namespace", "description": None, **sent, "tools": inner}
 
 
 def _shown(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +88,15 @@ def _shown_choice(choice: Any) -> Any:
 
 def _fault(message: str, param: str = "tools") -> InvalidParameter:
     return InvalidParameter(message, param=param)
+
+
+def _tools(place: str, entry: Any) -> list[dict[str, Any]]:
+    """Return the functions of an entry of `tools`: one, or those of a namespace."""
+    if not is_namespace(entry):
+        return [_tool(place, entry)]
+    check_namespace(place, entry)
+    functions = as_functions(entry)
+    return [_tool(f"{place}.tools[{at}]", tool) for at, tool in enumerate(functions)]
 
 
 def _tool(place: str, tool: Any) -> dict[str, Any]:

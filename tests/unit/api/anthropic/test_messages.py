@@ -371,6 +371,51 @@ def test_a_system_message_keeps_its_place() -> None:
     assert refusal({**ASKED, "messages": said}, on=made)[:2] == (400, "invalid_request_error")
 
 
+def test_the_scope_of_a_cached_prefix_is_that_of_its_tenant() -> None:
+    def pins(control: dict[str, str]) -> Any:
+        block = {"type": "text", "text": "Long.", "cache_control": control}
+        return of_message({"system": [block]}).terms.cache_pins
+
+    plain = {"type": "ephemeral"}
+    assert pins({**plain, "scope": "global"}) == pins(plain) != ()
+    block = {"type": "text", "text": "Long.", "cache_control": {**plain, "scope": "world"}}
+    assert "system[0].cache_control is" in refusal({**ASKED, "system": [block]})[2]
+
+
+def test_a_system_block_is_a_system_message_in_its_place() -> None:
+    text = {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}
+    blocks = [
+        {"type": "text", "text": "One."},
+        {"type": "mid_conv_system", "content": [text]},
+        {"type": "text", "text": "Two."},
+    ]
+    asked = of_message({"messages": [{"role": "user", "content": blocks}]})
+    chat = [("user", "One."), ("system", "Be brief."), ("user", "Two.")]
+    same = of_chat({**ASKED, "messages": [{"role": role, "content": said} for role, said in chat]})
+    assert asked.prompt_ids == same.prompt_ids
+    # A breakpoint within it keeps the prefix up to its end.
+    (pin,) = asked.terms.cache_pins
+    assert bytes(asked.prompt_ids[: pin.num_tokens]).endswith(b"Be brief.;")
+    for bad in ({"content": 3}, {}, {"content": [{"type": "image"}]}, {"content": "a", "x": 1}):
+        said = [{"role": "user", "content": [{"type": "mid_conv_system", **bad}]}]
+        assert "messages[0].content[0]" in refusal({**ASKED, "messages": said})[2]
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ({"thinking": {"type": "adaptive"}}, "thinking"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    ],
+)
+def test_an_effort_that_the_template_does_not_read_is_listed_by_its_name(
+    sent: dict[str, Any], name: str
+) -> None:
+    made = engine()
+    made.template = ChatTemplate({"default": "{{ messages[0].content }}"}, variables={})
+    assert ask({**ASKED, **sent}, on=made).headers["x-quire-ignored-fields"] == name
+
+
 def test_thinking_is_counted_and_its_text_left_out_on_request() -> None:
     script = ("<think>", "It is", " asked.", "</think>", "I look.")
     shown = {"type": "adaptive", "display": "summarized"}

@@ -125,7 +125,7 @@ def test_a_cancelled_batch_has_a_result_for_each_request(
         assert cancelled["cancel_initiated_at"] is not None
         batch = await ended(site, id_)
         kinds = [line["result"]["type"] for line in await results(site, id_)]
-        assert kinds == ["succeeded", *["canceled"] * 4]
+        assert sorted(kinds) == [*["canceled"] * 4, "succeeded"]  # whichever line was first
         assert batch["request_counts"]["canceled"] == 4
         again = await site.post(f"{PATH}/{id_}/cancel", {})
         assert again.json == batch

@@ -38,6 +38,13 @@ def test_a_schema_keeps_its_property_order_whatever_strict_is(
     assert list(json.loads(grammar.text)["properties"]) == ["b", "a"]
 
 
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_a_schema_may_be_beside_the_type(kind: str) -> None:
+    named = {"name": "x", "schema": SCHEMA, "strict": True}
+    found = grammar_asked_for(response_format(kind, **named))
+    assert found == grammar_asked_for(response_format("json_schema", json_schema=named))
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
@@ -76,9 +83,10 @@ def test_white_space_is_configurable() -> None:
         (response_format("yaml"), "one of text, json_object"),
         ({"response_format": "json"}, "an object with a type"),
         (response_format("text", extra=1), "extra"),
-        (response_format("json_object", schema={}), SCHEMA_FORM),
-        (response_format("json_schema", schema={"type": "object"}), SCHEMA_FORM),
-        (response_format("json_schema", name="x", schema={}), SCHEMA_FORM),
+        (response_format("json_object", schema="{}"), "object is allowed, not its"),
+        (response_format("json_object", schema={}, more=1), "more"),
+        (response_format("json_schema", schema={}, json_schema={"schema": {}}), SCHEMA_FORM),
+        (response_format("json_object", name="x"), SCHEMA_FORM),
         (response_format("object", properties={}), SCHEMA_FORM),
         (response_format("regex", regex="a"), 'write it as structured_outputs: {"regex": ...}'),
         (response_format("json_schema"), f"json_schema is missing; .*{SCHEMA_FORM}"),

@@ -266,20 +266,71 @@ def test_the_first_texts_of_other_files_are_left_out_if_all_do_not_fit() -> None
     assert bytes(made.asked[2].prompt_ids).startswith(b"<|fim_prefix|>aaa")
     around = {"input_prefix": "a" * 600, "input_suffix": "b" * 99 + "c", "prompt": "d"}
     reply = ask({**sent, **around}, path=INFILL, on=made)
-    assert reply.headers["x-quire-ignored-fields"] == "input_extra[:9], input_prefix[:271]"
-    prompt = bytes(made.asked[3].prompt_ids)
-    assert prompt == GAP.replace(b">a", b">" + b"a" * 329 + b"d").replace(
-        b">b", b">" + b"b" * 99 + b"c"
+    assert (
+        reply.headers["x-quire-ignored-fields"]
+        == "input_extra[:9], input_prefix[:313], input_suffix[96:]"
     )
+    prompt = bytes(made.asked[3].prompt_ids)
+    assert prompt == GAP.replace(b">a", b">" + b"a" * 287 + b"d").replace(b">b", b">" + b"b" * 96)
 
 
 def test_a_cut_leaves_no_part_of_a_character_and_all_of_the_text_beside_the_gap() -> None:
     sent = {"input_prefix": "\u00e9" * 9 + "\ufffd", "input_suffix": "\ufffd" + "\u00e9" * 9}
     texts = InfillTexts(sent)
-    assert texts.shorten(ByteTokenizer(), 32) == ["input_prefix[:2]", "input_suffix[2:]"]
+    assert texts.shorten(ByteTokenizer(), 24) == ["input_prefix[:2]", "input_suffix[2:]"]
     assert texts.prompt(ByteTokenizer(marks=MARKS)) == GAP.decode().replace(
         ">a", ">" + "\u00e9" * 7 + "\ufffd"
     ).replace(">b", ">\ufffd\u00e9")
+
+
+class GrowingTokenizer(ByteTokenizer):
+    """A prompt has `more` tokens than its texts, as where a cut goes through a merge."""
+
+    more = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        more = [65] * self.more if MARKS[0] in text else []
+        return [*super().encode(text, add_special_tokens=add_special_tokens), *more]
+
+
+@pytest.mark.parametrize("more", [0, 1, 9, 100, 2_000])
+def test_a_gap_in_long_texts_is_cut_until_the_prompt_fits(more: int) -> None:
+    made = engine()
+    made.tokenizer = GrowingTokenizer(marks=MARKS)
+    made.tokenizer.more = more
+    sent = {"input_prefix": "a" * 600, "input_suffix": "b" * 600, "n_predict": 8}
+    reply = ask(sent, path=INFILL, on=made)
+    if more > made.card.max_model_len:  # nothing is left to cut
+        assert (reply.status, made.asked) == (400, [])
+        return
+    assert reply.status == 200
+    assert len(made.asked[0].prompt_ids) + 8 <= made.card.max_model_len
+    assert reply.headers["x-quire-ignored-fields"].startswith("input_prefix[:")
+    assert b"a<|fim_suffix|>b" in bytes(made.asked[0].prompt_ids)
+
+
+def test_the_order_of_a_models_files_holds_unless_a_request_lists_another() -> None:
+    made = engine()
+    made.defaults = SamplingParams(samplers=("typical_p", "temperature"), temperature=0.5)
+    reply = ask({**ASKED, "top_k": 5}, on=made)
+    assert reply.json["generation_settings"]["samplers"] == [
+        *("penalties", "dry", "typ_p", "temperature", "top_k"),
+    ]
+    assert made.asked[0].sampling.samplers == ("typical_p", "temperature", "top_k")
+    props = ask(None, path="/props", method="GET", on=made).json["default_generation_settings"][
+        "params"
+    ]
+    assert props["samplers"] == ["penalties", "dry", "typ_p", "temperature"]
+    own = {**ASKED, "samplers": ["temperature", "top_k"], "top_k": 5}
+    assert ask(own, on=made).status == 200
+    assert made.asked[1].sampling.samplers == ()
+
+
+@pytest.mark.parametrize(("value", "ignored"), [(False, "penalize_nl"), (True, None)])
+def test_penalties_count_line_breaks(value: bool, ignored: str | None) -> None:
+    reply = ask({**ASKED, "penalize_nl": value})
+    assert reply.headers.get("x-quire-ignored-fields") == ignored
+    assert "penalize_nl is 3" in refusal({**ASKED, "penalize_nl": 3})
 
 
 def test_what_an_editor_sends_is_accepted() -> None:

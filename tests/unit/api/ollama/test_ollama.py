@@ -201,7 +201,7 @@ def test_a_chat_that_fits_is_tokenized_once_and_its_hints_are_listed_once(
     reply = ask({**ASKED, "think": "high"}, on=made)
     assert reply.status == 200, reply.body
     assert texts.count("user:hi;") == 1
-    assert reply.headers["x-quire-ignored-fields"] == "reasoning_effort"
+    assert reply.headers["x-quire-ignored-fields"] == "think"
 
 
 def test_more_bytes_than_are_tokenized_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +351,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"think": False}, {"reasoning_effort": "none"}),
     ({"think": True}, {"reasoning_effort": "medium"}),
     ({"think": "high"}, {"reasoning_effort": "high"}),
+    ({"think": "max"}, {"reasoning_effort": "max"}),
     ({"format": "json"}, {"response_format": {"type": "json_object"}}),
     (
         {"format": SCHEMA},
@@ -512,6 +513,19 @@ def test_a_completion_refuses_what_it_does_not_take(sent: dict[str, Any], words:
     assert words in refusal({"prompt": "a", **sent}, path=GENERATE)
 
 
+def test_whole_numbers_may_be_written_with_a_point_and_roles_with_capitals() -> None:
+    made, same = engine(), engine()
+    options = {"top_k": 40.0, "num_predict": 8.0, "seed": 7.0, "num_thread": 2.0, "num_keep": 4.0}
+    said = [{**message, "role": message["role"].capitalize()} for message in SAID]
+    assert ask({"messages": said, "options": options}, on=made).status == 200
+    whole = {name: int(value) for name, value in options.items()}
+    assert ask({"messages": SAID, "options": whole}, on=same).status == 200
+    assert made.asked[0].sampling == same.asked[0].sampling
+    assert made.asked[0].prompt_ids == same.asked[0].prompt_ids
+    for name in options:
+        assert f"options.{name} is 1.5" in refusal({**ASKED, "options": {name: 1.5}})
+
+
 def test_hints_are_listed_in_a_header_and_unknown_options_too_if_the_server_warns() -> None:
     reply = ask({**ASKED, "options": {"num_ctx": 4096}})
     assert reply.headers["x-quire-ignored-fields"] == "options.num_ctx"
@@ -555,6 +569,9 @@ def test_the_model_is_listed_under_each_of_its_names(tmp_path: Path) -> None:
     assert (listed[0]["size"], listed[0]["details"]["family"]) == (100, "llama")
     (running, _) = ask(None, path="/api/ps", method="GET", on=made).json["models"]
     assert running["context_length"] == 2048
+    assert listed[0]["details"]["context_length"] == 2048
+    found = ["embedding", "completion", "tools", "thinking"]
+    assert [model.pop("capabilities") for model in listed] == [found, found]
     assert running.items() >= listed[0].items()
     for body in ({"model": "fake"}, {"name": "other", "verbose": True}):
         shown = ask(body, path="/api/show", on=made).json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import SchedulingParams
+from quire.base.wire import Wire
 from quire.engine.client.request_builder import default_sampling, make_requests
 from quire.engine.model_card import ModelCard
 from tests.cases import each_case
@@ -134,3 +136,12 @@ def test_every_stream_has_the_objectives_of_its_request() -> None:
             tpot_slo_ms=request.tpot_slo_ms,
         )
         assert found == terms
+
+
+def test_every_kind_of_default_crosses_to_another_process() -> None:
+    defaults = {"top_k": 20, "temperature": 1, "min_p": 0.5, "samplers": ("top_k", "min_p")}
+    wire = Wire(ModelCard)
+    card = wire.decode(wire.encode(replace(CARD, generation_defaults=defaults)))
+    assert default_sampling(card) == SamplingParams(
+        top_k=20, temperature=1.0, min_p=0.5, samplers=("top_k", "min_p")
+    )

@@ -357,9 +357,10 @@ def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
 ) -> None:
     past = [PastTotals(tmp_path if is_shared else None) for _ in range(2)]
     one = EngineStats(steps_total=9, running=2, blocks_total=8, preemption_cost_counts=(1, 2))
-    past[0].add(1, one)
     # Another process has seen a little less of it, and a third one nothing.
     past[1].add(1, replace(one, steps_total=8))
+    past[0].add(1, one)
+    past[1].read()
     for each in past if is_shared else past[:1]:
         assert each.total is not None
         assert (each.total.steps_total, each.total.running, each.total.blocks_total) == (9, 0, 0)
@@ -376,6 +377,51 @@ def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
         assert past[0].total == late.total
         past[1].read()
         assert past[1].total == late.total
+
+
+def test_no_process_counts_less_of_an_ended_engine_than_it_has_reported(tmp_path: Path) -> None:
+    store = KVStoreStats(failures_total=(("slow", 1), ("full", 2)))
+    seen = [
+        EngineStats(steps_total=9, accepted_draft_tokens_total=(4,), kv_store=store),
+        EngineStats(steps_total=8, accepted_draft_tokens_total=(4, 1)),
+    ]
+    past = [PastTotals(tmp_path) for _ in seen]
+    for each, stats in zip(past, seen, strict=True):
+        each.add(1, stats)
+        assert each.total is not None
+        assert each.total.steps_total >= stats.steps_total
+    for each in (*past, PastTotals(tmp_path)):
+        each.read()
+        assert each.total is not None
+        assert (each.total.steps_total, each.total.accepted_draft_tokens_total) == (9, (4, 1))
+        assert each.total.kv_store == store
+        assert len(list(tmp_path.iterdir())) == 2, "no file is left half written"
+
+
+def test_an_end_that_another_process_notes_first_is_counted_once(tmp_path: Path) -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes, past=PastTotals(tmp_path))
+        await engine.ready()
+        counts = []
+        engine.on_stats = lambda stats: counts.append(stats.steps_total)
+        for fake in fakes:
+            fake.stats = EngineStats(steps_total=10)
+            assert fake.on_stats is not None
+            fake.on_stats(fake.stats)
+        other = PastTotals(tmp_path)
+        other.add(0, EngineStats(steps_total=12))
+        engine._past.read()
+        fakes[1].stats = EngineStats(steps_total=11)
+        fakes[1].on_stats(fakes[1].stats)
+        fakes[0].dead.set()
+        while not engine._members[0].has_ended:
+            await asyncio.sleep(0)
+        assert counts[-2:] == [21, 23], "10 and 11, then 12 and 11"
+        assert counts == sorted(counts)
+        await engine.close()
+
+    run(check)
 
 
 def test_the_counters_of_a_dead_engine_stay_in_the_sums() -> None:
