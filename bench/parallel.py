@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -453,13 +452,11 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
 def cells(asked: argparse.Namespace) -> dict[str, Any]:
     """Measure small layouts one after the other."""
     names = list(CELLS) if asked.cells == "all" else [asked.cells]
-    cpus = os.sched_getaffinity(0)
     seconds = CELL_SECONDS if asked.seconds is None else asked.seconds
     found = {}
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
         print(name, flush=True)
-        os.sched_setaffinity(0, cpus)  # rank 0 of the layout before has bound this thread
         layout = {**vars(asked), **CELLS[name], "seconds": seconds}
         found[name] = measured(argparse.Namespace(**layout))
     return {"bench": "parallel_cells", "machine": machine_card(), "cells": found}

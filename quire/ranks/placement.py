@@ -7,11 +7,13 @@ memory is near its cores. Knows no process. Reads /sys; elsewhere processors are
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
+_THREADS = Path("/proc/self/task")
 
 
 def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
@@ -34,14 +36,42 @@ def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
     ]
 
 
-def run_on(cpus: Sequence[int]) -> None:
+def run_on(cpus: Sequence[int]) -> Callable[[], None]:
     """Bind the calling thread, and the threads it starts from now on; nothing for no processors.
 
-    A system that refuses leaves it as it is: binding is for speed only.
+    Returns what lets the thread run where it ran before, called from any thread; threads that it
+    has started stay bound. A system that refuses leaves it as it is: binding is for speed only.
     """
-    if cpus and hasattr(os, "sched_setaffinity"):
+    if not cpus or not hasattr(os, "sched_setaffinity"):
+        return _nothing
+    thread, before = threading.get_native_id(), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return _nothing
+    bound = os.sched_getaffinity(0)
+
+    def unbind() -> None:
+        is_here = (_THREADS / str(thread)).exists()  # the number may be another process's by now
         with suppress(OSError):
-            os.sched_setaffinity(0, cpus)
+            if is_here and os.sched_getaffinity(thread) == bound:
+                os.sched_setaffinity(thread, before)
+
+    return unbind
+
+
+@contextmanager
+def running_on(cpus: Sequence[int]) -> Iterator[None]:
+    """Bind the calling thread meanwhile, as run_on does: what it starts stays bound."""
+    unbind = run_on(cpus)
+    try:
+        yield
+    finally:
+        unbind()
+
+
+def _nothing() -> None:
+    """Nothing was bound."""
 
 
 def _node_of(cpu: int, root: Path) -> int:

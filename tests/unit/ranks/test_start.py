@@ -45,10 +45,11 @@ def program(folder: Path) -> Program:
 
 
 def test_two_processes_answer_as_one(folder: Path, program: Program) -> None:
+    cpus = os.sched_getaffinity(0)
     checkpoint, ids = open_checkpoint(folder), list(range(3, 35))
     one = NativeExecutor(program, checkpoint, OPTIONS)
     one.allocate_cache(5, 16)
-    two = TWO(program, checkpoint, OPTIONS)
+    two = replace(TWO, binds=True)(program, checkpoint, OPTIONS)
     two.allocate_cache(5, 16)
     wanted = logits_of(one, ids, max_positions=64, chunk=16)
     assert logits_of(two, ids, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
@@ -56,6 +57,7 @@ def test_two_processes_answer_as_one(folder: Path, program: Program) -> None:
     assert two.group.native.num_gathers == 2 * (2 * 4 + 1)
     two.close()
     assert not two.processes.process_ids
+    assert os.sched_getaffinity(0) == cpus, "rank 0 had bound this thread"
 
 
 def test_a_rank_that_cannot_start_is_the_error_of_the_start(
