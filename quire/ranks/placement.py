@@ -14,17 +14,20 @@ from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
 _THREADS = Path("/proc/self/task")
+# Where each thread ran that run_on has bound, by its number.
+_before: dict[int, set[int]] = {}
 
 
 def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
-    """Return the processors of each rank: equal shares of the cores this process may run on.
+    """Return the processors of each rank: equal shares of the cores that this thread may run on, or
+    might before it was bound for another executor.
 
     Empty where there are fewer cores than ranks, or the system binds no threads.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [()] * degree
     cores: dict[tuple[int, str], list[int]] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
+    for cpu in sorted(_before.get(threading.get_native_id()) or os.sched_getaffinity(0)):
         cores.setdefault((_node_of(cpu, root), _siblings(cpu, root)), []).append(cpu)
     ordered = [cores[core] for core in sorted(cores, key=lambda core: (core[0], cores[core][0]))]
     each = len(ordered) // degree
@@ -44,14 +47,17 @@ def run_on(cpus: Sequence[int]) -> Callable[[], None]:
     """
     if not cpus or not hasattr(os, "sched_setaffinity"):
         return _nothing
-    thread, before = threading.get_native_id(), os.sched_getaffinity(0)
+    thread = threading.get_native_id()
+    before = _before.get(thread) or os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cpus)
     except OSError:
         return _nothing
     bound = os.sched_getaffinity(0)
+    _before[thread] = before
 
     def unbind() -> None:
+        _before.pop(thread, None)
         is_here = (_THREADS / str(thread)).exists()  # the number may be another process's by now
         with suppress(OSError):
             if is_here and os.sched_getaffinity(thread) == bound:

@@ -74,6 +74,16 @@ def test_a_binding_that_was_changed_since_stays() -> None:
         os.sched_setaffinity(0, before)
 
 
+def test_a_bound_thread_divides_all_cores_for_a_second_executor() -> None:
+    before = cpus_of_ranks(1)
+    with running_on(before[0][:1]):
+        assert cpus_of_ranks(1) == before
+        with running_on(before[0][-1:]):
+            assert cpus_of_ranks(1) == before
+    assert cpus_of_ranks(1) == before
+    assert os.sched_getaffinity(0) == set(before[0])
+
+
 def test_the_end_of_a_thread_ends_its_binding() -> None:
     undone = []
     before = os.sched_getaffinity(0)
