@@ -348,7 +348,9 @@ class DataParallelEngine(CallEngine):
         """Count an engine among those of the past; its cache is gone."""
         if not member.has_ended:
             self._policy.forget(member)
-            self._past.add(member.number, member.engine.stats)
+            engine = member.engine
+            sleeps = engine.num_sleeps if isinstance(engine, SupervisedEngine) else 0
+            self._past.add(member.number, engine.stats, sleeps=sleeps)
             member.has_ended = True
             self._see()
 

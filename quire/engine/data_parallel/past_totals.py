@@ -28,9 +28,10 @@ class PastTotals:
         self._wire = Wire(EngineStats)
         self.read()
 
-    def add(self, number: int, stats: EngineStats) -> None:
-        """Count an engine that has ended after so many restarts as its counters say."""
-        name = f"{_PREFIX}{number}-{stats.restarts_total}"
+    def add(self, number: int, stats: EngineStats, *, sleeps: int = 0) -> None:
+        """Count an engine that has ended after so many restarts as its counters say, and so many
+        sleeps."""
+        name = f"{_PREFIX}{number}-{stats.restarts_total}-{sleeps}"
         if self._folder is None:
             self._count(name, only_totals(stats))
             return

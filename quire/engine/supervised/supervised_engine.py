@@ -80,6 +80,7 @@ class SupervisedEngine(CallEngine):
         self.dead = asyncio.Event()
         self._successors = successors
         self._wakers = wakers
+        self.num_sleeps = 0
         self._is_asleep = False
         self._to_sleep = asyncio.Event()
         self._to_wake = asyncio.Event()
@@ -174,6 +175,7 @@ class SupervisedEngine(CallEngine):
                 await self._life.client.close()
             finally:
                 self._has_ended.set()
+            self.num_sleeps += 1
             if self.on_end is not None:
                 self.on_end()
             self._log.event("the engine sleeps")

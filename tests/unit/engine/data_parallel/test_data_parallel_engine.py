@@ -399,6 +399,33 @@ def test_engines_sleep_together_or_not_at_all() -> None:
     run(check)
 
 
+def test_counters_go_on_over_several_sleeps() -> None:
+    class Wakers:
+        async def wake(self) -> Any:
+            return counted()
+
+    def counted() -> Any:
+        life = Fake()
+        life.stats = EngineStats(steps_total=5, running=1)
+        return life
+
+    async def check() -> None:
+        wakers: Any = Wakers()
+        others: Any = FakeSuccessors()
+        engine = engine_of(
+            *(SupervisedEngine(counted(), others, Log("test"), wakers=wakers) for _ in range(2))
+        )
+        await engine.ready()
+        for sleeps in range(1, 4):
+            await engine.sleep()
+            assert (engine.stats.steps_total, engine.stats.running) == (10 * sleeps, 0)
+            await engine.wake()
+            assert (engine.stats.steps_total, engine.stats.running) == (10 * (sleeps + 1), 2)
+        await engine.close()
+
+    run(check)
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
     tmp_path: Path, is_shared: bool
