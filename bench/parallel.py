@@ -29,9 +29,8 @@ is in share_of_attention.
 
 With --cells, a few small layouts one after the other (CELLS: products, both modes, experts that are
 split, whole and placed, stages with micro-batches of a dense model and of a mixture), for two
-cores: the
-measurement of a step ends after --seconds, which keeps all of them within five minutes, and one
-layout with its defaults within four. Progress is shown on standard error.
+cores: the measurement of a step ends after --seconds, which keeps all of them within five minutes,
+and one layout with its defaults within four. Progress is shown on standard error.
 
 Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
 rates, with exchanges of columns (--tp-mode exact), with sums in the order of ranks (fast), with
