@@ -1,7 +1,7 @@
 """Ranks of one thread against threads of one process: steps in pairs, and the share of exchanges.
 
     python -m bench.parallel [--shape qwen3-0.6b] [--degree 2] [--precision none] [--write]
-                             [--experts whole|placed] [--mode exact|fast]
+                             [--experts whole|placed] [--mode exact|fast] [--compare threads|modes]
     python -m bench.parallel --stages 2 --degree 1 [--write]
     python -m bench.parallel --context 2 --degree 1 [--depth 4096] [--write]
     python -m bench.parallel --cells all [--seconds 4] [--write]
@@ -13,6 +13,11 @@ copy for each rank; each rank's share of the pairs is printed. For each step:
 the median times, the median ratio within pairs (above 1: ranks are faster), the share of rank 0's
 time in exchanges, waiting included, and the bytes it receives, counted and by the cost model.
 
+Ranks alone, without --stages or --context, are then measured in both modes, in pairs again: "modes"
+has the times of --tp-mode exact and fast, the median ratio (above 1: fast is faster), the share of
+exchanges and the bytes received in each. --compare threads leaves this out, --compare modes does
+nothing else.
+
 With --stages the ranks are stages of a pipeline, of `degree` ranks each. A step alone passes them
 one after the other, so that it cannot be faster; in "micro_batches" the rows of a step are divided
 over as many steps in flight as stages, against one process that computes all of them at once.
@@ -22,14 +27,15 @@ With --context ranks divide the positions of the KV cache, beside the `degree` t
 steps have few rows at a large depth. The exchange of parts is a part of attention, so that its time
 is in share_of_attention.
 
-With --cells, a few small layouts one after the other (CELLS: products, experts that are split,
-whole and placed, stages with micro-batches of a dense model and of a mixture), for two cores: the
-measurement of a step ends after --seconds, which keeps all of them within five minutes. Progress is
-shown on standard error.
+With --cells, a few small layouts one after the other (CELLS: products, both modes, experts that are
+split, whole and placed, stages with micro-batches of a dense model and of a mixture), for two
+cores: the measurement of a step ends after --seconds, which keeps all of them within five minutes,
+and one layout with its defaults within four. Progress is shown on standard error.
 
 Beside it, labelled as computed and measured nowhere: the same program on other machines, from their
-rates, with exchanges of columns (what is implemented) and with sums of parts (two all-reduces a
-layer, which would not keep the bits), and as stages of a pipeline. Writes
+rates, with exchanges of columns (--tp-mode exact), with sums in the order of ranks (fast), with
+sums in any order (two ring all-reduces a layer, which would not keep the bits of a degree), and as
+stages of a pipeline. Writes
 bench/results/parallel.json, pipeline.json, context.json or parallel_cells.json with --write.
 """
 
@@ -37,11 +43,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,13 +56,14 @@ from typing import Any
 import numpy as np
 
 from bench.checkpoints import SHAPES, random_checkpoint
+from quire.base.errors import SettingError
 from quire.bench.machine import machine_card
 from quire.config.machine import num_usable_cores
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
-from quire.program.comm_ops import AllGather, AllReduce
+from quire.program.comm_ops import AllGather, AllReduce, num_exchanges
 from quire.program.cost import StepShape
 from quire.program.declarations import PIECE_POSITIONS
 from quire.program.expert_parallel import ExpertPlan, balance
@@ -72,7 +79,7 @@ from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.stage_executor import PipelineExecutor
-from quire.weights.checkpoint import open_checkpoint
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
 RESULTS = Path(__file__).parent / "results"
 BLOCK_SIZE, DEPTH = 16, 512
@@ -98,14 +105,15 @@ class Described:
 
 CELLS: dict[str, dict[str, Any]] = {
     "products": {"shape": "qwen3-0.1b"},
+    "modes": {"shape": "qwen3-0.1b", "compare": "modes"},
     "experts split": {"shape": "qwen3-moe-0.2b"},
     "experts whole": {"shape": "qwen3-moe-0.2b", "experts": "whole"},
     "experts placed": {"shape": "qwen3-moe-0.2b", "experts": "placed"},
     "stages": {"shape": "qwen3-0.1b", "degree": 1, "stages": 2},
     "stages of a mixture": {"shape": "qwen3-moe-0.2b", "degree": 1, "stages": 2},
 }
-# Of each step in a cell.
-CELL_SECONDS = 4.0
+# Of each step, and of each step in a cell.
+STEP_SECONDS, CELL_SECONDS = 12.0, 4.0
 # A median of fewer pairs says little, however long they take.
 MIN_PAIRS = 3
 
@@ -213,10 +221,7 @@ def in_pairs(
             whole_ms.append(found[id(whole)][0])
             ranks_ms.append(found[id(ranks)][0])
     received_bytes = received_by(ranks) - received_bytes
-    seconds = [unit for segment in ("trunk", "head") for unit in ranks.times(segment)]
-    exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather | AllReduce | Recv))
-    attended = sum(s for ops, s in seconds if isinstance(ops[0], Attention))
-    ranks.set_timed(False)
+    exchanged, attended = shares_of_time(ranks)
     step = StepShape([tokens] * rows, [depth] * rows)
     ratios = [one / other for one, other in zip(whole_ms, ranks_ms, strict=True)]
     return {
@@ -226,12 +231,59 @@ def in_pairs(
         "one_process_ms": statistics.median(whole_ms),
         "ranks_ms": statistics.median(ranks_ms),
         "ratio": statistics.median(ratios),
-        "share_of_exchanges": exchanged / sum(s for _, s in seconds),
-        "share_of_attention": attended / sum(s for _, s in seconds),
+        "share_of_exchanges": exchanged,
+        "share_of_attention": attended,
         "pairs": len(ratios),
         "received_bytes": received_bytes // len(ratios),
         "received_bytes_by_cost": ranks.program.step_cost(step).comm_bytes,
     }
+
+
+def shares_of_time(ranks: MirroredExecutor) -> tuple[float, float]:
+    """Return the shares of rank 0's time in exchanges and in attention; takes it no longer."""
+    seconds = [unit for segment in ("trunk", "head") for unit in ranks.times(segment)]
+    exchanged = sum(s for ops, s in seconds if isinstance(ops[0], AllGather | AllReduce | Recv))
+    attended = sum(s for ops, s in seconds if isinstance(ops[0], Attention))
+    ranks.set_timed(False)
+    total = sum(s for _, s in seconds)
+    return exchanged / total, attended / total
+
+
+def modes_in_pairs(
+    modes: dict[TpMode, MirroredExecutor], rows: int, tokens: int, pairs: Pairs
+) -> dict[str, Any]:
+    """Return times and bytes of the same step in both modes, one after the other."""
+    taken_ms: dict[TpMode, list[float]] = {mode: [] for mode in modes}
+    before = dict.fromkeys(modes, 0)
+    for number in pairs:
+        vocab_size = modes[TpMode.EXACT].program.vocab_size
+        batch = step_batch(rows, tokens, vocab_size, number + 2)
+        if number == 0:
+            for mode, ranks in modes.items():
+                ranks.set_timed(True)
+                before[mode] = received_by(ranks)
+        for mode in (TpMode.EXACT, TpMode.FAST) if number % 2 else (TpMode.FAST, TpMode.EXACT):
+            ms, _ = run_step(modes[mode], batch)
+            if number >= 0:
+                taken_ms[mode].append(ms)
+    step = StepShape([tokens] * rows, [DEPTH] * rows)
+    exact_ms, fast_ms = taken_ms[TpMode.EXACT], taken_ms[TpMode.FAST]
+    entry: dict[str, Any] = {
+        "rows": rows,
+        "tokens": tokens,
+        "pairs": len(exact_ms),
+        "ratio": statistics.median(a / b for a, b in zip(exact_ms, fast_ms, strict=True)),
+    }
+    for mode, ranks in modes.items():
+        received_bytes = (received_by(ranks) - before[mode]) // len(exact_ms)
+        entry[mode] = {
+            "ms": statistics.median(taken_ms[mode]),
+            "share_of_exchanges": shares_of_time(ranks)[0],
+            "received_bytes": received_bytes,
+            "received_bytes_per_token": received_bytes / (rows * tokens),
+            "received_bytes_by_cost": ranks.program.step_cost(step).comm_bytes,
+        }
+    return entry
 
 
 def expert_plan(experts: str, whole: NativeExecutor, degree: int) -> ExpertPlan | None:
@@ -308,14 +360,16 @@ def micro_batches(
 def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     """Return a decode step by the rates of a machine: computed, not measured."""
     step = StepShape([1] * rows, [DEPTH] * rows)
-    costs = [
-        shard(program, degree=machine.degree, rank=rank).step_cost(step)
-        for rank in range(machine.degree)
-    ]
-    own = shard(program, degree=machine.degree, rank=0)
-    gathers = [op for ops in own.segments.values() for op in ops if isinstance(op, AllGather)]
+    shares: dict[TpMode, list[Program]] = {}
+    for mode in TpMode:
+        with suppress(SettingError):  # groups of integers that the columns of a rank divide
+            shares[mode] = [
+                shard(program, degree=machine.degree, rank=rank, mode=mode)
+                for rank in range(machine.degree)
+            ]
+    costs = [share.step_cost(step) for share in shares[TpMode.EXACT]]
+    own = shares[TpMode.EXACT][0]
     read_ms = max(cost.memory_bytes for cost in costs) / machine.rank_gb_per_s / 1e6
-    gathered_bytes = max(cost.comm_bytes for cost in costs)
     layers = len(program.layer_starts)
     width = program.outputs["hidden"].width
     head_bytes = own.segment_cost("head", step).comm_bytes
@@ -325,6 +379,23 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
 
     def exchange_ms(number: int, num_bytes: int) -> float:
         return number * machine.exchange_us / 1e3 + num_bytes / machine.link_gb_per_s / 1e6
+
+    def of_mode(mode: TpMode) -> dict[str, Any] | None:
+        """What the ranks' programs exchange and read in a mode; None where it is refused."""
+        if mode not in shares:
+            return None
+        costs = [share.step_cost(step) for share in shares[mode]]
+        exchanges = sum(map(num_exchanges, shares[mode][0].segments.values()))
+        received = max(cost.comm_bytes for cost in costs)
+        ms = max(cost.memory_bytes for cost in costs) / machine.rank_gb_per_s / 1e6
+        ms += exchange_ms(exchanges, received)
+        return {
+            "bytes": received,
+            "bytes_per_token": received / rows,
+            "exchanges": exchanges,
+            "step_ms": ms,
+            "speedup": one_ms / ms,
+        }
 
     # A stage needs a layer: fewer stages than ranks where there are fewer layers.
     num_stages = min(machine.degree, layers)
@@ -339,13 +410,13 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
     # leave the others idle.
     round_ms = stage_ms * num_stages
     one_ms = program.step_cost(step).memory_bytes / machine.rank_gb_per_s / 1e6
-    columns_ms = read_ms + exchange_ms(len(gathers), gathered_bytes)
     sums_ms = read_ms + exchange_ms(2 * layers + 1, summed_bytes)
     return {
         "computed_for": asdict(machine),
         "rows": rows,
         "one_rank_ms": one_ms,
-        "columns": {"bytes": gathered_bytes, "step_ms": columns_ms, "speedup": one_ms / columns_ms},
+        "exact": of_mode(TpMode.EXACT),
+        "fast": of_mode(TpMode.FAST),
         "sums": {"bytes": summed_bytes, "step_ms": sums_ms, "speedup": one_ms / sums_ms},
         "stages": {
             "number": num_stages,
@@ -372,75 +443,119 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--depth", type=int)
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--seconds", type=float, help="of each step; with --cells: 4")
+    parser.add_argument("--seconds", type=float, help="of each step; 12, with --cells 4")
+    parser.add_argument("--compare", choices=("threads", "modes"))
     parser.add_argument("--cells", choices=("all", *CELLS), help="small layouts for two cores")
     parser.add_argument("--write", action="store_true")
     return parser.parse_args()
 
 
-def measured(asked: argparse.Namespace) -> dict[str, Any]:
-    """Load both executors of one layout, and measure its steps. Prints each of them."""
-    degree = asked.degree * asked.context
-    num_ranks = degree * asked.stages
-    depth = asked.depth or (DEPTH if asked.context == 1 else CONTEXT_DEPTH)
-    decoded_rows = DECODED_ROWS if asked.context == 1 else CONTEXT_ROWS
+@dataclass(frozen=True)
+class Layout:
+    """What is measured: a model, what it is asked for, and the sizes of its executors."""
+
+    asked: argparse.Namespace
+    program: Program
+    checkpoint: Checkpoint
+    options: ExecutorOptions
+
+    @property
+    def depth(self) -> int:
+        """Positions before each step."""
+        return self.asked.depth or (DEPTH if self.asked.context == 1 else CONTEXT_DEPTH)
+
+    @property
+    def decoded_rows(self) -> tuple[int, ...]:
+        """The sizes of the decode steps."""
+        return DECODED_ROWS if self.asked.context == 1 else CONTEXT_ROWS
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """Rows and tokens of each row, of all steps."""
+        return [(rows, 1) for rows in self.decoded_rows] + [(1, PREFILL_TOKENS)]
+
+    @property
+    def block_size(self) -> int:
+        """Of the ranks' cache."""
+        return BLOCK_SIZE if self.asked.context == 1 else self.asked.context * PIECE_POSITIONS
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return the blocks of a cache."""
+        return max(self.decoded_rows) * ((self.depth + PREFILL_TOKENS) // block_size + 2)
+
+    def ranks(self, mode: TpMode, plan: ExpertPlan | None) -> MirroredExecutor:
+        """Load the ranks, with an empty cache."""
+        asked = self.asked
+        shared: dict[str, Any] = {
+            "degree": asked.degree * asked.context,
+            "context": asked.context,
+            "experts": plan,
+            "mode": mode,
+        }
+        made = (
+            RankedExecutorClass(**shared)
+            if asked.stages == 1
+            else PipelineExecutorClass(stages=asked.stages, **shared)
+        )
+        executor = made(self.program, self.checkpoint, self.options)
+        executor.allocate_cache(self.num_blocks(self.block_size), self.block_size)
+        assert isinstance(executor, MirroredExecutor), "ranks of the native executor"
+        return executor
+
+    def pairs(self, what: str) -> Pairs:
+        """Return the pairs of a measurement."""
+        asked = self.asked
+        seconds = STEP_SECONDS if asked.seconds is None else asked.seconds
+        return Pairs(f"{asked.shape}: {what}", asked.pairs, seconds)
+
+
+def layout_of(asked: argparse.Namespace) -> Layout:
+    """Return what is asked for. Exits where ranks would share cores."""
+    num_ranks = asked.degree * asked.context * asked.stages
     if num_usable_cores() < num_ranks:
         sys.exit(f"{num_ranks} ranks need as many cores; there are {num_usable_cores()}")
-    print(f"{asked.shape}: loading both executors", file=sys.stderr, flush=True)
+    print(f"{asked.shape}: loading the executors", file=sys.stderr, flush=True)
     folder = random_checkpoint(asked.shape)
-    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=depth + 512)
-    program, checkpoint = quantize(plain, asked.precision), open_checkpoint(folder)
-    most = max(decoded_rows)
+    max_positions = (asked.depth or (DEPTH if asked.context == 1 else CONTEXT_DEPTH)) + 512
+    plain = build_program(open_model(folder), dtype=DType.BF16, max_positions=max_positions)
+    most = max(DECODED_ROWS if asked.context == 1 else CONTEXT_ROWS)
     limits = StepLimits(max_tokens=PREFILL_TOKENS, max_samples=most, max_sequences=most)
-    options = ExecutorOptions(limits=limits, num_threads=num_ranks)
-    whole = NativeExecutor(program, checkpoint, options)
-    block_size = BLOCK_SIZE if asked.context == 1 else asked.context * PIECE_POSITIONS
-    num_blocks = most * (depth // BLOCK_SIZE + 2 + PREFILL_TOKENS // BLOCK_SIZE)
+    return Layout(
+        asked,
+        quantize(plain, asked.precision),
+        open_checkpoint(folder),
+        ExecutorOptions(limits=limits, num_threads=num_ranks),
+    )
+
+
+def against_threads(layout: Layout) -> dict[str, Any]:
+    """Measure ranks against threads of one process. Prints each step."""
+    asked, program = layout.asked, layout.program
+    whole = NativeExecutor(program, layout.checkpoint, layout.options)
+    num_blocks = layout.num_blocks(BLOCK_SIZE)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)
+    degree = asked.degree * asked.context
     mode, plan = TpMode(asked.mode), expert_plan(asked.experts, whole, degree)
     whole.allocate_cache(num_blocks, BLOCK_SIZE)  # as empty as that of the ranks
-    made = RankedExecutorClass(degree=degree, context=asked.context, experts=plan, mode=mode)
-    if asked.stages > 1:
-        made = PipelineExecutorClass(
-            degree=degree, context=asked.context, experts=plan, mode=mode, stages=asked.stages
-        )
-    ranks = made(program, checkpoint, options)
-    num_own = most * ((depth + PREFILL_TOKENS) // block_size + 2)
-    ranks.allocate_cache(num_own, block_size)
+    ranks = layout.ranks(mode, plan)
     if asked.context > 1:  # pages that were never written are one page of zeros, always in a cache
         for layer in range(program.caches[0].layers):
             whole.touch_blocks(layer, 0, num_blocks)
-            ranks.touch_blocks(layer, 0, num_own)
-
-    def pairs(what: str) -> Pairs:
-        return Pairs(f"{asked.shape}: {what}", asked.pairs, asked.seconds)
-
-    found: dict[str, Any] = {
-        "bench": "parallel",
-        "machine": machine_card(),
-        "shape": asked.shape,
-        "precision": asked.precision,
-        "degree": asked.degree,
-        "mode": asked.mode,
-        "experts": asked.experts,
-        "balance": None,
-        "stages": asked.stages,
-        "context": asked.context,
-        "steps": [],
-    }
-    for rows, tokens in [(rows, 1) for rows in decoded_rows] + [(1, PREFILL_TOKENS)]:
-        turns = pairs(f"a step of {rows} x {tokens}")
-        entry = in_pairs(whole, ranks, rows, tokens, turns, mode, depth, block_size)
+            ranks.touch_blocks(layer, 0, layout.num_blocks(layout.block_size))
+    found: dict[str, Any] = {"balance": None, "steps": []}
+    for rows, tokens in layout.steps:
+        turns = layout.pairs(f"a step of {rows} x {tokens}")
+        entry = in_pairs(whole, ranks, rows, tokens, turns, mode, layout.depth, layout.block_size)
         found["steps"].append(entry)
         print(json.dumps(entry), flush=True)
     if isinstance(ranks, PipelineExecutor) and asked.context == 1:
         found["micro_batches"] = []
         for rows in DECODED_ROWS:
             if rows >= asked.stages:
-                entry = micro_batches(whole, ranks, rows, pairs(f"micro-batches of {rows} rows"))
+                turns = layout.pairs(f"micro-batches of {rows} rows")
+                entry = micro_batches(whole, ranks, rows, turns)
                 found["micro_batches"].append(entry)
                 print(json.dumps(entry), flush=True)
-    found["computed"] = [computed(program, one, rows) for one in DESCRIBED for rows in (1, 64)]
     if plan is not None and asked.stages == 1:
         placement = plan.placement(program, degree)
         found["balance"] = balance(ranks.expert_loads, placement, degree)
@@ -450,17 +565,56 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def both_modes(layout: Layout) -> list[dict[str, Any]]:
+    """Measure --tp-mode exact against fast. Prints each step."""
+    modes = {mode: layout.ranks(mode, None) for mode in TpMode}
+    entries = []
+    for rows, tokens in layout.steps:
+        turns = layout.pairs(f"both modes, a step of {rows} x {tokens}")
+        entries.append(modes_in_pairs(modes, rows, tokens, turns))
+        print(json.dumps(entries[-1]), flush=True)
+    for ranks in modes.values():
+        ranks.close()
+    return entries
+
+
+def measured(asked: argparse.Namespace) -> dict[str, Any]:
+    """Measure the steps of one layout. Prints each of them."""
+    layout = layout_of(asked)
+    found: dict[str, Any] = {
+        "bench": "parallel",
+        "machine": machine_card(),
+        "shape": asked.shape,
+        "precision": asked.precision,
+        "degree": asked.degree,
+        "mode": asked.mode,
+        "experts": asked.experts,
+        "stages": asked.stages,
+        "context": asked.context,
+    }
+    if asked.compare != "modes":
+        found |= against_threads(layout)
+    is_plain = asked.stages == 1 and asked.context == 1 and asked.experts == "split"
+    if asked.compare != "threads" and asked.mode == TpMode.EXACT and is_plain:
+        found["modes"] = both_modes(layout)
+    elif asked.compare == "modes":
+        sys.exit("--compare modes is for ranks of products: leave out what else divides the model")
+    found["computed"] = [
+        computed(layout.program, one, rows) for one in DESCRIBED for rows in (1, 64)
+    ]
+    return found
+
+
 def cells(asked: argparse.Namespace) -> dict[str, Any]:
     """Measure small layouts one after the other."""
     names = list(CELLS) if asked.cells == "all" else [asked.cells]
-    cpus = os.sched_getaffinity(0)
     seconds = CELL_SECONDS if asked.seconds is None else asked.seconds
     found = {}
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
         print(name, flush=True)
-        os.sched_setaffinity(0, cpus)  # rank 0 of the layout before has bound this thread
-        layout = {**vars(asked), **CELLS[name], "seconds": seconds}
+        compared = asked.compare or "threads"
+        layout = {**vars(asked), "compare": compared, **CELLS[name], "seconds": seconds}
         found[name] = measured(argparse.Namespace(**layout))
     return {"bench": "parallel_cells", "machine": machine_card(), "cells": found}
 

@@ -9,11 +9,13 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
 #include <string>
 
 #if defined(__linux__)
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -80,6 +82,36 @@ void wake_all(const std::atomic<uint32_t>& word) {
 #endif
 }
 
+// Whether a thread of this machine is ready to run and has no processor, or waits for a page: it is
+// late, as on a machine with too much to do, and not gone. False where the system does not say.
+bool is_late(uint32_t thread) {
+#if defined(__linux__)
+    char stat[512];
+    std::snprintf(stat, sizeof stat, "/proc/%u/stat", thread);
+    const int file = thread == 0 ? -1 : open(stat, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return false;
+    const ssize_t bytes = read(file, stat, sizeof stat - 1);
+    close(file);
+    if (bytes <= 0) return false;
+    stat[bytes] = 0;
+    const char* name_end = std::strrchr(stat, ')');  // the state follows the name and a space
+    return name_end != nullptr && name_end + 2 < stat + bytes &&
+           (name_end[2] == 'R' || name_end[2] == 'D');
+#else
+    (void)thread;
+    return false;
+#endif
+}
+
+// The number of the calling thread, as other processes see it; 0 where there is none.
+uint32_t own_thread() {
+#if defined(__linux__)
+    return static_cast<uint32_t>(syscall(SYS_gettid));
+#else
+    return 0;
+#endif
+}
+
 // Numbers wrap around: `value` has reached `number` if it is not before it.
 bool reached(uint32_t value, uint32_t number) {
     return static_cast<int32_t>(value - number) >= 0;
@@ -98,6 +130,7 @@ struct alignas(64) RankGroup::RankWords {
     Word taken;  // messages the rank has taken
     Word asked, answered;
     Word done;  // operations of the rank
+    Word answering;  // the system's number of the thread that answers; 0: not known
 };
 
 int64_t RankGroup::shared_bytes(int degree, const Sizes& sizes) {
@@ -237,6 +270,7 @@ void RankGroup::abort(const std::string& reason) {
 // for one that is suspended. Sleeps until it is asked.
 void RankGroup::answer() {
     RankWords& own = words(rank_);
+    own.answering.value.store(own_thread());
     while (!stopping_.load()) {
         const uint32_t asked = own.asked.value.load();
         if (own.answered.value.load() != asked) {
@@ -298,7 +332,10 @@ void RankGroup::wait(const Word& word, uint32_t number, int peer, Wait how) cons
             }
         }
         if (asked_at_s >= 0 && waited_s - asked_at_s > kAnswerWithinS && !has_answered()) {
-            lost(peer, "does not respond");
+            const bool waits = waited_s - asked_at_s < timeout_s_;
+            if (is_far || !waits || !is_late(other.answering.value.load())) {
+                lost(peer, "does not respond");
+            }
         }
     }
 }

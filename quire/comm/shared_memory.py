@@ -1,7 +1,8 @@
 """Ranks on one machine that exchange through shared memory: native/src/rank_group.cc.
 
 A segment is a file in memory without a name: it is passed to other processes as a descriptor, and
-the system frees it with the last of them, however they end. Knows no program and no process.
+the system frees it with the last of them, however they end. It has huge pages where the system
+gives some (huge_pages.py). Knows no program and no process.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire import _native
 from quire.base.errors import CapacityError, DeviceLost
 from quire.base.log import Log
 from quire.comm.communicator import Bytes
+from quire.comm.huge_pages import advise, pages_of, reserved_file
 
 # The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
 TIMEOUT_S = 60.0
@@ -40,19 +42,23 @@ class SegmentSizes:
 
 
 def create_segment(degree: int, sizes: SegmentSizes, *, link_bytes: int = 0) -> int:
-    """Return the descriptor of a new segment, zero-filled; the caller closes it.
+    """Return the descriptor of a new segment, zero-filled, of these bytes or some more; the caller
+    closes it.
 
     link_bytes: of links between ranks, after the rest (quire/comm/links.py).
 
     Raises CapacityError where there is no memory for it.
     """
+    num_bytes = sizes.total(degree) + link_bytes
+    if (reserved := reserved_file("quire-ranks", num_bytes)) is not None:
+        return reserved
     try:
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("quire-ranks", os.MFD_CLOEXEC)
         else:
             descriptor, path = tempfile.mkstemp(prefix="quire-ranks-")
             os.unlink(path)
-        os.ftruncate(descriptor, sizes.total(degree) + link_bytes)
+        os.ftruncate(descriptor, num_bytes)
     except OSError as error:
         raise _no_memory(degree, sizes, error) from error
     return descriptor
@@ -70,7 +76,7 @@ class SharedMemoryRank:
 
     timeout_s: the longest wait for a rank that responds. members: how many ranks gather together,
     from each multiple of it on; 0 for all. Rank 0 sends its messages to those of its own group.
-    memory: of the whole segment, links included.
+    memory: of the whole segment, links included. pages: its pages, in words.
     """
 
     def __init__(
@@ -86,9 +92,12 @@ class SharedMemoryRank:
         self.rank, self.degree = rank, degree
         self._on_abort: list[Callable[[], None]] = []
         try:
-            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+            mapped = mmap.mmap(descriptor, 0)
+            self.pages = pages_of(descriptor)
         except (OSError, ValueError) as error:
             raise _no_memory(degree, sizes, error) from error
+        advise(mapped)
+        self.memory = np.frombuffer(mapped, np.uint8)
         self.native = _native.RankGroup(
             self.memory,
             rank=rank,

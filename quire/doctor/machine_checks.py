@@ -193,7 +193,11 @@ def check_huge_pages(facts: MachineFacts) -> Finding:
             "transparent huge pages are off: more address translation in every product",
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)",
         )
-    return ok("huge pages", f"transparent huge pages: {mode}" if mode else "not readable here")
+    if not mode:
+        return ok("huge pages", "not readable here")
+    shared = facts.shared_huge_pages or "not readable"
+    found = f"transparent huge pages: {mode}; for memory that ranks share: {shared}"
+    return ok("huge pages", f"{found}, {facts.free_huge_pages} reserved ones of 2 MiB free")
 
 
 def check_frequency(facts: MachineFacts) -> Finding:

@@ -23,6 +23,8 @@ from quire.config.machine import MachineMemory, machine_memory, num_usable_cores
 from quire.hub.cache import cache_dir, token_file
 
 _CPUS = Path("sys/devices/system/cpu")
+_MEMORY = Path("sys/kernel/mm")
+_FREE_HUGE_PAGES = "hugepages/hugepages-2048kB/free_hugepages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +59,10 @@ class MachineFacts:
     """This machine in numbers and names. See the checks for what they mean.
 
     asked_isa: of the environment variable QUIRE_ISA. open_files: soft and hard limit, None for no
-    limit. huge_pages: the selected mode. governors: of all CPUs, sorted. token_mode: the permission
-    bits of the Hugging Face token file. gpu_driver: the driver's version, "" without a driver.
+    limit. huge_pages: the selected mode; shared_huge_pages: for memory that processes share;
+    free_huge_pages: reserved ones of 2 MiB. governors: of all CPUs, sorted. token_mode: the
+    permission bits of the Hugging Face token file. gpu_driver: the driver's version, "" without a
+    driver.
     """
 
     python: tuple[int, int, int]
@@ -88,6 +92,8 @@ class MachineFacts:
     libraries: frozenset[str]
     token_file: Path
     token_mode: int | None
+    shared_huge_pages: str = ""
+    free_huge_pages: int = 0
 
 
 def read_machine(
@@ -114,7 +120,9 @@ def read_machine(
         total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         places=tuple(_place(name, path) for name, path in named.items()),
         temporary=_place("temporary files", _temporary()),
-        huge_pages=_selected(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        huge_pages=_selected(_text(root / _MEMORY / "transparent_hugepage/enabled")),
+        shared_huge_pages=_selected(_text(root / _MEMORY / "transparent_hugepage/shmem_enabled")),
+        free_huge_pages=int(_text(root / _MEMORY / _FREE_HUGE_PAGES) or 0),
         governors=_governors(root),
         governor_driver=_text(root / _CPUS / "cpu0" / "cpufreq" / "scaling_driver"),
         load=os.getloadavg()[0],

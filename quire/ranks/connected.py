@@ -20,7 +20,7 @@ from quire.base.log import Log
 from quire.comm.rendezvous import MeetingPoint, RankConnections, meet_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank, create_segment
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load, pool_server
+from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
 from quire.ranks.start import (
     RankReady,
     RankStart,
@@ -166,7 +166,8 @@ def run_connected(
         run_on(start.cpus)
         group = _own_group(start)
         executor, next_command = load(start, group)
-        server = pool_server(start, group, executor)
+        asked = pool_server(start, group, executor), load_server(executor)
+        servers = [one for one in asked if one is not None]
         ready = ready_of(executor.recipe, executor.weights_digest)
         with _rank_zero():
             zero.send_fields({"ready": asdict(ready)})
@@ -182,7 +183,7 @@ def run_connected(
         target=_leave_with_the_group, args=(group, done), name="quire-rank-watch", daemon=True
     )
     watcher.start()
-    if server is not None:
+    for server in servers:
         server.start()
     on_loaded()
     log.event("ready")
@@ -199,7 +200,7 @@ def run_connected(
         group.native.leave()
         # A thread in the compiled module must not meet the interpreter's end.
         watcher.join()
-        if server is not None:
+        for server in servers:
             server.join()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -200,7 +200,7 @@ class RankedExecutorClass:
                     start = self._start(rank, part, checkpoint, options, sizes, own_cpus)
                     start = replace(start, pool_file=pool_file)
                     others.start(with_drafts(start, shares[rank]) if shares else start, segment)
-                run_on(cpus[site.local])
+                undo.callback(unbind := run_on(cpus[site.local]))
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes)
                 if isinstance(executor, MirroredExecutor):
                     executor.own_block_size = self.block_size
@@ -222,10 +222,11 @@ class RankedExecutorClass:
             "ranks are started",
             ranks=self.num_ranks,
             threads_of_each=self._threads(options),
+            exchange_pages=group.pages,
             cpus="; ".join(",".join(map(str, own_cpus)) or "any" for own_cpus in cpus),
         )
         # Also where a later part of the start fails.
-        ended = weakref.finalize(executor, _end, others, self.kind)
+        ended = weakref.finalize(executor, _end, others, self.kind, unbind)
         executor.processes = others
         executor.lead.reason, executor.lead.end = others.reason, ended
         return executor
@@ -327,8 +328,10 @@ class RankedExecutorClass:
         )
 
 
-def _end(others: OtherRanks, kind: RankKind) -> None:
-    """End the other ranks, and then what they met by."""
+def _end(others: OtherRanks, kind: RankKind, unbind: Callable[[], None] | None = None) -> None:
+    """End the other ranks, and then what they met by; unbind the thread of rank 0."""
+    if unbind is not None:
+        unbind()
     try:
         others.end()
     finally:

@@ -20,7 +20,8 @@ from typing import Literal
 from quire.base.errors import DeviceLost
 from quire.base.log_process import LogSettings, start_logging
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load
+from quire.ranks.rank_loop import do_commands, group_of, load, load_server
+from quire.ranks.stage_loads import LoadServer
 from quire.ranks.start import RankStart, failure_text, read_start, ready_of
 
 _RANK_ZERO_GONE = 3
@@ -50,14 +51,26 @@ def _run(start: RankStart, segment: int, answers: int) -> None:
     start_logging(f"rank {start.rank}", LogSettings(level=start.log_level, form=form))
     run_on(start.cpus)
     group = group_of(start, segment)
+    server: LoadServer | None = None
     try:
         executor, next_command = load(start, group)
         _answer(answers, {"ready": asdict(ready_of(executor.recipe, executor.weights_digest))})
+        if (server := load_server(executor)) is not None:
+            server.start()
         do_commands(executor, next_command)
     except DeviceLost as error:
         if not group.native.is_aborted:  # it was lost here, which rank 0 does not know
             _answer(answers, {"failure": failure_text(error)})
+        else:
+            _join(server)
         raise
+    _join(server)
+
+
+def _join(server: LoadServer | None) -> None:
+    """Wait for a thread in the compiled module, which must not meet the interpreter's end."""
+    if server is not None:
+        server.join()
 
 
 def _answer(descriptor: int, answer: dict[str, object]) -> None:

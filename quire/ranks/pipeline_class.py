@@ -24,6 +24,7 @@ from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.shared_pools import PoolShare
 from quire.ranks.stage_executor import PipelineExecutor
+from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLayout, StageLinks, row_sizes
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.binding import bind
@@ -130,10 +131,12 @@ class PipelineExecutorClass(RankedExecutorClass):
         )
         if not isinstance(executor, PipelineExecutor):
             return executor
-        executor.early_experts = tuple(
-            mixture.routing.width
-            for stage in range(self.stages - 1)
-            for mixture in mixtures(programs[layout.rank_at(stage, 0)])
+        executor.early_loads = StageLoads(
+            executor.links.loads,
+            [
+                [one.routing.width for one in mixtures(programs[layout.rank_at(stage, 0)])]
+                for stage in range(self.stages - 1)
+            ],
         )
         return executor
 

@@ -7,22 +7,27 @@ memory is near its cores. Knows no process. Reads /sys; elsewhere processors are
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CPUS = Path("/sys/devices/system/cpu")
+_THREADS = Path("/proc/self/task")
+# Where each thread ran that run_on has bound, by its number.
+_before: dict[int, set[int]] = {}
 
 
 def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
-    """Return the processors of each rank: equal shares of the cores this process may run on.
+    """Return the processors of each rank: equal shares of the cores that this thread may run on, or
+    might before it was bound for another executor.
 
     Empty where there are fewer cores than ranks, or the system binds no threads.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [()] * degree
     cores: dict[tuple[int, str], list[int]] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
+    for cpu in sorted(_before.get(threading.get_native_id()) or os.sched_getaffinity(0)):
         cores.setdefault((_node_of(cpu, root), _siblings(cpu, root)), []).append(cpu)
     ordered = [cores[core] for core in sorted(cores, key=lambda core: (core[0], cores[core][0]))]
     each = len(ordered) // degree
@@ -34,14 +39,45 @@ def cpus_of_ranks(degree: int, *, root: Path = _CPUS) -> list[tuple[int, ...]]:
     ]
 
 
-def run_on(cpus: Sequence[int]) -> None:
+def run_on(cpus: Sequence[int]) -> Callable[[], None]:
     """Bind the calling thread, and the threads it starts from now on; nothing for no processors.
 
-    A system that refuses leaves it as it is: binding is for speed only.
+    Returns what lets the thread run where it ran before, called from any thread; threads that it
+    has started stay bound. A system that refuses leaves it as it is: binding is for speed only.
     """
-    if cpus and hasattr(os, "sched_setaffinity"):
+    if not cpus or not hasattr(os, "sched_setaffinity"):
+        return _nothing
+    thread = threading.get_native_id()
+    before = _before.get(thread) or os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        return _nothing
+    bound = os.sched_getaffinity(0)
+    _before[thread] = before
+
+    def unbind() -> None:
+        _before.pop(thread, None)
+        is_here = (_THREADS / str(thread)).exists()  # the number may be another process's by now
         with suppress(OSError):
-            os.sched_setaffinity(0, cpus)
+            if is_here and os.sched_getaffinity(thread) == bound:
+                os.sched_setaffinity(thread, before)
+
+    return unbind
+
+
+@contextmanager
+def running_on(cpus: Sequence[int]) -> Iterator[None]:
+    """Bind the calling thread meanwhile, as run_on does: what it starts stays bound."""
+    unbind = run_on(cpus)
+    try:
+        yield
+    finally:
+        unbind()
+
+
+def _nothing() -> None:
+    """Nothing was bound."""
 
 
 def _node_of(cpu: int, root: Path) -> int:

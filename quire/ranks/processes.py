@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import threading
 from collections.abc import Callable
@@ -18,14 +19,18 @@ from dataclasses import dataclass, field
 
 from quire.base.child_process import command_of, environment_of_ours
 from quire.base.errors import SettingError, WorkerError
+from quire.base.log import Log
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.ranks.start import RankReady, RankStart, start_line
 
 # How long a process may take to end by itself, and how long its end is waited for as the reason
 # of a lost exchange.
 _END_S, _REASON_S = 2.0, 0.2
+# A rank that loads for so much longer than rank 0 is named in the log.
+_LATE_S = 30.0
 # A line names each tensor of a stage.
 _MAX_LINE_BYTES = 64 << 20
+_LOADING = " while it loaded: look at the system's log for a process ended for its memory"
 
 
 @dataclass(slots=True)
@@ -77,12 +82,14 @@ class RankProcesses:
         """
         found = []
         for process in self._processes:
+            _note_late(process)
             line = _line_of(process.answers)
             answer = json.loads(line) if line.endswith(b"\n") else {}
             if "ready" not in answer:
                 process.failure = answer.get("failure", "")
                 process.popen.wait()
-                raise WorkerError(_end_text(process))
+                where = "" if process.failure else _LOADING
+                raise WorkerError(_end_text(process) + where)
             found.append((process.rank, RankReady(**answer["ready"])))
         for process in self._processes:
             process.watcher = threading.Thread(
@@ -149,6 +156,21 @@ def _end_text(process: _RankProcess) -> str:
     how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
     failure = f": {process.failure}" if process.failure else ""
     return f"rank {process.rank} (process {process.popen.pid}) {how}{failure}"
+
+
+def _note_late(process: _RankProcess) -> None:
+    """Wait until a rank answers or ends, and say in the log that it is late."""
+    answers = select.poll()
+    answers.register(process.answers, select.POLLIN)
+    waited_s = 0.0
+    while not answers.poll(1000 * _LATE_S):
+        waited_s += _LATE_S
+        Log("engine").warning(
+            "a rank has not loaded its weights yet",
+            rank=process.rank,
+            process=process.popen.pid,
+            seconds_after_rank_0=round(waited_s),
+        )
 
 
 def _line_of(descriptor: int) -> bytes:

@@ -20,6 +20,7 @@ from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.connected_pools import PoolServer
 from quire.ranks.rank_executor import RankExecutor
 from quire.ranks.stage_executor import StageExecutor
+from quire.ranks.stage_loads import LoadServer
 from quire.ranks.start import (
     RankStart,
     drafts_of,
@@ -117,6 +118,12 @@ def pool_server(start: RankStart, group: SharedMemoryRank, executor: Rank) -> Po
         assert isinstance(executor, RankExecutor), "only native ranks link blocks"
         executor.server = server
     return server
+
+
+def load_server(executor: Rank) -> LoadServer | None:
+    """Return what answers rank 0's asks for counts of experts, not started; None where it asks this
+    rank for none."""
+    return executor.load_server() if isinstance(executor, StageExecutor) else None
 
 
 def do_commands(executor: Rank, next_command: NextCommand) -> None:

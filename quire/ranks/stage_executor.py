@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire import _native
+from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
 from quire.execute.native import Int32s
@@ -20,6 +21,7 @@ from quire.program.program import Program
 from quire.ranks.commands import Command, CopyBlocks, Run
 from quire.ranks.rank_executor import MirroredExecutor, RankExecutor
 from quire.ranks.stage_lead import StageLead
+from quire.ranks.stage_loads import LoadServer, StageLoads
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 
@@ -44,6 +46,14 @@ class StageExecutor(RankExecutor):
         super().connect(native)
         native.set_links(*self.links.ends)
 
+    def load_server(self) -> LoadServer | None:
+        """Return what answers rank 0's asks for counts of experts, not started; None at a rank that
+        is not asked."""
+        if not self.links.loads or not self.expert_loads:
+            return None
+        (end,) = self.links.loads.values()
+        return LoadServer(self.group, end, lambda: self.expert_loads)
+
     def do(self, command: Command) -> None:
         """Do what rank 0 does, or will do."""
         if not isinstance(command, Run):
@@ -58,8 +68,8 @@ class StageExecutor(RankExecutor):
 
 
 class PipelineExecutor(MirroredExecutor):
-    """The Executor of rank 0. layers: how many each stage has. early_experts: experts of each
-    mixture before its own stage.
+    """The Executor of rank 0. layers: how many each stage has. early_loads: of the experts before
+    its own stage.
 
     A PipelinedExecutor (see quire/execute/executor.py).
     """
@@ -79,7 +89,7 @@ class PipelineExecutor(MirroredExecutor):
         super().__init__(program, checkpoint, options, group, poison=poison)
         self.lead: StageLead = StageLead(group, links, layers)
         self.num_layers = 0  # none are computed by themselves: see LayeredExecutor
-        self.early_experts: tuple[int, ...] = ()
+        self.early_loads = StageLoads({}, ())
 
     def connect(self, native: _native.Program) -> None:
         """See RankExecutor; and what rows go through."""
@@ -93,8 +103,18 @@ class PipelineExecutor(MirroredExecutor):
 
     @property
     def expert_loads(self) -> list[list[int]]:
-        """See NativeExecutor; zeros for the mixtures of other stages."""
-        return [[0] * experts for experts in self.early_experts] + super().expert_loads
+        """See NativeExecutor; of all stages. Raises DeviceLost."""
+        try:
+            early = self.early_loads.read()
+        except DeviceLost as error:
+            raise self.lost(str(error)) from error
+        return early + super().expert_loads
+
+    def close(self) -> None:
+        """See MirroredExecutor."""
+        if not self.group.native.is_aborted:
+            self.early_loads.end()
+        super().close()
 
     def begin_trunk(self, batch: ForwardBatch) -> None:
         """See PipelinedExecutor."""

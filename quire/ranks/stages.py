@@ -21,6 +21,7 @@ from quire.comm.shared_memory import SegmentSizes, SharedMemoryRank
 from quire.execute.executor import StepLimits
 from quire.program.program import Program
 from quire.program.stage_ops import Recv
+from quire.ranks.stage_loads import LoadEnd, load_ends, load_link_bytes
 
 # Rows that are on the way between two stages at once: as many as a step has, within these bounds.
 _SLOT_BYTES, _MIN_SLOTS, _MAX_LINK_BYTES = 1 << 17, 4, 64 << 20
@@ -62,7 +63,8 @@ class StageLayout:
     def link_bytes(self, rows: LinkSizes, sizes: SegmentSizes) -> int:
         """Return the bytes of all links, and what aligns them."""
         each = rows.total + self.message_sizes(sizes).total
-        return _alignment(sizes.total(self.num_ranks)) + len(self.early_ranks) * each
+        links = len(self.early_ranks) * each + load_link_bytes(self.stages)
+        return _alignment(sizes.total(self.num_ranks)) + links
 
 
 def row_sizes(programs: Iterable[Program], limits: StepLimits) -> LinkSizes:
@@ -79,7 +81,7 @@ def row_sizes(programs: Iterable[Program], limits: StepLimits) -> LinkSizes:
 
 class StageLinks:
     """The ends that one rank has. commands: from rank 0, or None in the last stage; to_early: to
-    the ranks of the stages before, at rank 0."""
+    the ranks of the stages before, at rank 0; loads: of the counts of experts, by stage."""
 
     def __init__(
         self,
@@ -90,11 +92,12 @@ class StageLinks:
     ) -> None:
         self.group = group
         used = sizes.total(layout.num_ranks)
+        messages = layout.message_sizes(sizes)
         memory = LinkMemory(
             group,
-            first_byte=used + _alignment(used),
+            first_byte=(first := used + _alignment(used)),
             rows=rows,
-            messages=layout.message_sizes(sizes),
+            messages=messages,
             num_rows=len(layout.early_ranks),
             num_messages=len(layout.early_ranks),
         )
@@ -110,6 +113,11 @@ class StageLinks:
             after = layout.rank_at(stage + 1, place)
             self.target = memory.rows(rank - tp, group, peer=after, sends=True)
             self.commands = memory.messages(rank - tp, group, peer=0, sends=False)
+        self.loads: dict[int, LoadEnd] = load_ends(
+            group,
+            first_byte=first + len(layout.early_ranks) * (rows.total + messages.total),
+            leads=[layout.rank_at(early, 0) for early in range(layout.stages - 1)],
+        )
         self.to_early: dict[int, Link] = {}
         if rank == 0:
             self.to_early = {

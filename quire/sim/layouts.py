@@ -1,5 +1,5 @@
-"""Layouts of a model over several devices: tensor and expert parallelism inside a node, stages of a
-pipeline across nodes; and which of them to take, with the reasons.
+"""Layouts of a model over several devices: tensor, context and expert parallelism inside a node,
+stages of a pipeline across nodes; and which of them to take, with the reasons.
 
 All numbers are computed: a rank's bytes and operations from its program (quire/program/shard.py),
 over the device's rates, and the bytes it receives over the links. Nothing here was measured, and a
@@ -14,10 +14,11 @@ from functools import cache
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.config.memory import MemoryNeeds
+from quire.config.memory import MemoryNeeds, num_blocks_of
 from quire.execute.gpu.limits import NCCL_BYTES
 from quire.program.comm_ops import num_exchanges
 from quire.program.cost import StepShape
+from quire.program.declarations import PIECE_POSITIONS
 from quire.program.degrees import check_degree
 from quire.program.expert_parallel import SPLIT_EXPERTS, even_placement, mixtures
 from quire.program.ops import Embed
@@ -29,25 +30,36 @@ from quire.sim.links import Links
 from quire.sim.plan import Planner, SizedModel, fitted
 
 MAX_DEVICES = 1024
+# Positions are divided where each rank has so many pieces of the cache: shorter requests gain
+# nothing.
+_MIN_PIECES = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """tensor: ranks that share each layer. experts: whole experts are distributed over them.
-    stages: of the pipeline. One replica of the model takes tensor * stages devices."""
+    """tensor: ranks that share the heads of each layer. experts: whole experts are distributed over
+    them. stages: of the pipeline. context: ranks that have the same heads and divide the positions
+    of the KV cache. One replica of the model takes tensor * context * stages devices."""
 
     tensor: int
     stages: int = 1
     experts: bool = False
+    context: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a stage."""
+        return self.tensor * self.context
 
     @property
     def devices(self) -> int:
         """Devices of one replica."""
-        return self.tensor * self.stages
+        return self.ranks * self.stages
 
     def __str__(self) -> str:
         parts = [f"TP {self.tensor}"] if self.tensor > 1 else []
         parts += ["EP"] if self.experts else []
+        parts += [f"CP {self.context}"] if self.context > 1 else []
         parts += [f"PP {self.stages}"] if self.stages > 1 else []
         return " x ".join(parts).replace(" x EP", " + EP") or "one device"
 
@@ -55,9 +67,10 @@ class Layout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutPlan:
     """One layout by the numbers. needs: of its fullest device. received_bytes: by a rank for a
-    decoded token, exchanges and messages. one_ms: of a token of one request alone. tokens_per_s: of
-    all requests of one replica. speedups: over one device that holds all (computed). runs: whether
-    Quire has a transport for it."""
+    decoded token, exchanges and messages. one_ms: of a token of one request alone. requests: that
+    decode at once in one replica, as its KV cache holds them. tokens_per_s: of all of them.
+    prefill_s: of one prompt of the compared length, alone. speedups: over one device that holds all
+    (computed). runs: whether Quire has a transport for it."""
 
     layout: Layout
     needs: MemoryNeeds
@@ -66,6 +79,7 @@ class LayoutPlan:
     one_ms: float
     requests: int
     tokens_per_s: float
+    prefill_s: float
     speedup_of_one: float
     speedup_of_all: float
     runs: bool = True
@@ -78,7 +92,7 @@ class LayoutPlan:
 
 class LayoutPlanner:
     """Plans layouts of a sized model. num_devices: in all. num_tokens: the depth of requests;
-    requests: how many decode at once, on all devices."""
+    requests: how many decode at once, on all devices, where the KV cache holds them."""
 
     def __init__(
         self,
@@ -99,7 +113,8 @@ class LayoutPlanner:
         self._costs = cache(self._cost_ms)
 
     def plans(self) -> list[LayoutPlan]:
-        """Return all layouts: tensor parallelism within a node, in powers of two."""
+        """Return all layouts: tensor and context parallelism within a node, in powers of two; the
+        latter for long requests, in one stage."""
         return [self._plan(layout) for layout in self._layouts()]
 
     def _layouts(self) -> Iterator[Layout]:
@@ -112,24 +127,41 @@ class LayoutPlanner:
                     if self._works(tensor, experts=experts):
                         yield Layout(tensor, stages, experts)
                 stages *= 2
+            yield from self._contexts(tensor)
             tensor *= 2
 
-    def _works(self, tensor: int, *, experts: bool) -> bool:
+    def _contexts(self, tensor: int) -> Iterator[Layout]:
+        """Yield the layouts that divide positions over ranks with the same heads."""
+        context = 2
+        while tensor * context <= min(self.links.per_node, self.num_devices):
+            is_long = self.num_tokens >= _MIN_PIECES * PIECE_POSITIONS * context
+            if is_long and self._mode is TpMode.EXACT and self._works(tensor, context=context):
+                yield Layout(tensor, context=context)
+            context *= 2
+
+    def _works(self, tensor: int, *, experts: bool = False, context: int = 1) -> bool:
         program = self._sized.program
         try:
             if experts and (tensor == 1 or not any(mixtures(program))):
                 return False
             placement = even_placement(program, tensor) if experts else SPLIT_EXPERTS
-            check_degree(program, tensor, placement)
+            check_degree(program, tensor * context, placement, context)
         except SettingError:
             return False
         return True
 
-    def _largest_share(self, tensor: int, experts: bool) -> Program:
+    def _largest_share(self, tensor: int, experts: bool, context: int) -> Program:
         """The program of rank 0, which has the units that do not divide."""
         program = self._sized.program
         placement = even_placement(program, tensor) if experts else SPLIT_EXPERTS
-        return shard(program, degree=tensor, rank=0, placement=placement, mode=self._mode)
+        return shard(
+            program,
+            degree=tensor * context,
+            rank=0,
+            placement=placement,
+            mode=self._mode,
+            context=context,
+        )
 
     def _plan(self, layout: Layout) -> LayoutPlan:
         needs = self._needs(layout)
@@ -137,7 +169,10 @@ class LayoutPlanner:
         requests = max(self.requests // replicas, 1)
         planner, asked = self._planner, self._planner.concurrency
         of_replica = None if asked is None else -(-asked // replicas)
-        problem = fitted(needs, planner.memory, concurrency=of_replica)[1]
+        memory, problem = fitted(needs, planner.memory, concurrency=of_replica)
+        if memory is not None:  # more would wait for the blocks of others
+            held = memory.num_blocks // num_blocks_of(self.num_tokens, needs.block_size)
+            requests = max(min(requests, held), 1)
         one_ms = self._token_ms(layout, 1)
         # As many groups of requests as stages, so that each stage has work.
         group = -(-requests // layout.stages)
@@ -152,26 +187,35 @@ class LayoutPlanner:
             one_ms=one_ms,
             requests=requests,
             tokens_per_s=tokens_per_s,
+            prefill_s=self._prefill_s(layout),
             speedup_of_one=self._token_ms(whole, 1) / one_ms,
             speedup_of_all=tokens_per_s * self._stage_ms(whole, requests) / (1e3 * requests),
-            runs=not planner.device.is_gpu or layout.devices <= self.links.per_node,
+            runs=not planner.device.is_gpu
+            or (layout.devices <= self.links.per_node and layout.context == 1),
         )
 
     # ---- memory
 
     def _needs(self, layout: Layout) -> MemoryNeeds:
         """The needs of the fullest device."""
-        share = self._share(layout.tensor, layout.experts)
+        share = self._share_of(layout)
         weights = _stage_weight_bytes(share, layout.stages, self._part(layout))
         token_bytes = sum(
-            cache.layer_token_bytes * -(-cache.layers // layout.stages) for cache in share.caches
+            -(-cache.layer_token_bytes * -(-cache.layers // layout.stages) // cache.ranks)
+            for cache in share.caches
         )
+        needs = self._sized.needs
+        if layout.context > 1:
+            needs = replace(needs, block_size=layout.context * PIECE_POSITIONS)
         return replace(
-            self._sized.needs,
+            needs,
             weights_bytes=weights,
             token_bytes=token_bytes,
-            exchange_bytes=NCCL_BYTES * (layout.tensor > 1 and self._planner.device.is_gpu),
+            exchange_bytes=NCCL_BYTES * (layout.ranks > 1 and self._planner.device.is_gpu),
         )
+
+    def _share_of(self, layout: Layout) -> Program:
+        return self._share(layout.tensor, layout.experts, layout.context)
 
     def _part(self, layout: Layout) -> float:
         """The share of the layers that the largest stage has."""
@@ -182,12 +226,14 @@ class LayoutPlanner:
 
     def _segment_ms(self, layout: Layout, segment: str, rows: int) -> float:
         """Milliseconds of a segment that all ranks of a stage compute together."""
-        return self._costs(layout.tensor, layout.experts, segment, rows)
+        return self._costs(layout.tensor, layout.experts, layout.context, segment, rows)
 
-    def _cost_ms(self, tensor: int, experts: bool, segment: str, rows: int) -> float:
-        device, links = self._planner.device, self.links
+    def _cost_ms(self, tensor: int, experts: bool, context: int, segment: str, rows: int) -> float:
         step = StepShape([1] * rows, [self.num_tokens - 1] * rows)
-        share = self._share(tensor, experts)
+        return self._step_ms(self._share(tensor, experts, context), segment, step)
+
+    def _step_ms(self, share: Program, segment: str, step: StepShape) -> float:
+        device, links = self._planner.device, self.links
         cost = self._planner.costs_of(share).segment_cost(segment, step)
         whole = self._planner.costs_of(self._sized.program)
         computed_ms = roofline_ms(
@@ -207,6 +253,21 @@ class LayoutPlanner:
             ms += self._message_ms(layout, rows)
         return ms + self._segment_ms(layout, "head", rows)
 
+    def _prefill_s(self, layout: Layout) -> float:
+        """Seconds of a prompt of num_tokens alone, in steps of the largest size: these grow with
+        their depth, so that a first, a middle and a last one give the mean (Simpson's rule)."""
+        size = min(self._sized.step_tokens, self.num_tokens)
+        num_steps, last = -(-self.num_tokens // size), self.num_tokens - size
+        first_ms, middle_ms, last_ms = (
+            self._step_ms(self._share_of(layout), "trunk", StepShape([size], [start]))
+            for start in (0, last // 2, last)
+        )
+        mean_ms = (first_ms + 4 * middle_ms + last_ms) / 6
+        stage_ms = mean_ms * self._part(layout)
+        if layout.stages > 1:
+            stage_ms += self._message_ms(layout, size)
+        return stage_ms * (num_steps + layout.stages - 1) / 1e3
+
     def _token_ms(self, layout: Layout, rows: int) -> float:
         """Milliseconds of a step through all stages."""
         ms = self._segment_ms(layout, "trunk", rows) + self._segment_ms(layout, "head", rows)
@@ -214,7 +275,7 @@ class LayoutPlanner:
 
     def _message_ms(self, layout: Layout, rows: int) -> float:
         """Milliseconds to send a stage's rows on: each rank sends its columns."""
-        row_bytes = self._row_bytes() / layout.tensor
+        row_bytes = self._row_bytes() / layout.ranks
         crosses = layout.devices > self.links.per_node
         rate = self.links.network_gb_per_s if crosses else self.links.node_gb_per_s
         return rows * row_bytes / rate / 1e6 + self.links.message_us / 1e3
@@ -225,9 +286,9 @@ class LayoutPlanner:
 
     def _received_bytes(self, layout: Layout) -> int:
         step = StepShape([1], [self.num_tokens - 1])
-        share = self._share(layout.tensor, layout.experts)
+        share = self._share_of(layout)
         exchanged = self._planner.costs_of(share).step_cost(step).comm_bytes
-        sent = (layout.stages - 1) * self._row_bytes() // layout.tensor
+        sent = (layout.stages - 1) * self._row_bytes() // layout.ranks
         return exchanged + sent
 
 
@@ -276,7 +337,9 @@ def reasons(
             f"{chosen.received_bytes / 1e3:,.0f} kB a token at {links.node_gb_per_s:g} GB/s, "
             f"{links.node_gb_per_s / links.network_gb_per_s:.0f}x the rate between nodes"
         )
-    if not chosen.runs:
+    if layout.context > 1 and not chosen.runs:
+        yield "ranks on GPUs do not divide positions yet: this layout is computed only"
+    elif not chosen.runs:
         yield (
             f"no node of {links.per_node} devices holds it, and ranks on GPUs of several machines "
             "have no transport yet: this layout is computed only"
@@ -288,6 +351,7 @@ def reasons(
             "pipeline stages send one row a token, which slow links bear; a single request gains "
             "nothing from them"
         )
+    yield from _context_reasons(plans, chosen)
     fitting = [plan for plan in plans if not plan.problem and plan.runs >= chosen.runs]
     small = min(fitting, key=lambda plan: (plan.layout.devices, plan.one_ms))
     if small.layout.devices < layout.devices:
@@ -308,6 +372,36 @@ def reasons(
             f"for the latency of one request take {fastest.layout}: {fastest.one_ms:.3g} ms a "
             f"token ({fastest.speedup_of_one:.2g}x one device), against {chosen.one_ms:.3g} ms"
         )
+
+
+def _context_reasons(plans: list[LayoutPlan], chosen: LayoutPlan) -> Iterator[str]:
+    """Yield why positions are divided or not; nothing for short requests."""
+    layout = chosen.layout
+    divided = [plan for plan in plans if plan.layout.context > 1]
+    if layout.context > 1:
+        by_heads = next((p for p in plans if p.layout == Layout(layout.ranks)), None)
+        if by_heads is None:
+            yield f"heads do not divide over {layout.ranks} ranks, and the KV cache's positions do"
+        else:
+            yield f"positions are divided: {_compared(chosen, by_heads)}"
+    elif fitting := [plan for plan in divided if not plan.problem]:
+        other = min(fitting, key=lambda plan: -plan.tokens_per_s / plan.layout.devices)
+        yield f"positions are not divided: {_compared(chosen, other)}"
+    elif divided:
+        yield "dividing positions needs no less memory than dividing heads does"
+
+
+def _compared(one: LayoutPlan, other: LayoutPlan) -> str:
+    """Return what a layout has instead of another, in words and numbers."""
+    return f"{_in_numbers(one)}, instead of {_in_numbers(other)}"
+
+
+def _in_numbers(plan: LayoutPlan) -> str:
+    return (
+        f"{plan.needs.token_bytes:,} B of KV cache a token on a rank, {plan.requests} requests at "
+        f"once, {plan.received_bytes / 1e3:,.0f} kB received for a token and {plan.prefill_s:.3g} "
+        f"s for a prompt with {plan.layout}"
+    )
 
 
 def layouts_outcome(layouts: LayoutPlanner) -> dict[str, Any]:
@@ -336,6 +430,7 @@ def _row(plan: LayoutPlan, num_devices: int) -> dict[str, Any]:
         "layout": str(layout),
         "tensor_parallel_size": layout.tensor,
         "pipeline_parallel_size": layout.stages,
+        "context_parallel_size": layout.context,
         "enable_expert_parallel": layout.experts,
         "replicas": replicas,
         "fits": not plan.problem,
@@ -346,6 +441,8 @@ def _row(plan: LayoutPlan, num_devices: int) -> dict[str, Any]:
         "received_bytes_per_token": plan.received_bytes,
         "one_request_tokens_per_s": 1e3 / plan.one_ms,
         "one_request_speedup": plan.speedup_of_one,
+        "requests_at_once": plan.requests,
+        "prefill_s": plan.prefill_s,
         "all_tokens_per_s": replicas * plan.tokens_per_s,
         "efficiency": plan.efficiency,
     }

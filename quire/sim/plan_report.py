@@ -445,7 +445,10 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
         "Efficiency: the speedup of all over the devices of a replica."
     )
     if any(row["fits"] and not row["runs"] for row in layouts["layouts"]):
-        about += " *: computed only, since ranks on GPUs are those of one machine for now."
+        about += (
+            " *: computed only, since ranks on GPUs are those of one machine for now, and do not "
+            "divide positions."
+        )
     if layouts["recommended"] is None:
         advice = "No layout of so many devices holds the model."
     else:

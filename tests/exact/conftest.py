@@ -14,6 +14,7 @@ import pytest
 from quire.program.tensors import DType
 from quire.scheduler import step_budget
 from quire.scheduler.prefill import layered
+from tests.exact.families import whole_models
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_experts import MIXTRAL, QWEN2_MOE
@@ -103,6 +104,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
     yield made
     for model in made:
         model.close()
+
+
+@pytest.fixture(scope="session")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model]]:
+    """Return the models of families.py in one process, by name."""
+    with whole_models(tmp_path_factory.mktemp("families")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,8 @@ def compare_with_one_process(
 ) -> tuple[list[str], dict[str, int]]:
     """Return a line for each difference, and how often each goal was reached; close the models.
 
-    models: by the number that a case has. options: of run_case.
+    models: by the number that a case has. options: of run_case; `alone` has answers of one process
+    to compare with.
     """
     lines, reached = list[str](), dict.fromkeys(goals, 0)
     for outcome, found in _compared(models, cases, **options):
@@ -142,10 +143,14 @@ def drafted_cases(cases: Iterable[Case], proposers: Iterable[str], each: int) ->
 
 
 def _compared(
-    models: Sequence[DividedModel], cases: Iterable[Case], **options: Any
+    models: Sequence[DividedModel],
+    cases: Iterable[Case],
+    *,
+    alone: AloneRuns | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Outcome, list[str]]]:
     """Yield the outcome of each case, and its differences from one process; close the models."""
-    alone = AloneRuns()
+    alone = AloneRuns() if alone is None else alone
     try:
         for case in cases:
             model = models[case.model]

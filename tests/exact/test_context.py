@@ -8,9 +8,10 @@ the engine's blocks hold a piece of each rank. QUIRE_EXACT_RANK_CASES=500 runs m
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,57 +23,57 @@ from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.runner.pipelined_runner import PipelinedRunner
 from tests.conftest import SHOWN
-from tests.exact.divided_models import (
-    DividedModel,
-    compare_drafts,
-    compare_with_one_process,
-    drafted_cases,
-)
-from tests.exact.rig import Model
-from tests.exact.test_ranks import (
-    FEWER_CASES,
-    GOALS,
-    MAX_SHOWN,
-    NUM_CASES,
-    SIZE,
-    case_for_ranks,
-    with_few_processes,
-)
+from tests.exact.divided_models import DividedModel, compare_drafts, drafted_cases
+from tests.exact.families import MAX_SHOWN, compare_layout
+from tests.exact.rig import AloneRuns, Model
+from tests.exact.test_ranks import GOALS, NUM_MORE, case_for_ranks, with_few_processes
 from tests.exact.workload import VOCAB_SIZE, Arrival, Case
-from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
+from tests.models.cases_qwen import QWEN3
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 MAX_MODEL_LEN = 1536
-FEWEST_CASES = range(1, 2) if NUM_CASES == 7 else range(max(NUM_CASES // 6, 1))
+# Ranks of a stage, those that divide positions, and stages, by their place in families.py.
+LAYOUTS = {"CP 2": (2, 2, 1), "CP 2 x TP 2": (4, 2, 1), "CP 2 x PP 2": (2, 2, 2)}
 # Lengths of common beginnings: some end shortly before a block or piece does.
 LENGTHS = (240, 495, 505, 700, 1010, 1030)
+SIZE = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "num_hidden_layers": 2,
+}
 
 
 @pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Model]]:
-    """Return models in one process; three heads, which two ranks cannot divide, and windows."""
+def long_wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model]]:
+    """Return models in one process, by the names of families.py; three heads, which two ranks
+    cannot divide, windows, and integers."""
     root = tmp_path_factory.mktemp("context")
-    size = SIZE | {"max_position_embeddings": MAX_MODEL_LEN}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
     even = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    llama = write_tiny_llama(root / "llama", seed=25, hidden_size=52, **heads, **size)
-    gemma = write_tiny(
-        root / "gemma",
-        GEMMA3 | size | even | {"layer_types": ["sliding_attention", "full_attention"]},
-        seed=26,
-        dtype="bf16",
-    )
-    mixtral = write_tiny(root / "mixtral", MIXTRAL | size | even, seed=27)
-    made = [
-        Model(llama, DType.F32, max_model_len=MAX_MODEL_LEN),
-        Model(gemma, DType.BF16, max_model_len=MAX_MODEL_LEN),
-        Model(llama, DType.BF16, "int8", "int8", MAX_MODEL_LEN),
-        Model(mixtral, DType.BF16, max_model_len=MAX_MODEL_LEN),
-    ]
+    windows = {"layer_types": ["sliding_attention", "full_attention"]}
+    llama = write_tiny_llama(root / "llama", seed=25, hidden_size=52, **odd, **SIZE)
+    gemma3 = write_tiny(root / "gemma3", GEMMA3 | SIZE | even | windows, seed=26, dtype="bf16")
+    qwen3 = write_tiny(root / "qwen3", QWEN3 | SIZE | odd, seed=28)
+    mixtral = write_tiny(root / "mixtral", MIXTRAL | SIZE | even, seed=27)
+    qwen3_moe = write_tiny(root / "qwen3_moe", QWEN3_MOE | SIZE | odd, seed=29)
+    made = {
+        "llama": Model(llama, DType.F32, max_model_len=MAX_MODEL_LEN),
+        "gemma3": Model(gemma3, DType.BF16, max_model_len=MAX_MODEL_LEN),
+        "qwen3": Model(qwen3, DType.BF16, "int8", "int8", MAX_MODEL_LEN),
+        "mixtral": Model(mixtral, DType.BF16, max_model_len=MAX_MODEL_LEN),
+        "qwen3_moe": Model(qwen3_moe, DType.F32, max_model_len=MAX_MODEL_LEN),
+    }
     yield made
-    for model in made:
+    for model in made.values():
         model.close()
+
+
+@pytest.fixture(scope="module")
+def long_alone() -> AloneRuns:
+    """Cache the answers of one process."""
+    return AloneRuns()
 
 
 def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
@@ -119,50 +120,38 @@ def long_case(number: int, num_models: int, ranks: int, stages: int) -> Case:
     return replace(case, settings=settings, arrivals=arrivals)
 
 
-def compare(
-    wholes: list[Model],
-    executor_class: RankedExecutorClass,
-    numbers: Iterable[int],
-    **options: object,
-) -> tuple[list[str], dict[str, int]]:
-    """Return differences and reached goals over drawn cases."""
-    models = [DividedModel(whole, executor_class) for whole in wholes]
-    is_staged = isinstance(executor_class, PipelineExecutorClass)
-    stages = executor_class.stages if is_staged else 1
-    cases = (
-        with_few_processes(long_case(number, len(models), executor_class.context, stages))
-        for number in numbers
-    )
-    return compare_with_one_process(models, cases, GOALS, **options)
-
-
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_with_pieces_answer_as_one_process(
-    wholes: list[Model], record_property: object
+    long_wholes: dict[str, Model], long_alone: AloneRuns, layout: str, record_property: object
 ) -> None:
-    ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True, shares_blocks=True)
-    lines, reached = compare(wholes, ranks, FEWER_CASES)
-    record_property(SHOWN, f"{len(FEWER_CASES)} cases; {reached}")  # type: ignore[operator]
-    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
-    assert all(reached.values()), reached
+    degree, context, stages = LAYOUTS[layout]
+    options: dict[str, Any] = {"binds": False, "poison": True, "shares_blocks": True}
+    runner: dict[str, Any] = {}
+    executor_class = RankedExecutorClass(degree=degree, context=context, **options)
+    if stages > 1:
+        executor_class = PipelineExecutorClass(
+            degree=degree, context=context, stages=stages, **options
+        )
+        runner = {"runner_type": PipelinedRunner}
+    reached = compare_layout(
+        layout,
+        long_wholes,
+        lambda name: DividedModel(long_wholes[name], executor_class),
+        lambda number: with_few_processes(long_case(number, 1, context, stages)),
+        GOALS,
+        alone=long_alone,
+        num_more=NUM_MORE if layout == "CP 2" else NUM_MORE // 6,
+        **runner,
+    )
+    record_property(SHOWN, f"{layout}: {reached}")  # type: ignore[operator]
+    if layout == "CP 2":
+        assert all(reached.values()), reached
 
 
-def test_what_computes_drafts_changes_no_answer(wholes: list[Model]) -> None:
+def test_what_computes_drafts_changes_no_answer(long_wholes: dict[str, Model]) -> None:
     ranks = RankedExecutorClass(degree=2, context=2, binds=False, poison=True, shares_blocks=True)
     cases = drafted_cases((long_case(number, 1, 2, 1) for number in count()), COMPUTED, 1)
-    lines, drafted = compare_drafts(DividedModel(wholes[0], ranks, draft_layers=2), cases)
+    model = DividedModel(long_wholes["llama"], ranks, draft_layers=2)
+    lines, drafted = compare_drafts(model, cases)
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     assert all(drafted[name] for name in COMPUTED), drafted
-
-
-def test_ranks_with_pieces_and_heads_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = RankedExecutorClass(degree=4, context=2, binds=False, poison=True, shares_blocks=True)
-    lines, _ = compare(wholes[1:2], ranks, FEWEST_CASES)
-    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
-
-
-def test_stages_of_ranks_with_pieces_answer_as_one_process(wholes: list[Model]) -> None:
-    ranks = PipelineExecutorClass(
-        degree=2, context=2, stages=2, binds=False, poison=True, shares_blocks=True
-    )
-    lines, _ = compare(wholes[:1], ranks, FEWEST_CASES, runner_type=PipelinedRunner)
-    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])

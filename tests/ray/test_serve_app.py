@@ -135,10 +135,10 @@ def test_streams_survive_and_engines_follow_the_load(nodes: TwoNodes, client: Cl
 
     _scale_up(client)
     for how in (_kill, _stop):
-        stream, replica = _open_stream(client)
-        pid = nodes.listener(int(replica["url"].rpartition(":")[2]))
+        pids = {one["url"]: nodes.listener(_port_of(one)) for one in client.replicas()}
         resumed = client.metric("quire_router_resumed_streams_total")
-        how(pid)
+        stream, replica = _open_stream(client)  # it may end soon: all else is known before
+        how(pid := pids[replica["url"]])
         assert normal(stream.read()) == normal(alone), how
         assert client.metric("quire_router_resumed_streams_total") > resumed
         if alive(pid):
@@ -158,6 +158,10 @@ def test_streams_survive_and_engines_follow_the_load(nodes: TwoNodes, client: Cl
     again = json.loads(client.read("/v1/completions", SHORT))
     assert again["choices"] == short["choices"]
     assert num_engines() == 1
+
+
+def _port_of(replica: dict[str, Any]) -> int:
+    return int(replica["url"].rpartition(":")[2])
 
 
 def _kill(pid: int) -> None:

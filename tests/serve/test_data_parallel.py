@@ -81,7 +81,7 @@ def test_requests_share_engines_and_survive_the_death_of_one() -> None:
         assert not any(map(alive, pids))
 
 
-def test_with_restarts_both_engines_come_back() -> None:
+def test_with_restarts_both_engines_come_back_after_a_death_and_a_sleep() -> None:
     flags = ("--restart-engine", "--restart-limit", "5")
     with RunningServer(MODEL, *FLAGS, *flags) as server:
         alone = [streamed(server, path, body) for path, body in CASES[:3]]
@@ -94,6 +94,29 @@ def test_with_restarts_both_engines_come_back() -> None:
         server.until(lambda: len(engines_of(server)) == 2, "two engines")
         assert server.metric("quire_engine_restarts_total") == 2
         assert server.post("/v1/completions", PLAIN)[0] == 200
+        _check_sleep(server)
+
+
+def _check_sleep(server: RunningServer) -> None:
+    """Engines sleep only when none has work, and together; a request wakes all; counters go on."""
+    pids, body = engines_of(server), {**PLAIN, "seed": 21}
+    wanted = server.post(COMPLETIONS, body)[1]["choices"]
+    with server.stream(COMPLETIONS, {**PLAIN, "max_tokens": 400}) as reader:
+        reader.next()
+        status, refused = server.post("/admin/sleep", None)
+        assert status == 503
+        assert "1 requests are open" in refused["error"]["message"]
+    server.until(lambda: server.get("/admin")[1]["open_requests"] == 0, "no open request")
+    steps = server.metric("quire_steps_total")
+    assert server.post("/admin/sleep", None)[1]["asleep"] is True
+    assert server.post("/admin/sleep", None)[0] == 200, "twice is once"
+    assert not any(map(alive, pids)), "their memory is free"
+    assert server.metric("quire_steps_total") >= steps
+    assert server.post(COMPLETIONS, body)[1]["choices"] == wanted
+    server.until(lambda: len(set(engines_of(server)) - set(pids)) == 2, "two engines")
+    assert server.post("/admin/wake", None)[1]["asleep"] is False
+    assert server.metric("quire_steps_total") > steps
+    assert server.metric("quire_engine_restarts_total") == 2, "sleep is no failure"
 
 
 def found_tokens(caller: Caller, prompt: str) -> int:

@@ -12,7 +12,7 @@
 // ends soon where ranks share cores. It is bounded: it ends with RankLost if another rank has said
 // that it cannot go on, if the rank waited for does not respond (a thread of each rank answers,
 // whatever the others compute), or after a time limit. Time in which this process was itself
-// suspended counts as little.
+// suspended counts as little; a rank of this machine that only gets no processor responds late.
 #pragma once
 
 #include <atomic>

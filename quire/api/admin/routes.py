@@ -26,7 +26,7 @@ from quire.base.show import show
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """An engine that can be ended and started again."""
+    """Engines that can be ended and started again."""
 
     async def sleep(self) -> None: ...
 
@@ -80,8 +80,7 @@ class AdminRoutes:
         engine = self._server_state.engine()
         if not isinstance(engine, Sleeper):
             raise InvalidParameter(
-                "this server cannot put its engine to sleep; start it with --restart-engine, and "
-                "without --data-parallel-size"
+                "this server cannot put its engine to sleep; start it with --restart-engine"
             )
         return engine
 

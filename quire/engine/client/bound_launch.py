@@ -6,36 +6,19 @@ calling thread runs where it ran before.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 from quire.engine.client.launch import EngineProcess
+from quire.ranks.placement import running_on
 
 
 def launch_bound(
     config: EngineConfig, logging: LogSettings | None, cpus: Sequence[int]
 ) -> EngineProcess:
     """Start an engine that runs on these processors; on all for none. Raises SettingError."""
-    with _bound(cpus):
+    with running_on(cpus):
         process = EngineProcess.launch(config, logging)
     process.cpus = tuple(cpus)
     return process
-
-
-@contextmanager
-def _bound(cpus: Sequence[int]) -> Iterator[None]:
-    """Bind this thread meanwhile. A system that refuses leaves it as it is."""
-    if not cpus or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with suppress(OSError):
-        os.sched_setaffinity(0, cpus)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)

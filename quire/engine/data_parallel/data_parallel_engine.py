@@ -20,7 +20,7 @@ from typing import Any, cast
 from quire.base.cache_usage import CacheReport
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import QuireError, SettingError, WorkerError
+from quire.base.errors import InvalidParameter, QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
@@ -37,7 +37,7 @@ from quire.engine.model_card import Health, ModelCard
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.process.messages import TimelinesReported
 from quire.engine.supervised.call import Call, CallEngine
-from quire.engine.supervised.supervised_engine import SupervisedEngine
+from quire.engine.supervised.supervised_engine import SupervisedEngine, not_idle
 from quire.engine.supervised.supervised_request import Life, SupervisedRequest, has_died
 from quire.routing.policy import RouteKey
 from quire.routing.warm_cache import WarmCache
@@ -73,6 +73,11 @@ class Member:
     def name(self) -> str:
         """Its number, in words."""
         return f"engine {self.number}"
+
+    @property
+    def sleeps(self) -> int:
+        """How often it has slept."""
+        return self.engine.num_sleeps if isinstance(self.engine, SupervisedEngine) else 0
 
     @property
     def backlog_tokens(self) -> int:
@@ -225,6 +230,28 @@ class DataParallelEngine(CallEngine):
             kept_ms=max(one.kept_ms for one in found),
         )
 
+    async def sleep(self) -> None:
+        """End all engines, which frees their memory, until `wake` or a request starts them.
+
+        Raises as SupervisedEngine.sleep; then none of them has been ended.
+        """
+        engines = self._sleepers()
+        if (refusal := next(filter(None, (one.refusal() for one in engines)), None)) is not None:
+            raise refusal
+        if self._open:
+            raise not_idle(len(self._open))
+        # Each begins in the same turn of the event loop: no request arrives between them.
+        await asyncio.gather(*(one.sleep() for one in engines))
+
+    async def wake(self) -> None:
+        """Start the engines that sleep, and wait until they are ready. Raises QuireError where one
+        does not start; the others serve."""
+        ends = await asyncio.gather(
+            *(one.wake() for one in self._sleepers()), return_exceptions=True
+        )
+        if (error := next((one for one in ends if one is not None), None)) is not None:
+            raise error
+
     def refusal(self) -> QuireError | None:
         """Return the error of requests that arrive now; None while any engine takes them."""
         refusals = [member.engine.refusal() for member in self._members]
@@ -270,6 +297,10 @@ class DataParallelEngine(CallEngine):
         if not able:
             raise self.refusal() or WorkerError("the engine is gone")
         well = [member for member in able if member.engine.health().ok]
+        if len(well) < len(able):  # engines sleep together: one request wakes all
+            for one in able:
+                if isinstance(one.engine, SupervisedEngine):
+                    one.engine.begin_waking()
         member = self._policy.choose(well or able, key)
         self._policy.sent(member, key)
         self._open[request_id] = member
@@ -299,6 +330,19 @@ class DataParallelEngine(CallEngine):
         self.tokenizer, self.template = first.tokenizer, first.template
         self.card = sum_of_cards(cards)
 
+    def _sleepers(self) -> list[SupervisedEngine]:
+        """Return the engines that are not gone for ever. Raises InvalidParameter where they cannot
+        sleep."""
+        left = [member.engine for member in self._members if not member.engine.dead.is_set()]
+        able = [engine for engine in left if isinstance(engine, SupervisedEngine)]
+        if len(able) < len(left):
+            raise InvalidParameter(
+                "this server cannot put its engines to sleep; start it with --restart-engine"
+            )
+        if not able:
+            raise self.refusal() or WorkerError("the engine is gone")
+        return able
+
     def _alive(self) -> list[Member]:
         alive = [member for member in self._members if member.engine.refusal() is None]
         if not alive:
@@ -309,7 +353,7 @@ class DataParallelEngine(CallEngine):
         """Pass on the counters of an engine, and watch it."""
         member.engine.on_stats = partial(self._see_life, member)
         if isinstance(member.engine, SupervisedEngine):
-            member.engine.on_death = partial(self._end_life, member)
+            member.engine.on_end = partial(self._end_life, member)
         self._watching.append(asyncio.ensure_future(self._watch(member)))
 
     def _see_life(self, member: Member, latest: EngineStats) -> None:
@@ -321,7 +365,7 @@ class DataParallelEngine(CallEngine):
         """Count an engine among those of the past; its cache is gone."""
         if not member.has_ended:
             self._policy.forget(member)
-            self._past.add(member.number, member.engine.stats)
+            self._past.add(member.number, member.engine.stats, sleeps=member.sleeps)
             member.has_ended = True
             self._see()
             self._watching.append(asyncio.ensure_future(self._reread()))
@@ -337,7 +381,7 @@ class DataParallelEngine(CallEngine):
         """Add the counters of all. latest: of the engine that has made a step."""
         parts = [member.stats() for member in self._members]
         running = {
-            life_of(member.number, member.engine.stats)
+            life_of(member.number, member.engine.stats, sleeps=member.sleeps)
             for member in self._members
             if not member.has_ended
         }

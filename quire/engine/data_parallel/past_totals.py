@@ -22,9 +22,9 @@ _PREFIX = "ended-"
 _BEING_WRITTEN = ".new"
 
 
-def life_of(number: int, stats: EngineStats) -> str:
-    """Return the name of an engine's life: one between two starts."""
-    return f"{_PREFIX}{number}-{stats.restarts_total}"
+def life_of(number: int, stats: EngineStats, *, sleeps: int = 0) -> str:
+    """Return the name of an engine's life: one between two starts, after so many sleeps."""
+    return f"{_PREFIX}{number}-{stats.restarts_total}-{sleeps}"
 
 
 class PastTotals:
@@ -39,9 +39,10 @@ class PastTotals:
         self._wire = Wire(EngineStats)
         self.read()
 
-    def add(self, number: int, stats: EngineStats) -> None:
-        """Count an engine that has ended after so many restarts as its counters say."""
-        life = life_of(number, stats)
+    def add(self, number: int, stats: EngineStats, *, sleeps: int = 0) -> None:
+        """Count an engine that has ended after so many restarts as its counters say, and so many
+        sleeps."""
+        life = life_of(number, stats, sleeps=sleeps)
         totals = only_totals(stats)
         if self._folder is not None and stats.steps_total:
             path = self._folder / f"{life}.{self._name}"

@@ -76,10 +76,11 @@ class SupervisedEngine(CallEngine):
     ) -> None:
         self.stats = EngineStats()
         self.on_stats: Callable[[EngineStats], None] | None = None
-        self.on_death: Callable[[], None] | None = None  # of an engine that another follows
+        self.on_end: Callable[[], None] | None = None  # of an engine that another follows
         self.dead = asyncio.Event()
         self._successors = successors
         self._wakers = wakers
+        self.num_sleeps = 0
         self._is_asleep = False
         self._to_sleep = asyncio.Event()
         self._to_wake = asyncio.Event()
@@ -164,11 +165,7 @@ class SupervisedEngine(CallEngine):
         if (refusal := self.refusal()) is not None:
             raise refusal
         if self._num_open:
-            raise OverloadedError(
-                f"{self._num_open} requests are open, and only an idle engine is put to sleep; "
-                "drain the server or try again",
-                retry_after_s=1.0,
-            )
+            raise not_idle(self._num_open)
         if not self._is_asleep:
             self._to_wake.clear()
             self._has_ended.clear()
@@ -178,11 +175,19 @@ class SupervisedEngine(CallEngine):
                 await self._life.client.close()
             finally:
                 self._has_ended.set()
+            if self.on_end is not None:
+                self.on_end()
+            self.num_sleeps += 1  # the next life's
             self._log.event("the engine sleeps")
 
     async def wake(self) -> None:
         """Start the engine if it sleeps, and wait until it is ready. Raises QuireError."""
         await self.now()
+
+    def begin_waking(self) -> None:
+        """Start the engine if it sleeps; does not wait for it."""
+        if self._is_asleep:
+            self._to_wake.set()
 
     def refusal(self) -> QuireError | None:
         """Return the error of requests that arrive now; None while an engine runs or sleeps."""
@@ -225,9 +230,8 @@ class SupervisedEngine(CallEngine):
         while True:
             if self._fault is not None:
                 raise self._fault
-            if self._is_asleep:
-                self._to_wake.set()
-            elif not self._life.client.dead.is_set():
+            self.begin_waking()
+            if not self._is_asleep and not self._life.client.dead.is_set():
                 return self._life
             await self._changed.wait()
 
@@ -248,8 +252,8 @@ class SupervisedEngine(CallEngine):
                 self._log.error(
                     "the engine died and is restarted", reason=self._reason, open=self._num_open
                 )
-                if self.on_death is not None:
-                    self.on_death()
+                if self.on_end is not None:
+                    self.on_end()
                 await self._life.client.close()
                 began_ms = self._clock.now_ms()
                 client = await self._next()
@@ -357,3 +361,12 @@ class SupervisedEngine(CallEngine):
             pending=self._num_open,
             steps_total=self.stats.steps_total,
         )
+
+
+def not_idle(num_open: int) -> OverloadedError:
+    """Return the error of a server that is to sleep with open requests."""
+    return OverloadedError(
+        f"{num_open} requests are open, and only an idle engine is put to sleep; drain the server "
+        "or try again",
+        retry_after_s=1.0,
+    )

@@ -4,6 +4,8 @@ waits."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -143,6 +145,32 @@ def test_a_rank_that_is_not_there_is_found_and_named() -> None:
             alone.barrier()
     finally:
         os.close(segment)
+
+
+def test_a_rank_that_only_gets_no_processor_is_late_and_not_gone() -> None:
+    """Its thread that answers is ready to run, as seen of one that never sleeps."""
+    segment = create_segment(2, SMALL)
+    threads = set(os.listdir("/proc/self/task"))
+    try:
+        here = SharedMemoryRank(segment, rank=0, degree=2, sizes=SMALL, timeout_s=1.8)
+        threads |= set(os.listdir("/proc/self/task"))
+        gone = SharedMemoryRank(segment, rank=1, degree=2, sizes=SMALL)
+    finally:
+        os.close(segment)
+    (answering,) = set(os.listdir("/proc/self/task")) - threads
+    words = here.memory[: len(here.memory) // 64 * 64].view(np.uint32)[::16]
+    while not (places := np.flatnonzero(words == int(answering))).size:  # it has just begun
+        pass
+    del gone
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            words[places] = busy.pid
+            with pytest.raises(DeviceLost, match="did not reach the same operation in time"):
+                here.barrier()
+        finally:
+            busy.kill()
+    with pytest.raises(DeviceLost, match="does not respond"):
+        here.barrier()
 
 
 def test_a_rank_that_responds_and_does_not_come_is_waited_for_to_a_limit() -> None:

@@ -167,6 +167,8 @@ def test_facts_are_read_below_the_root(tmp_path: Path) -> None:
     write("sys/devices/system/node/node0/cpulist", "0-1,4\n")
     write("sys/devices/system/node/node1/cpulist", "\n")
     write("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
+    write("sys/kernel/mm/transparent_hugepage/shmem_enabled", "always within_size [advise] never\n")
+    write("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "12\n")
     write("sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet\n")
     write("proc/driver/nvidia/version", "NVRM version: 550\nGCC\n")
     write("proc/driver/nvidia/gpus/0000/information", "Model: \t H100\nIRQ: 1\n")
@@ -178,6 +180,9 @@ def test_facts_are_read_below_the_root(tmp_path: Path) -> None:
     assert facts.governor_driver == "intel_pstate"
     assert facts.nodes == {"node0": frozenset((0, 1, 4))}
     assert (facts.huge_pages, facts.clock_source) == ("never", "hpet")
+    assert (facts.shared_huge_pages, facts.free_huge_pages) == ("advise", 12)
+    shared = checks.check_huge_pages(replace(facts, huge_pages="madvise"))
+    assert "share: advise, 12 reserved" in shared.found
     assert (facts.gpus, facts.gpu_driver) == (("H100",), "NVRM version: 550")
     assert facts.shm_bytes is None
     assert [place.name for place in facts.places] == ["model cache", "KV tier"]

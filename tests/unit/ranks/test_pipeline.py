@@ -206,7 +206,7 @@ def test_a_lost_rank_of_a_stage_ends_the_group(
     assert not executor.processes.process_ids
 
 
-def test_stages_distribute_experts_and_count_those_of_the_last_stage(tmp_path: Path) -> None:
+def test_stages_distribute_experts_and_count_those_of_all_stages(tmp_path: Path) -> None:
     sizes = {"vocab_size": 307, "max_position_embeddings": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     folder = write_tiny(tmp_path, MIXTRAL | sizes | heads, seed=4)
@@ -221,9 +221,15 @@ def test_stages_distribute_experts_and_count_those_of_the_last_stage(tmp_path: P
     assert executor.weights_digest == one.weights_digest
     held = [weight.experts for weight in executor.program.weights.values() if weight.experts]
     assert set(held) == {4}  # of eight
-    early = 3 - len(executor.program.layer_starts)
-    assert executor.expert_loads[:early] == [[0] * 8] * early
-    assert executor.expert_loads[early:] == one.expert_loads[early:]
+    assert len(executor.program.layer_starts) < 3
+    assert executor.expert_loads == one.expert_loads
+    assert sum(map(sum, one.expert_loads)) == 3 * 2 * len(IDS)
+    logits_of(one, [4, 5, 6], max_positions=64)
+    logits_of(executor, [4, 5, 6], max_positions=64)
+    assert executor.expert_loads == one.expert_loads
+    os.kill(executor.processes.process_ids[1], signal.SIGKILL)  # rank 2, which answers
+    with pytest.raises(DeviceLost, match=r"rank 2 .* was ended by signal 9"):
+        executor.expert_loads  # noqa: B018
     executor.close()
     one.close()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from quire.ranks.placement import cpus_of_ranks, run_on
+from quire.ranks.placement import cpus_of_ranks, run_on, running_on
 
 
 def machine(root: Path, cpus: dict[int, tuple[int, str]]) -> Path:
@@ -44,6 +45,50 @@ def test_a_refused_binding_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError("not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    run_on((1, 2))
-    run_on(())
+    run_on((1, 2))()
+    run_on(())()
     assert calls == [(0, (1, 2))]
+
+
+def test_a_thread_runs_where_it_ran_before_once_its_binding_ends() -> None:
+    before = os.sched_getaffinity(0)
+    with running_on((one := min(before),)):
+        assert os.sched_getaffinity(0) == {one}
+    assert os.sched_getaffinity(0) == before
+    undone = run_on((one,))
+    other = threading.Thread(target=undone)  # an executor may be closed in any thread
+    other.start()
+    other.join()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_binding_that_was_changed_since_stays() -> None:
+    before = os.sched_getaffinity(0)
+    undone = run_on((max(before),))
+    try:
+        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, {min(before)})
+        undone()
+        assert os.sched_getaffinity(0) == ({min(before)} if len(before) > 1 else before)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_bound_thread_divides_all_cores_for_a_second_executor() -> None:
+    before = cpus_of_ranks(1)
+    with running_on(before[0][:1]):
+        assert cpus_of_ranks(1) == before
+        with running_on(before[0][-1:]):
+            assert cpus_of_ranks(1) == before
+    assert cpus_of_ranks(1) == before
+    assert os.sched_getaffinity(0) == set(before[0])
+
+
+def test_the_end_of_a_thread_ends_its_binding() -> None:
+    undone = []
+    before = os.sched_getaffinity(0)
+    thread = threading.Thread(target=lambda: undone.append(run_on((min(before),))))
+    thread.start()
+    thread.join()
+    undone[0]()
+    assert os.sched_getaffinity(0) == before

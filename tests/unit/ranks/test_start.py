@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
-from quire.ranks import executor_class, main
+from quire.ranks import executor_class, main, processes
 from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.processes import RankProcesses
 from quire.ranks.start import RankStart, check_ready, read_start, ready_of, start_line
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import logits_of
@@ -45,10 +47,11 @@ def program(folder: Path) -> Program:
 
 
 def test_two_processes_answer_as_one(folder: Path, program: Program) -> None:
+    cpus = os.sched_getaffinity(0)
     checkpoint, ids = open_checkpoint(folder), list(range(3, 35))
     one = NativeExecutor(program, checkpoint, OPTIONS)
     one.allocate_cache(5, 16)
-    two = TWO(program, checkpoint, OPTIONS)
+    two = replace(TWO, binds=True)(program, checkpoint, OPTIONS)
     two.allocate_cache(5, 16)
     wanted = logits_of(one, ids, max_positions=64, chunk=16)
     assert logits_of(two, ids, max_positions=64, chunk=16).tobytes() == wanted.tobytes()
@@ -56,6 +59,7 @@ def test_two_processes_answer_as_one(folder: Path, program: Program) -> None:
     assert two.group.native.num_gathers == 2 * (2 * 4 + 1)
     two.close()
     assert not two.processes.process_ids
+    assert os.sched_getaffinity(0) == cpus, "rank 0 had bound this thread"
 
 
 def test_a_rank_that_cannot_start_is_the_error_of_the_start(
@@ -81,6 +85,45 @@ def test_a_rank_of_other_weights_is_refused(
     monkeypatch.setattr(RankedExecutorClass, "_start", elsewhere)
     with pytest.raises(ModelError, match="rank 1 has loaded something else than rank 0: weights_d"):
         TWO(program, open_checkpoint(folder), OPTIONS)
+
+
+def test_a_rank_that_is_killed_while_it_loads_is_named(
+    folder: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = RankProcesses.start
+
+    def killed(self: RankProcesses, *arguments: Any) -> None:
+        start(self, *arguments)
+        self._processes[-1].popen.kill()
+
+    monkeypatch.setattr(RankProcesses, "start", killed)
+    with pytest.raises(WorkerError, match=r"rank 1 .* signal 9 while it loaded: .* its memory"):
+        TWO(program, open_checkpoint(folder), OPTIONS)
+
+
+def test_a_rank_that_is_late_is_named_and_waited_for(
+    folder: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, noted = RankProcesses.start, []
+
+    def stopped(self: RankProcesses, *arguments: Any) -> None:
+        start(self, *arguments)
+        process = self._processes[-1].popen
+
+        class GoesOn:
+            def __init__(self, _: str) -> None: ...
+
+            def warning(self, event: str, **fields: object) -> None:
+                noted.append((event, fields["rank"]))
+                process.send_signal(signal.SIGCONT)
+
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(processes, "Log", GoesOn)
+
+    monkeypatch.setattr(RankProcesses, "start", stopped)
+    monkeypatch.setattr(processes, "_LATE_S", 0.2)
+    TWO(program, open_checkpoint(folder), OPTIONS).close()
+    assert noted[0] == ("a rank has not loaded its weights yet", 1)
 
 
 def test_a_rank_that_ends_between_steps_is_named(folder: Path, program: Program) -> None:

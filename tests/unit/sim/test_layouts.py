@@ -158,6 +158,69 @@ def test_whole_experts_are_a_layout_of_mixtures_only(tmp_path: Path) -> None:
     assert not any(plan.layout.experts for plan in layouts(planner(tmp_path), 2).plans())
 
 
+def long_plans(folder: Path, kv_heads: int, num_tokens: int, **more: Any) -> LayoutPlanner:
+    """Return layouts of requests of one length on four sockets of 400 GB."""
+    model = LLAMA_3_70B | {"num_key_value_heads": kv_heads}
+    one = Planner(
+        {"model": config_folder(folder, model), "max_model_len": num_tokens, **more},
+        find_device("xeon-8480"),
+        memory_bytes=400 * 10**9,
+        links=LINKS,
+    )
+    return LayoutPlanner(one, one.size(), LINKS, num_devices=4, num_tokens=num_tokens, requests=64)
+
+
+def test_positions_are_divided_where_heads_would_be_copied(tmp_path: Path) -> None:
+    """With one KV head, ranks that divide heads have it all, and hold fewer requests."""
+    found = long_plans(tmp_path / "one", 1, 131_072)
+    plans = {plan.layout: plan for plan in found.plans()}
+    whole, heads, divided = (plans[Layout(1)], plans[Layout(4)], plans[Layout(1, context=4)])
+    assert heads.needs.token_bytes == whole.needs.token_bytes
+    assert divided.needs.token_bytes == whole.needs.token_bytes // 4
+    assert divided.requests > heads.requests
+    assert divided.prefill_s < whole.prefill_s / 2
+    outcome = layouts_outcome(found)
+    assert "CP" in outcome["recommended"]
+    (why,) = (reason for reason in outcome["reasons"] if "positions are divided" in reason)
+    assert f"{divided.needs.token_bytes:,} B of KV cache" in why
+    rows = {row["layout"]: row for row in outcome["layouts"]}
+    assert rows["CP 4"]["context_parallel_size"] == 4
+    assert rows["CP 4"]["requests_at_once"] == divided.requests
+
+
+def test_positions_are_not_divided_where_heads_divide_or_requests_are_short(
+    tmp_path: Path,
+) -> None:
+    found = long_plans(tmp_path / "eight", 8, 131_072)
+    outcome = layouts_outcome(found)
+    assert "CP" not in outcome["recommended"]
+    assert any("positions are not divided" in reason for reason in outcome["reasons"])
+    short = long_plans(tmp_path / "short", 1, 8_191)
+    assert not any(plan.layout.context > 1 for plan in short.plans())
+    at_edge = long_plans(tmp_path / "edge", 1, 8_192)
+    assert {plan.layout.context for plan in at_edge.plans()} == {1, 2}
+    fast = long_plans(tmp_path / "fast", 1, 16_384)
+    fast._mode = TpMode.FAST
+    assert not any(plan.layout.context > 1 for plan in fast.plans())
+
+
+def test_gpus_do_not_divide_positions_yet(tmp_path: Path) -> None:
+    outcome = plan_outcome(planner(tmp_path), num_devices=4)
+    rows = [row for row in outcome["layouts"]["layouts"] if row["context_parallel_size"] > 1]
+    assert rows
+    assert not any(row["runs"] for row in rows)
+    assert "CP" not in outcome["layouts"]["recommended"]
+
+
+def test_the_time_of_a_prompt_is_that_of_its_steps(tmp_path: Path) -> None:
+    one = planner(tmp_path)
+    sized = one.size(tensor_parallel_size=4)
+    found = LayoutPlanner(one, one.size(), one.links, num_devices=4, num_tokens=16_384, requests=1)
+    by_layout = {plan.layout: plan for plan in found.plans()}
+    # Without the head, and by three of the steps.
+    assert by_layout[Layout(4)].prefill_s == pytest.approx(one.prefill_s(sized, 16_384), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("degree", "exact", "fast"), [(2, 4_259_840, 2_621_440), (8, 7_454_720, 4_587_520)]
 )

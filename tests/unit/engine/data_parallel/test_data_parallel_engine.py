@@ -14,7 +14,13 @@ import pytest
 
 from quire.base.cache_usage import CacheReport, OwnerUsage, PrefixUsage
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import InvalidParameter, PoisonRequest, SettingError, WorkerError
+from quire.base.errors import (
+    InvalidParameter,
+    OverloadedError,
+    PoisonRequest,
+    SettingError,
+    WorkerError,
+)
 from quire.base.kv_store import KVStoreStats
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
@@ -346,6 +352,75 @@ def test_the_prefixes_of_each_life_of_an_engine_are_forgotten_once() -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         assert forgotten == [1, 1]
+        await engine.close()
+
+    run(check)
+
+
+def test_engines_sleep_together_or_not_at_all() -> None:
+    async def check() -> None:
+        plain = engine_of(Fake(), Fake())
+        await plain.ready()
+        with pytest.raises(InvalidParameter, match="--restart-engine"):
+            await plain.sleep()
+        with pytest.raises(InvalidParameter, match="--restart-engine"):
+            await plain.wake()
+        await plain.close()
+        lives: list[Any] = [Fake(), Fake(), Fake()]
+        successors = FakeSuccessors(lives[2])
+        successors.gate.clear()
+        others: Any = [FakeSuccessors(), successors]
+        wakers: Any = object()
+        members = [
+            SupervisedEngine(life, other, Log("test"), wakers=wakers)
+            for life, other in zip(lives, others, strict=False)
+        ]
+        engine = engine_of(*members)
+        await engine.ready()
+        lives[1].die()  # and is being started again
+        with pytest.raises(OverloadedError, match="is being restarted"):
+            await engine.sleep()
+        assert not lives[0].is_closed
+        successors.gate.set()
+        await members[1].now()
+        lives[0].gate = asyncio.Event()
+        reading = asyncio.ensure_future(answer(engine, [1, 2], "a"))
+        while not engine._open:
+            await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="1 requests are open"):
+            await engine.sleep()
+        lives[0].gate.set()
+        assert await reading == WHOLE
+        await engine.sleep()
+        assert [one.is_closed for one in lives] == [True, True, True]
+        assert (engine.health().state, engine.refusal()) == ("asleep", None)
+        await engine.close()
+
+    run(check)
+
+
+def test_counters_go_on_over_several_sleeps() -> None:
+    class Wakers:
+        async def wake(self) -> Any:
+            return counted()
+
+    def counted() -> Any:
+        life = Fake()
+        life.stats = EngineStats(steps_total=5, running=1)
+        return life
+
+    async def check() -> None:
+        wakers: Any = Wakers()
+        others: Any = FakeSuccessors()
+        engine = engine_of(
+            *(SupervisedEngine(counted(), others, Log("test"), wakers=wakers) for _ in range(2))
+        )
+        await engine.ready()
+        for sleeps in range(1, 4):
+            await engine.sleep()
+            assert (engine.stats.steps_total, engine.stats.running) == (10 * sleeps, 0)
+            await engine.wake()
+            assert (engine.stats.steps_total, engine.stats.running) == (10 * (sleeps + 1), 2)
         await engine.close()
 
     run(check)

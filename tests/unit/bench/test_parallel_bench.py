@@ -1,0 +1,42 @@
+"""What bench.parallel computes for other machines: both modes of tensor parallelism, by the ranks'
+programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.parallel import DESCRIBED, computed
+from quire.models.registry import build_program, open_model
+from quire.program.program import Program
+from quire.program.quantize import quantize
+from quire.program.tensors import DType
+from tests.tiny_models import write_tiny_llama
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """A model with heads for eight ranks."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 512}
+    folder = write_tiny_llama(
+        tmp_path_factory.mktemp("bench"), seed=1, intermediate_size=1536, **heads
+    )
+    return build_program(open_model(folder), dtype=DType.BF16, max_positions=64)
+
+
+@pytest.mark.parametrize("machine", DESCRIBED, ids=lambda machine: machine.name)
+def test_modes_of_other_machines_are_computed_and_labelled(
+    program: Program, machine: object
+) -> None:
+    found = computed(program, machine, 4)  # type: ignore[arg-type]
+    assert found["computed_for"]["name"] == machine.name  # type: ignore[attr-defined]
+    exact, fast = found["exact"], found["fast"]
+    assert fast["bytes"] < exact["bytes"]
+    assert exact["bytes_per_token"] == exact["bytes"] / 4
+    # A sum is two exchanges, of parts and of results: ranks wait equally often.
+    assert fast["exchanges"] == exact["exchanges"]
+
+
+def test_a_mode_that_a_precision_does_not_allow_is_left_out(program: Program) -> None:
+    found = computed(quantize(program, "int4-g128"), DESCRIBED[1], 1)
+    assert found["fast"] is None
+    assert found["exact"]["bytes"] > 0
