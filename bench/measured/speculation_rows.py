@@ -6,10 +6,14 @@ that could not be measured is named with the reason.
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, Cell, all_cells
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell, all_cells
+from bench.speculation.intervals import VERDICTS, Verdict
+from bench.speculation.summary import control_verdict, half_width, speed_verdict
 
 _PROPOSERS = {
     "ngram": "prompt lookup",
@@ -73,21 +77,47 @@ def _speed_row(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterator[
 
 
 def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the line on the control, over all cells."""
-    shares = {
-        cell.name: float(found[cell.name]["control_of_best"])
-        for cell in cells
-        if "control_of_best" in found[cell.name]
-    }
-    if not shares:
+    """Yield the lines on the control, over all cells."""
+    known = {cell.name: found[cell.name] for cell in cells if "speedups" in found[cell.name]}
+    if not known:
         return
-    worst = min(shares, key=lambda name: shares[name])
-    kept = sum(share >= GOAL_CONTROL for share in shares.values())
-    yield (
-        f"| number of drafts: speed with the control over that of the best fixed number | at least "
-        f"{100 * GOAL_CONTROL:.0f} % in {kept} of {len(shares)} cells; least "
-        f"{100 * shares[worst]:.0f} % ({worst}) | {100 * GOAL_CONTROL:.0f} % in each |"
+    measured = {name: one for name, one in known.items() if "speedup_interval" in one}
+    speeds = {name: float(one["speedups"]["auto"]) for name, one in known.items()}
+    yield _over_all(
+        "speed with the control over that without drafts",
+        (f"{GOAL_LEAST:g}x", f"{min(speeds.values()):.2f}x"),
+        speeds,
+        GOAL_LEAST,
+        [speed_verdict(GOAL_LEAST, one) for one in measured.values()],
     )
+    shares = {name: float(one["control_of_best"]) for name, one in known.items()}
+    yield _over_all(
+        "speed with the control over that of the best fixed number",
+        (f"{100 * GOAL_CONTROL:.0f} %", f"{100 * min(shares.values()):.0f} %"),
+        shares,
+        GOAL_CONTROL,
+        [control_verdict(one) for one in measured.values()],
+    )
+    if measured:
+        half = [100 * half_width(one) for one in measured.values()]
+        yield (
+            f"| interval of the median speed (order statistics, 95 % where a cell has six rounds) "
+            f"| half of its width: median {statistics.median(half):.1f} %, widest "
+            f"{max(half):.1f} % | |"
+        )
+
+
+def _over_all(
+    what: str, shown: tuple[str, str], values: dict[str, float], goal: float, all_: list[Verdict]
+) -> str:
+    """Return a line on a goal of all cells. shown: the goal, and the least of `values`."""
+    worst = min(values, key=lambda name: values[name])
+    kept = sum(value >= goal for value in values.values())
+    text = f"at least {shown[0]} in {kept} of {len(values)} cells; least {shown[1]} ({worst})"
+    if all_:
+        counts = Counter(all_)
+        text += "; " + ", ".join(f"{counts[one]} {one}" for one in VERDICTS)
+    return f"| number of drafts: {what} | {text} | {shown[0]} in each |"
 
 
 def _llama_row(cell: Cell, one: dict[str, Any]) -> str:

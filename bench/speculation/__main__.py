@@ -9,9 +9,10 @@ All but the last compare the adaptive control with fixed numbers of drafts. Refu
 tokens differ.
 
 The results are written after each cell; a further run measures what is missing. Run:
-python -m bench.speculation [--quick] [--only TEXT ...] [--list] [--again] [--out FILE]
---only small/box selects the cells with such names; --quick takes the cells with goals, shorter and
-within 4 minutes.
+python -m bench.speculation [--minutes N] [--only TEXT ...] [--quick] [--list] [--again]
+[--cell-seconds S] [--out FILE]
+--minutes bounds a run; --only small/box selects the cells with such names; --quick takes the cells
+with goals, against one fixed number, within 4 minutes.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench.speculation.cells import QUICK_TOKENS, TOKENS, Cell, all_cells, quick_cells
+from bench.speculation.cells import Cell, all_cells, quick_cells
+from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
 from quire.bench.machine import machine_card
 
 OUT = Path("bench/results/speculation.json")
 FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
-ROUNDS, QUICK_ROUNDS = 5, 3
-QUICK_S = 240.0
-# Seconds of rounds in a cell, at least.
-MIN_S, QUICK_MIN_S = 4.0, 2.0
-# A cell is begun in a quick run while so much of the time is left.
+# Of a fixed number, at most so many drafts in a step: more cost far more than they can gain.
+MAX_STEP_DRAFTS = 256
+QUICK_MINUTES = 4.0
+# After so many seconds no further round of a cell begins. Peers are loaded within theirs.
+CELL_S, LLAMA_CELL_S = 7.5, 45.0
+# A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 20.0
 
 
@@ -45,9 +49,12 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the cells")
     parser.add_argument("--quick", action="store_true", help="cells with goals, within 4 minutes")
     parser.add_argument("--again", action="store_true", help="measure cells that are there, too")
-    parser.add_argument("--rounds", type=int, help=f"of each cell, {ROUNDS} by default")
+    parser.add_argument("--minutes", type=float, help="of the whole run; unbounded by default")
+    parser.add_argument("--cell-seconds", type=float, default=CELL_S, help="of rounds of a cell")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
+    if (args.minutes is not None and args.minutes <= 0) or args.cell_seconds <= 0:
+        sys.exit("--minutes and --cell-seconds must be above 0")
     cells = [
         cell
         for cell in (quick_cells() if args.quick else all_cells())
@@ -65,30 +72,31 @@ def main() -> None:
     result = {"bench": "speculation", "machine": card, "cells": result.get("cells", {})}
     known = result["cells"]
     wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
-    end_s = time.monotonic() + QUICK_S if args.quick else float("inf")
-    run = Run(
-        num_rounds=args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS),
-        quick=args.quick,
-        left_s=lambda: end_s - time.monotonic(),
-    )
+    minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
+    end_s = time.monotonic() + 60.0 * minutes if minutes else float("inf")
+    run = Run(quick=args.quick, cell_s=args.cell_seconds, left_s=lambda: end_s - time.monotonic())
     for cell, found in run.measured(wanted):
         known[cell.name] = found | {"quick": args.quick}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    missing = [cell.name for cell in cells if cell.name not in known]
+    print("\n".join(summary_lines(cells, known)))
+    missing = [cell.name for cell in cells if not _is_done(known, cell, quick=args.quick)]
     if missing:
-        print(f"not measured for lack of time: {', '.join(missing)}", file=sys.stderr)
+        print(f"not measured: {', '.join(missing)}", file=sys.stderr)
 
 
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
-    """Return whether a cell is measured; a quick measurement is not enough for a whole run."""
-    return cell.name in known and (quick or not known[cell.name].get("quick"))
+    """Return whether a cell is measured, with its interval. A quick measurement is not enough for a
+    whole run, and a refusal is none."""
+    found = known.get(cell.name, {})
+    return "speedup_interval" in found and (quick or not found.get("quick"))
 
 
 class Run:
-    """Measures cells, those of an engine together. left_s: seconds that are left."""
+    """Measures cells, those of an engine together. cell_s: of rounds of a cell. left_s: seconds
+    that are left of all."""
 
-    def __init__(self, *, num_rounds: int, quick: bool, left_s: Callable[[], float]) -> None:
-        self._num_rounds, self._left_s, self._quick = num_rounds, left_s, quick
+    def __init__(self, *, quick: bool, cell_s: float, left_s: Callable[[], float]) -> None:
+        self._left_s, self._quick, self._cell_s = left_s, quick, cell_s
         self._num_left, self._cell_end_s = 1, float("inf")  # cells to come; the present one's end
 
     def measured(self, cells: Sequence[Cell]) -> Any:
@@ -96,34 +104,33 @@ class Run:
         from bench.speculation.engines import Loads
         from bench.speculation.measure import Extent
 
-        tokens = QUICK_TOKENS if self._quick else TOKENS
         self._num_left = len(cells)
         extent = Extent(
-            num_rounds=self._num_rounds,
             fixed=QUICK_FIXED if self._quick else FIXED,
-            min_s=QUICK_MIN_S if self._quick else MIN_S,
+            min_rounds=1 if self._quick else 3,
             has_time=lambda: time.monotonic() < self._cell_end_s,
+            is_over=lambda: self._left_s() <= 0.0,
         )
-        loads, number = Loads(tokens), 0
+        loads, number, last_s = Loads(), 0, time.monotonic()
         for (part, *_), group in groupby(cells, key=lambda cell: cell.engine):
             of_engine = list(group)
             if self._left_s() < MIN_LEFT_S:
                 return
-            if part == "llama.cpp":
-                from bench.speculation.llama import measure_llama
-
-                for cell in of_engine:
-                    number += 1
-                    self._say(number, len(cells), cell, began=True)
-                    self._begin_cell()
-                    found = measure_llama(cell, tokens[cell.batch], extent)
-                    self._say(number, len(cells), cell, found)
-                    yield cell, found
-                continue
-            for cell, found in self._of_engine(of_engine, loads, extent):
+            of_part = self._of_llama if part == "llama.cpp" else self._of_engine
+            for cell, found in of_part(of_engine, loads, extent):
                 number += 1
+                before_s, last_s = last_s, time.monotonic()
+                found["seconds"] = round(last_s - before_s, 1)  # with what starts its engine
                 self._say(number, len(cells), cell, found)
                 yield cell, found
+
+    def _of_llama(self, cells: Sequence[Cell], loads: Any, extent: Any) -> Any:
+        """Yield cells that compare with llama.cpp, which are processes of their own."""
+        from bench.speculation.llama import measure_llama
+
+        for cell in cells:
+            self._begin_cell(LLAMA_CELL_S)
+            yield cell, measure_llama(cell, extent)
 
     def _of_engine(self, cells: Sequence[Cell], loads: Any, extent: Any) -> Any:
         """Yield the cells of one engine; {"refused": why} where it does not start."""
@@ -136,26 +143,27 @@ class Run:
                 for cell in cells:
                     if self._left_s() < MIN_LEFT_S:
                         return
-                    self._begin_cell()
-                    found = measure(llm, loads.of(cell, llm), extent)
+                    load = loads.of(cell, llm)
+                    self._begin_cell(self._cell_s)
+                    fixed = [num for num in extent.fixed if num * cell.batch <= MAX_STEP_DRAFTS]
+                    found = measure(llm, load, replace(extent, fixed=tuple(fixed)))
                     missing.remove(cell)
                     yield cell, found
         except QuireError as error:
             for cell in missing:
                 yield cell, {"refused": str(error)}
 
-    def _begin_cell(self) -> None:
-        """Give the next cell its share of the time that is left."""
-        self._cell_end_s = time.monotonic() + self._left_s() / self._num_left
-        self._num_left -= 1
+    def _begin_cell(self, cell_s: float) -> None:
+        """Give the next cell its time, at most its share of what is left."""
+        self._cell_end_s = time.monotonic() + min(cell_s, self._left_s() / self._num_left)
+        self._num_left = max(self._num_left - 1, 1)
 
-    def _say(
-        self, number: int, num: int, cell: Cell, found: Any = None, *, began: bool = False
-    ) -> None:
-        text = f"[{number}/{num}] {cell.name}"
-        if found is not None:
-            text += ": " + (found.get("refused") or json.dumps(found["speedups"]))
-        print(text + " …" * began, file=sys.stderr, flush=True)
+    def _say(self, number: int, num: int, cell: Cell, found: Any) -> None:
+        text = f"[{number}/{num}] {cell.name}: "
+        text += found.get("refused") or (
+            f"{json.dumps(found['speedups'])}, {len(found['rounds'])} rounds, {found['seconds']} s"
+        )
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
 SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
 PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
-# Tokens of an answer by batch: large batches take long steps.
+# Tokens of an answer by batch: large batches take long steps, and large models longer ones.
 TOKENS = {1: 128, 4: 96, 16: 64, 64: 32}
-QUICK_TOKENS = {1: 32, 4: 16, 16: 16, 64: 4}
+SHAPE_TOKENS = {1: 48, 4: 24, 16: 16, 64: 8}
 # Requests of a cell of part `small`, in batches: the batch is kept full but at the end, as answers
 # that are drafted for end earlier than others.
 WAVES = 4
@@ -26,6 +26,7 @@ SMALL = (
 )
 # Goals of the speed with drafts over that without, and of the control over the best fixed k.
 GOAL_SHAPES, GOAL_REPEATS, GOAL_LEAST, GOAL_CONTROL = 2.0, 2.5, 0.98, 0.97
+GOAL_PEER = 1.0
 # The acceptance of GOAL_SHAPES, at batch 1.
 GOAL_ACCEPTANCE = 0.7
 
@@ -54,13 +55,21 @@ class Cell:
         return self.batch if self.part == "small" else max(BATCHES)
 
     @property
+    def num_tokens(self) -> int:
+        """Return the tokens of an answer."""
+        small = self.part == "small" or self.model == "stories260K"
+        return (TOKENS if small else SHAPE_TOKENS)[self.batch]
+
+    @property
     def engine(self) -> tuple[str, str, str, int]:
         """Return what selects the engine; cells with the same one share it."""
         return self.part, self.model, self.proposer, self.max_num_seqs
 
     @property
     def goal(self) -> float:
-        """Return the least speed with drafts over that without."""
+        """Return the least speed with drafts over that without, or over that of a peer."""
+        if self.part == "llama.cpp":
+            return GOAL_PEER
         if self.batch == 1 and self.part == "repeats":
             return GOAL_REPEATS
         if self.batch == 1 and self.acceptance == GOAL_ACCEPTANCE:

@@ -1,7 +1,8 @@
 """Engines and requests of the cells.
 
-An engine has counted proposers and a control that can be switched; they are put in place of the
-real ones where the engine is assembled. Knows no times.
+An engine has a control that can be switched, and where it is asked for a synthetic proposer; they
+are put in place of the real ones where the engine is assembled. Answers without drafts are computed
+once for all proposers of a model. Knows no times.
 """
 
 from __future__ import annotations
@@ -16,21 +17,17 @@ import numpy as np
 
 from bench.checkpoints import random_checkpoint
 from bench.data import outside
-from bench.speculation.cells import WAVES, Cell
-from bench.speculation.measure import OFF, Load, tokens_of
-from bench.speculation.proposers import (
-    CountedHistory,
-    CountedModel,
-    CountedNgrams,
-    FixedAcceptance,
-    SwitchControl,
-)
+from bench.speculation.cells import SHAPE_TOKENS, WAVES, Cell
+from bench.speculation.measure import OFF, Load, Tokens, tokens_of
+from bench.speculation.proposers import FixedAcceptance, SwitchControl, SwitchPrices
 from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
 from quire.base.sampling_params import SamplingParams
 from quire.engine.assembly import draft_model, lookup
 from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
 from quire.runner.draft_runner import DraftRunner
+from quire.scheduler.speculation import draft_rows
+from quire.speculative.ngram import NgramProposer
 
 MAX_DRAFTS = 8
 PROMPT_TOKENS = 64  # of part shapes
@@ -39,18 +36,17 @@ SEED = 7
 # Part history: other answers between two equal ones, and how many of them are kept.
 HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
 HISTORY_PROMPT_TOKENS = 16
-HISTORY_TOKENS = KEPT_ANSWERS * 128
+HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS[1]
 
 
 @contextmanager
 def engine_of(cell: Cell) -> Iterator[LLM]:
     """Yield the engine of a cell."""
     assembly.AdaptiveControl = SwitchControl  # type: ignore[misc]
+    draft_rows.DraftPrices = SwitchPrices  # type: ignore[misc]
     lookup.NgramProposer = (  # type: ignore[misc]
-        FixedAcceptance if cell.proposer == "synthetic" else CountedNgrams
+        FixedAcceptance if cell.proposer == "synthetic" else NgramProposer
     )
-    draft_model.ModelProposer = CountedModel  # type: ignore[misc]
-    lookup.HistoryProposer = CountedHistory  # type: ignore[misc]
     draft_model.DraftRunner = partial(  # type: ignore[misc]
         DraftRunner, shares_noise=cell.proposer != "independent"
     )
@@ -58,7 +54,7 @@ def engine_of(cell: Cell) -> Iterator[LLM]:
         model_path(cell.model),
         max_num_seqs=cell.max_num_seqs,
         max_draft_tokens=MAX_DRAFTS,
-        enable_prefix_caching=False,
+        enable_prefix_caching=cell.part != "small",  # of shapes only answers are measured
         **proposer_settings(cell),
     ) as llm:
         yield llm
@@ -82,17 +78,17 @@ def proposer_settings(cell: Cell) -> Mapping[str, Any]:
 
 
 class Loads:
-    """Makes the requests of cells. num_tokens: of an answer, by batch."""
+    """Makes the requests of cells."""
 
-    def __init__(self, num_tokens: Mapping[int, int]) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self) -> None:
         self._forced: Forced | None = None
+        self._answers: dict[tuple[Any, ...], Tokens] = {}  # of requests that cells share
 
     def of(self, cell: Cell, llm: LLM) -> Load:
         """Return the requests of a cell; a synthetic proposer learns their answers."""
         sampling = SamplingParams(
             temperature=cell.temperature,
-            max_tokens=self._num_tokens[cell.batch],
+            max_tokens=cell.num_tokens,
             ignore_eos=True,
             seed=SEED,
         )
@@ -104,16 +100,23 @@ class Loads:
             return self._synthetic(cell, llm, sampling)
         num = WAVES * cell.batch
         prompts = [text[:PROMPT_CHARACTERS] for text in questions(num)]
-        return Load(prompts=prompts, sampling=[sampling] * num)
+        return self._answered(cell, llm, Load(prompts=prompts, sampling=[sampling] * num))
+
+    def _answered(self, cell: Cell, llm: LLM, load: Load) -> Load:
+        """Return `load` with its answers, which are the same whatever the proposer."""
+        key = cell.part, cell.model, cell.batch, cell.temperature
+        if key not in self._answers:
+            self._answers[key] = tokens_of(llm, load, OFF)
+        return replace(load, expected=self._answers[key])
 
     def _repeats(self, cell: Cell, llm: LLM) -> Load:
-        made = repeated_passages(cell.batch, self._num_tokens[cell.batch], llm.card.vocab_size)
+        made = repeated_passages(cell.batch, cell.num_tokens, llm.card.vocab_size)
         return Load(prompts=made[0], sampling=self._forced_sampling(*made))
 
     def _history(self, cell: Cell, llm: LLM) -> Load:
         """Return requests with prompts that say nothing of their answers, which are versions of one
         text; as many as are kept are found at a time."""
-        num_tokens, vocab_size = self._num_tokens[cell.batch], llm.card.vocab_size
+        num_tokens, vocab_size = cell.num_tokens, llm.card.vocab_size
         answers = edited_answers(HISTORY_ANSWERS, num_tokens, vocab_size)
         shape = (HISTORY_ANSWERS, HISTORY_PROMPT_TOKENS)
         prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32).tolist()
@@ -138,9 +141,10 @@ class Loads:
         rng = np.random.default_rng(cell.batch)
         prompts = rng.integers(5, 1000, (cell.batch, PROMPT_TOKENS), np.int32)
         load = Load(prompts=prompts.tolist(), sampling=[sampling] * cell.batch)
-        answers = tokens_of(llm, load, OFF)
+        load = self._answered(cell, llm, load)
+        assert load.expected is not None, "it is answered"
         FixedAcceptance.rate = cell.acceptance
         FixedAcceptance.answers = {
-            prompt.tobytes(): answer for prompt, answer in zip(prompts, answers, strict=True)
+            prompt.tobytes(): answer for prompt, answer in zip(prompts, load.expected, strict=True)
         }
         return load

@@ -1,8 +1,9 @@
 """Proposers and controls of the measurement: counted, synthetic, and switched between requests.
 
 FixedAcceptance knows the answers and is right with a fixed probability; it says what verification
-costs and gains, and nothing about any proposer. SwitchControl lets the sides of a cell share one
-engine: the adaptive control, or always k drafts.
+costs and gains, and nothing about any proposer. SwitchControl and SwitchPrices let the sides of a
+cell share one engine: the adaptive control, or always k drafts. Always holds: the adaptive side
+knows what it has tried itself, and nothing of what the fixed ones did.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from numpy.typing import NDArray
 
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
+from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
 from quire.speculative.control import AdaptiveControl, StepCost
-from quire.speculative.draft_balance import DraftBalance
-from quire.speculative.draft_model import ModelProposer
-from quire.speculative.history import HistoryProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.proposer import Drafts
+from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -43,28 +43,7 @@ class Counts:
 COUNTS = Counts()  # of all proposers of this process
 
 
-class CountedNgrams(NgramProposer):
-    """Prompt lookup that counts what became of its drafts."""
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        COUNTS.add(drafted, accepted)
-
-
-class CountedModel(ModelProposer):
-    """A draft model, with counts of what became of its drafts."""
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        COUNTS.add(drafted, accepted)
-
-
-class CountedHistory(HistoryProposer):
-    """Prompt lookup with earlier answers, with counts of what became of its drafts."""
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        COUNTS.add(drafted, accepted)
-
-
-class FixedAcceptance(CountedNgrams):
+class FixedAcceptance(NgramProposer):
     """Proposes the known answer of each prompt; each token is right with probability `rate`."""
 
     rate = 0.7
@@ -94,38 +73,28 @@ class FixedAcceptance(CountedNgrams):
             drafts.counts[row] = len(following)
 
 
-class SwitchBalance(DraftBalance):
-    """A balance of the adaptive side only; fixed ones are always allowed."""
-
-    def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
-        if SwitchControl.fixed is None:
-            super().drafted(gained_ms, step_ms, computed_ms)
-
-    def plain(self, step_ms: float) -> None:
-        if SwitchControl.fixed is None:
-            super().plain(step_ms)
-
-    def caught_up(self, ms: float) -> None:
-        if SwitchControl.fixed is None:
-            super().caught_up(ms)
-
-    @property
-    def allows_drafts(self) -> bool:  # type: ignore[override]
-        return SwitchControl.fixed is not None or self._allows
-
-    @allows_drafts.setter
-    def allows_drafts(self, allows: bool) -> None:
-        self._allows = allows
-
-
 class SwitchControl(AdaptiveControl):
-    """The adaptive control, or as many drafts as `fixed` says; None: adaptive."""
+    """The adaptive control, or as many drafts as `fixed` says; None: adaptive.
+
+    Balance and rests are of the adaptive side; a fixed one is always allowed.
+    """
 
     fixed: int | None = None
+    made: SwitchControl | None = None  # the last one: that of the engine
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         super().__init__(num_slots, max_drafts)
-        self.balance = SwitchBalance()
+        self._of_adaptive = self.balance, self.rests
+        SwitchControl.made = self
+
+    @classmethod
+    def switch(cls, fixed: int | None) -> None:
+        """Let the engine make `fixed` drafts; None: as many as the control chooses."""
+        cls.fixed = fixed
+        if cls.made is not None:
+            of_fixed = None, DraftRests()
+            made = cls.made
+            made.balance, made.rests = made._of_adaptive if fixed is None else of_fixed
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
@@ -135,5 +104,20 @@ class SwitchControl(AdaptiveControl):
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control: what a fixed side tries is no experience of the adaptive one."""
+        COUNTS.add(drafted, accepted)
         if self.fixed is None:
             super().verified(slots, drafted, accepted)
+
+
+class SwitchPrices(DraftPrices):
+    """Prices that are learned by the adaptive side only."""
+
+    def note(self, step: DraftedStep, ms: float) -> None:
+        """See DraftPrices."""
+        if SwitchControl.fixed is None:
+            super().note(step, ms)
+
+    def fade(self) -> None:
+        """See DraftPrices."""
+        if SwitchControl.fixed is None:
+            super().fade()

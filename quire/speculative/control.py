@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 
 from quire._native import DraftCounts, draft_lengths
 from quire.speculative.draft_balance import DraftBalance
+from quire.speculative.plain_counts import FADE, MAX_TRIALS
+from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
 
+# From so many drafts on, tried lately, their acceptance is known.
+INFORMED_TRIALS = 16.0
 # A draft must promise this much more than it costs.
 MARGIN = 1.1
 
@@ -61,9 +65,17 @@ class StepCost(NamedTuple):
 
 
 class Control(Protocol):
-    """Chooses lengths of drafts, by slot. balance: what they gained; None: it does not matter."""
+    """Chooses lengths of drafts, by slot.
+
+    balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
+    is_informed: enough drafts were tried lately to know how many are accepted.
+    """
 
     balance: DraftBalance | None
+    rests: DraftRests
+
+    @property
+    def is_informed(self) -> bool: ...
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """Note that another request runs in `slot`; predicts: it brings a prediction."""
@@ -82,8 +94,10 @@ class FixedControl:
     """Always as many drafts as allowed, at most `num_drafts`."""
 
     balance: DraftBalance | None = None
+    is_informed = True
 
     def __init__(self, num_drafts: int) -> None:
+        self.rests = DraftRests()
         self._num_drafts = np.int32(num_drafts)
 
     def begin(self, slot: int, *, predicts: bool) -> None:
@@ -104,7 +118,14 @@ class AdaptiveControl:
         self._max_drafts = max_drafts
         self._counts = DraftCounts(num_slots, max_drafts)
         self._last_cost: StepCost | None = None
+        self._num_tried = 0.0  # drafts of all requests that fade as the counts do
         self.balance: DraftBalance | None = DraftBalance()
+        self.rests = DraftRests()
+
+    @property
+    def is_informed(self) -> bool:
+        """See Control."""
+        return self._num_tried >= INFORMED_TRIALS
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
@@ -119,14 +140,16 @@ class AdaptiveControl:
         else:
             draft_ms = float(np.mean(self._last_cost.with_passes()))
             cost = self._last_cost._replace(
-                draft_ms=np.full(len(slots), draft_ms), passes=None, num_steps=1
+                draft_ms=np.full(len(slots), draft_ms), passes=None, num_steps=0
             )
+        self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
         self._counts.chances(slots, cost.num_steps, chances)
         return best_lengths(chances, limits, cost)
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control."""
+        self._num_tried = min(self._num_tried + len(slots), MAX_TRIALS)
         self._counts.verified(slots, drafted, accepted)
 
 

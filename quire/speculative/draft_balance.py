@@ -4,18 +4,26 @@ Probabilities and prices can be wrong, and drafts that are tried to learn them c
 drafts gained and lost is added up, and where the sum is not positive, none are made for a while: a
 small share of the time without drafts is what may be lost by trying. What a draft model computes to
 know a text is an investment: its time is counted over the steps that follow, and what is left of it
-when drafts end is earned by the steps without. Knows no clock: times are arguments. Always holds:
-drafts lose little more than LOSS_SHARE of the time in the long run, and for each time that they
-stop paying, what they gained last.
+when drafts end is earned by the steps without. While little is known of the acceptance, no more is
+invested than there is. Knows no clock: times are arguments. Always holds: drafts lose little more
+than LOSS_SHARE of the time in the long run, and for each time that they stop paying, what they
+gained last.
 """
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 # Of the time of steps without drafts, what may be lost by trying drafts again.
-LOSS_SHARE = 0.01
+LOSS_SHARE = 0.0075
 # Gains and losses are remembered up to the time of so many steps. A step counts as a loss of so
 # many at most, and so do the passes for its drafts: something else may have held them up.
 MAX_STEPS, MAX_LOST_STEPS, MAX_COMPUTED_STEPS = 16.0, 2.0, 8.0
+# So many steps count as gained at first.
+FIRST_STEPS = 12.0
 # Of the time that known tokens took, a step counts so much of what is not counted yet. Steps
 # without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
@@ -34,7 +42,8 @@ class DraftBalance:
         self.allows_drafts = self.is_settled = True
         self.retry_steps = 0.0
         self._ms = self._unpaid_ms = 0.0
-        self._is_new = True
+        self._needed_ms = 0.0  # to be earned before drafts are tried again, if more
+        self._is_new, self._was_tried = True, False
         self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
     def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
@@ -42,6 +51,7 @@ class DraftBalance:
 
         computed_ms: what computing the drafts took, which is no part of gained_ms.
         """
+        self._was_tried = True
         gained_ms = max(gained_ms, -MAX_LOST_STEPS * step_ms)
         self._add(gained_ms - min(computed_ms, MAX_COMPUTED_STEPS * step_ms), step_ms)
 
@@ -60,12 +70,38 @@ class DraftBalance:
         self._unpaid_ms += ms
         self.is_settled = False
 
+    def affords(self, behind_ms: Float64s, step_ms: float) -> Bools:
+        """Return for which requests known tokens may be computed: those that lack the fewest, for
+        as long as there is time that was gained. The first request of all is always tried.
+
+        behind_ms: how long the known tokens of each request take. Where none can be afforded,
+        drafts end until the cheapest one can be.
+        """
+        left_ms = step_ms * FIRST_STEPS if self._is_new else self._ms
+        order = np.argsort(behind_ms, kind="stable")
+        affordable = np.zeros(len(behind_ms), np.bool_)
+        total_ms = np.add.accumulate(behind_ms[order]) + self._unpaid_ms
+        affordable[order] = (total_ms <= left_ms) | (behind_ms[order] <= 0.0)
+        if not self._was_tried:
+            affordable[order[:1]] = True
+        if not np.logical_or.reduce(affordable) and len(order):
+            self._needed_ms = float(total_ms[0])
+            self.allows_drafts = self.is_settled = False
+        return affordable
+
+    def reconsider(self) -> None:
+        """Note that another request begins, which may be cheaper to try."""
+        self._needed_ms = 0.0
+
     def _add(self, gained_ms: float, step_ms: float, num_steps: int = 1) -> None:
         if self._is_new:
-            self._is_new, self._ms = False, MAX_STEPS * step_ms
+            self._is_new, self._ms = False, FIRST_STEPS * step_ms
         due_ms = num_steps * PAID_PER_STEP * self._unpaid_ms
         self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * num_steps * step_ms else 0.0
-        ms = self._ms + gained_ms - due_ms
-        self._ms = min(max(ms, -MAX_STEPS * step_ms), MAX_STEPS * step_ms)
-        self.allows_drafts = self._ms > step_ms * self.retry_steps * (not self.allows_drafts)
+        ms, max_ms = self._ms + gained_ms - due_ms, MAX_STEPS * step_ms
+        self._ms = min(max(ms, -max_ms), max(max_ms, self._needed_ms))
+        min_ms = max(step_ms * self.retry_steps, self._needed_ms) * (not self.allows_drafts)
+        self.allows_drafts = self._ms > 0.0 and self._ms >= min_ms
+        if self.allows_drafts:
+            self._needed_ms = 0.0
         self.is_settled = self.allows_drafts and not self._unpaid_ms

@@ -30,7 +30,6 @@ from quire.speculative.proposer import (
     Proposer,
     no_drafts,
 )
-from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -90,11 +89,9 @@ class Drafter:
         self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
         self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
-        self._balance = control.balance
-        if self._balance is not None and self._costly is not None:
-            self._balance.retry_steps = RETRY_STEPS
+        if control.balance is not None and self._costly is not None:
+            control.balance.retry_steps = RETRY_STEPS
         self._request_ids = [""] * num_slots
-        self._rests = DraftRests()
         self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_predicting = 0  # requests that bring a prediction
@@ -116,7 +113,9 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
-        self._rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
+        self._control.rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
+        if self._control.balance is not None:
+            self._control.balance.reconsider()
         self._asks_proposer[slot] = speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._num_predicting += len(speculation.prediction_ids) > 0
@@ -150,12 +149,12 @@ class Drafter:
 
     def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
         """See DraftSource."""
-        balance = self._balance
+        balance = self._control.balance
+        known_ms = self._caught_up_ms() if computed_ms > 0.0 else 0.0
         if balance is None:
             return
         caught_up_ms = computed_ms
         if computed_ms > 0.0:  # all of it, where nothing was drafted
-            known_ms = self._caught_up_ms()
             caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
@@ -175,11 +174,12 @@ class Drafter:
         """See DraftSource."""
         if self._num_predicting:
             return False
-        return self._rests.left > 0 or not (self._balance is None or self._balance.allows_drafts)
+        balance = self._control.balance
+        return self._control.rests.left > 0 or not (balance is None or balance.allows_drafts)
 
     def skips_step(self, tokens: TokenTable) -> bool:
         """See DraftSource."""
-        rests, balance = self._rests, self._balance
+        rests, balance = self._control.rests, self._control.balance
         if not self._num_predicting:
             if rests.left:
                 rests.left -= 1
@@ -200,7 +200,7 @@ class Drafter:
             return np.zeros(len(index), np.bool_)
         drafts, may_compute = self._found(tokens, index, limits)
         limits = drafts.counts + may_compute
-        if self._rests.last:  # the last costs, which did not pay, may no longer hold: ask again
+        if self._control.rests.last:  # the last costs may no longer hold: ask again
             return limits > 0
         counts = self._chosen(tokens, index, limits, may_compute > 0, None)
         return counts > 0
@@ -214,9 +214,12 @@ class Drafter:
             return self._looked_up(tokens, index, drafts, cost)
         is_computed = may_compute > 0
         counts = self._chosen(tokens, index, drafts.counts + may_compute, is_computed, cost)
-        self._rests.note_choice(pays=bool(np.logical_or.reduce(counts)), step_ms=self._step_ms)
-        drafts.counts[~is_computed] = counts[~is_computed]
         some = (is_computed & (counts > 0)).nonzero()[0]
+        if len(some) and not self._control.is_informed:
+            some = some[self._affordable(tokens, index[some])]
+        drafts.counts[~is_computed] = counts[~is_computed]
+        pays = len(some) > 0 or bool(np.logical_or.reduce(drafts.counts))
+        self._control.rests.note_choice(pays=pays, step_ms=self._step_ms)
         if len(some):
             made = no_drafts(len(some), self.max_drafts)
             predicted = cost()
@@ -228,6 +231,16 @@ class Drafter:
             drafts.ids[some], drafts.counts[some] = made
         return self._joined(drafts)
 
+    def _affordable(self, tokens: TokenTable, slots: Index) -> Bools:
+        """Return for which of `slots` drafts are tried although little is known of them."""
+        balance = self._control.balance
+        if balance is None:
+            return np.ones(len(slots), np.bool_)
+        assert self._costly is not None, "drafts are computed"
+        affordable = balance.affords(self._costly.behind_ms(tokens, slots), self._step_ms)
+        self.notes_plain_steps = not balance.is_settled
+        return affordable
+
     def _looked_up(
         self, tokens: TokenTable, index: Index, drafts: Drafts, cost: Cost
     ) -> tuple[Int32s, Int32s]:
@@ -235,7 +248,7 @@ class Drafter:
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
-        self._rests.note_choice(
+        self._control.rests.note_choice(
             pays=bool(np.logical_or.reduce(drafts.counts)), step_ms=self._step_ms
         )
         return self._joined(drafts)
@@ -307,7 +320,7 @@ class Drafter:
                 predicted.step_tokens,
                 draft_ms,
                 passes,
-                1 + self._rests.last,
+                self._control.rests.num_steps,
                 once_ms,
                 predicted.row_ms,
             )

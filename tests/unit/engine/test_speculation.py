@@ -58,6 +58,7 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Drafter, "verified", watched)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
+    monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return accepted
 
 
@@ -132,6 +133,7 @@ def test_earlier_answers_are_proposed_within_a_tenant(
 ) -> None:
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
+    monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     verified, accepted = Drafter.verified, [0]
 
     def watched(self: Drafter, index: Any, drafted: Any, good: Any) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from quire.speculative.draft_balance import LOSS_SHARE, DraftBalance
+from quire.speculative.draft_balance import FIRST_STEPS, LOSS_SHARE, MAX_STEPS, DraftBalance
 
 STEP_MS = 2.0
 
@@ -29,7 +30,7 @@ def rest(balance: DraftBalance) -> int:
 
 def test_several_failures_are_forgiven_at_first_and_few_later() -> None:
     balance = DraftBalance()
-    assert 10 <= lose(balance, 1.0) <= 20
+    assert 8 <= lose(balance, 1.0) <= 14
     rest(balance)
     assert lose(balance, 1.0) == 1
 
@@ -76,3 +77,28 @@ def test_a_long_prompt_is_paid_over_the_steps_that_follow() -> None:
         balance.plain(STEP_MS)
         num += 1
     assert num <= 20
+
+
+def test_no_more_is_invested_than_was_gained_and_the_first_is_always_tried() -> None:
+    balance, behind_ms = DraftBalance(), STEP_MS * np.array([40.0, 3.0, 0.0, 4.0, 30.0])
+    assert balance.affords(behind_ms, STEP_MS).tolist() == [False, True, True, True, False]
+    assert balance.affords(behind_ms[:1], STEP_MS).tolist() == [True]  # nothing was tried yet
+    balance.caught_up((FIRST_STEPS - 4.0) * STEP_MS)
+    assert balance.affords(behind_ms, STEP_MS).tolist() == [False, True, True, False, False]
+    balance.drafted(0.0, STEP_MS)
+    assert balance.affords(behind_ms[:1], STEP_MS).tolist() == [False]
+
+
+def test_where_none_can_be_afforded_drafts_end_until_the_cheapest_can_be() -> None:
+    balance, steps = DraftBalance(), 1.5 * MAX_STEPS
+    balance.drafted(0.0, STEP_MS)
+    behind_ms = STEP_MS * np.array([2 * steps, steps])
+    assert not balance.affords(behind_ms, STEP_MS).any()
+    assert not balance.allows_drafts
+    assert not balance.is_settled
+    num = rest(balance)
+    assert 0.9 * (steps - FIRST_STEPS) <= LOSS_SHARE * num <= 1.1 * (steps - FIRST_STEPS)
+    assert balance.affords(behind_ms, STEP_MS).tolist() == [False, True]
+    assert not balance.affords(behind_ms[:1], STEP_MS).any()
+    balance.reconsider()  # another request may be cheaper
+    assert rest(balance) <= 8

@@ -16,10 +16,10 @@ def rest(rests: DraftRests) -> int:
 @pytest.mark.parametrize(
     ("step_ms", "lengths"),
     [
-        (0.1, [1, 2, 4, 8, 16, 32, 64, 64]),
-        (2.0, [1, 2, 4, 8, 12, 12, 12, 12]),
+        (0.1, [1, 2, 4, 8, 16, 32, 64, 96, 96]),
+        (2.0, [1, 2, 4, 8, 16, 20, 20, 20]),
         (50.0, [1, 2, 4, 4, 4, 4, 4, 4]),
-        (0.0, [1, 2, 4, 8, 16, 32, MAX_REST_STEPS, MAX_REST_STEPS]),
+        (0.0, [1, 2, 4, 8, 16, 32, 64, MAX_REST_STEPS, MAX_REST_STEPS]),
     ],
 )
 def test_rests_double_up_to_about_as_many_milliseconds(step_ms: float, lengths: list[int]) -> None:
@@ -30,20 +30,33 @@ def test_rests_double_up_to_about_as_many_milliseconds(step_ms: float, lengths: 
     assert found == lengths
 
 
-def test_a_request_that_begins_alone_is_tried_once_and_rests_go_on() -> None:
+def test_a_request_that_begins_is_tried_soon_and_once_in_two_rests() -> None:
     rests = DraftRests()
-    for _ in range(8):
+    for _ in range(9):
         rests.note_choice(pays=False, step_ms=0.1)
+    rests.left -= 10
     rests.begin(is_alone=True)
-    assert not rests.left
+    assert (rests.left, rests.num_steps) == (0, 11)  # at once
     rests.note_choice(pays=False, step_ms=0.1)
-    assert rest(rests) == 32
+    rests.begin(is_alone=True)
+    assert rest(rests) == MAX_REST_STEPS  # one was cut short
     rests.note_choice(pays=False, step_ms=0.1)
-    rests.begin(is_alone=False)
-    assert rest(rests) == 8
+    for _ in range(3):
+        rests.begin(is_alone=False)
+    assert rest(rests) == MAX_REST_STEPS // 8  # beside others, soon
     rests.note_choice(pays=True, step_ms=0.1)
-    assert rest(rests) == 0
-    assert rests.last == 0
+    assert (rest(rests), rests.last, rests.num_steps) == (0, 0, 1)
+
+
+def test_a_step_in_which_drafts_pay_halves_the_rest_after_it() -> None:
+    rests = DraftRests()
+    for _ in range(9):
+        rests.note_choice(pays=False, step_ms=0.1)
+    for num, length in ((2, MAX_REST_STEPS // 2), (1, MAX_REST_STEPS // 2), (7, 1)):
+        for _ in range(num):
+            rests.note_choice(pays=True, step_ms=0.1)
+        rests.note_choice(pays=False, step_ms=0.1)
+        assert rest(rests) == length
 
 
 def test_one_step_in_some_with_drafts_is_plain() -> None:

@@ -1,0 +1,71 @@
+"""What the cells say about the goals, in lines: how many meet them, and how wide the intervals are.
+
+Reads results of cells and measures nothing. Always holds: a goal within the
+interval of a cell counts as open, and the cells that miss one are named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
+from bench.speculation.intervals import VERDICTS, Verdict, verdict
+
+Found = Mapping[str, Any]
+
+
+def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator[str]:
+    """Yield lines on the goals of `cells`, of those that were measured."""
+    there = [cell for cell in cells if "speedup_interval" in known.get(cell.name, {})]
+    refused = sum("refused" in known.get(cell.name, {}) for cell in cells)
+    yield f"{len(there)} of {len(cells)} cells measured, {refused} refused"
+    ours = [cell for cell in there if cell.part != "llama.cpp"]
+    speeds = {cell.name: speed_verdict(GOAL_LEAST, known[cell.name]) for cell in ours}
+    yield from _lines(f"at least {GOAL_LEAST:g}x of no speculation", speeds)
+    controls = {cell.name: control_verdict(known[cell.name]) for cell in ours}
+    yield from _lines(f"at least {100 * GOAL_CONTROL:.0f} % of the best fixed number", controls)
+    goals = {
+        f"{cell.name} (goal {cell.goal:g}x)": speed_verdict(cell.goal, known[cell.name])
+        for cell in there
+        if cell.goal > GOAL_LEAST or cell.part == "llama.cpp"
+    }
+    yield from _lines("goals of single cells", goals)
+    if ours:
+        half = [half_width(known[cell.name]) for cell in ours]
+        yield (
+            f"half of the interval of the speed: median {100 * statistics.median(half):.1f} %, "
+            f"widest {100 * max(half):.1f} %"
+        )
+
+
+def speed_verdict(goal: float, found: Found) -> Verdict:
+    """Return what a cell says about a goal of the speed: with the control over that without drafts,
+    or over llama.cpp's."""
+    median = found["over_llama"] if "over_llama" in found else found["speedups"]["auto"]
+    return verdict(goal, median, found["speedup_interval"])
+
+
+def control_verdict(found: Found) -> Verdict:
+    """Return what a cell says about the goal of the control."""
+    return verdict(GOAL_CONTROL, found["control_of_best"], found["control_interval"])
+
+
+def half_width(found: Found) -> float:
+    """Return half of the width of the interval of a cell's speed, relative to the speed."""
+    interval = found["speedup_interval"]
+    half: float = (interval["high"] - interval["low"]) / 2.0 / found["speedups"]["auto"]
+    return half
+
+
+def _lines(goal: str, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
+    if not verdicts:
+        return
+    counts = Counter(verdicts.values())
+    yield f"{goal}: " + ", ".join(f"{counts[one]} {one}" for one in VERDICTS)
+    for wanted in VERDICTS[2:]:
+        names = [name for name, found in verdicts.items() if found == wanted]
+        if names:
+            yield f"  {wanted}: {', '.join(names)}"
