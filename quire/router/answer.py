@@ -486,6 +486,7 @@ class Answer:
                     fingerprint=self._fingerprint,
                     exclude=exclude,
                     max_long=None if started else self._max_long,
+                    spreads=started,
                 )
                 if found is not None:
                     metrics = self._metrics

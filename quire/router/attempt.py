@@ -53,6 +53,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
             is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
             is_long=is_long,
+            prompt_tokens=request.prompt_tokens + len(request.output_ids),
         )
 
     def __enter__(self) -> Attempt:

@@ -33,7 +33,8 @@ class EngineSilence:
     @property
     def known_s(self) -> float:
         """How long the engine is known to be silent; 0 where the report before knew of nothing."""
-        return self.reported_s if self._before_s >= MIN_SILENT_S / 2 else 0.0
+        is_known = min(self._before_s, self.reported_s) >= MIN_SILENT_S / 2
+        return self.reported_s if is_known else 0.0
 
     @property
     def usual_s(self) -> float:

@@ -21,6 +21,8 @@ from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
+# Streams that continue are divided among replicas whose prompts to compute differ by less.
+SPREAD_TOKENS = 512
 
 
 class Fleet:
@@ -96,11 +98,14 @@ class Fleet:
         fingerprint: str = "",
         exclude: Collection[Replica] = (),
         max_long: int | None = None,
+        spreads: bool = False,
     ) -> Replica | None:
         """Return the replica for a request; None if none is available.
 
         fingerprint: that it must have; "" for any. exclude: those that were tried. max_long: of the
-        long prompts that it computes, with this one; None for any number.
+        long prompts that it computes, with this one; None for any number. spreads: only those with
+        the fewest prompt tokens to compute, whatever else they do: many streams that continue at
+        once are divided, and none waits behind all others.
         """
         now_s = self._loop.time()
         able = [
@@ -112,8 +117,11 @@ class Fleet:
             and (not fingerprint or one.fingerprint(model) == fingerprint)
             and (max_long is None or one.num_long < max_long)
         ]
-        awake = [one for one in able if one.state != ASLEEP]
-        return self.policy.choose(awake or able, key) if able else None
+        able = [one for one in able if one.state != ASLEEP] or able
+        if spreads and len(able) > 1:
+            least = min(one.prompt_tokens for one in able)
+            able = [one for one in able if one.prompt_tokens <= least + SPREAD_TOKENS]
+        return self.policy.choose(able, key) if able else None
 
     def equals(self, replica: Replica) -> list[Replica]:
         """Return the others that take requests and give the same answers."""

@@ -42,7 +42,8 @@ class Load:
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
     its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
     is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
-    has no output. is_long: it counts as a long prompt.
+    has no output. is_long: it counts as a long prompt. prompt_tokens: to compute before it has
+    output.
     """
 
     tokens: int
@@ -52,6 +53,7 @@ class Load:
     is_paused: Callable[[], bool]
     is_new: bool = True
     is_long: bool = False
+    prompt_tokens: int = 0
 
 
 class Replica:
@@ -70,6 +72,7 @@ class Replica:
         self.first_token_times = FirstTokenTimes()
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
+        self.prompt_tokens = 0  # of open requests without output
         self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
@@ -105,6 +108,7 @@ class Replica:
         self.loads.add(load)
         self.used_s = load.began_s
         self.backlog_tokens += load.tokens
+        self.prompt_tokens += load.prompt_tokens
         self.num_long += load.is_long
         self.breaker.began()
 
@@ -114,10 +118,13 @@ class Replica:
             self.loads.discard(load)
             self.backlog_tokens -= load.tokens
             self.computed_tokens += load.tokens if load.is_new else 0
+            self.prompt_tokens -= load.prompt_tokens if load.is_new else 0
             self.computed_prompt(load)
 
     def gave_output(self, load: Load) -> None:
         """Note that a request has its first tokens."""
+        if load.is_new and load in self.loads:
+            self.prompt_tokens -= load.prompt_tokens
         load.is_new = False
         self._answered_began_s = max(self._answered_began_s, load.began_s)
 

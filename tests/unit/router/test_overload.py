@@ -138,7 +138,9 @@ def test_a_killed_replica_hands_over_its_own_streams_and_no_others() -> None:
     run_virtual(story())
 
 
-@pytest.mark.parametrize(("fault", "limit_s"), [("is_stopped", 1.5), ("hangs", 2.2)])
+@pytest.mark.parametrize(
+    ("fault", "limit_s"), [("is_stopped", 1.5), ("is_frozen", 1.7), ("hangs", 2.2)]
+)
 def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_s: float) -> None:
     """In virtual seconds, which no load of this machine changes."""
 
