@@ -74,6 +74,15 @@ class Faults:
             if not replica.is_running:
                 replica.start()
 
+    async def count(self, next_kind: str = "") -> None:
+        """Add what the counters have counted since the last fault to its kind."""
+        counters = await asyncio.to_thread(self._read_counters)
+        if self._last_kind:
+            before = self._last_counters
+            grown = {name: value - before.get(name, 0.0) for name, value in counters.items()}
+            self.counted[self._last_kind].update(grown)
+        self._last_kind, self._last_counters = next_kind, counters
+
     @property
     def num_faults(self) -> int:
         """Faults so far."""

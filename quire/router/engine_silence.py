@@ -13,7 +13,7 @@ from collections import deque
 # The longest silence that is waited for is a multiple of the longest lately, within these bounds.
 MIN_SILENT_S, MAX_SILENT_S = 1.0, 2.0
 _MULTIPLE = 3.0
-_NUM_KNOWN, _MIN_KNOWN = 24, 4
+_NUM_KNOWN, _MIN_KNOWN = 12, 4
 
 
 class EngineSilence:

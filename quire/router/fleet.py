@@ -22,7 +22,7 @@ from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
 # Streams that continue are divided among replicas whose prompts to compute differ by less.
-SPREAD_TOKENS = 512
+SPREAD_TOKENS = 128
 
 
 class Fleet:

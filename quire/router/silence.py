@@ -16,8 +16,9 @@ from quire.base.log import Log
 from quire.router.replica import Replica
 
 MAX_FACTOR = 8.0
-# A replica that answers again after less than this was slow; a stopped one stays away longer.
-BACK_WITHIN_S = 2.0
+# A replica that answers again after less than this was slow; a stopped one stays away longer. As
+# long as it may be silent at least, and half as long again.
+BACK_WITHIN_S = 1.5
 CALM_S = 60.0
 # So long after one replica the silence of another may have the same cause.
 TOGETHER_S, TOGETHER_FACTOR = 5.0, 4.0

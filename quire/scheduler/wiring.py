@@ -31,6 +31,7 @@ from quire.scheduler.preemption.preemption_stats import PreemptionStats
 from quire.scheduler.preemption.preemptor import Preemptor
 from quire.scheduler.preemption.priority_preemption import PriorityPreemption
 from quire.scheduler.preemption.victims import Victims
+from quire.scheduler.prefill.continued_first import ContinuedFirst
 from quire.scheduler.prefill.layered import LayeredChunks
 from quire.scheduler.prefill.prompt_shares import PromptShares
 from quire.scheduler.prefix_pins import PrefixPins
@@ -88,6 +89,7 @@ class Parts:
     drafts: DraftRows | None
     hand_overs: HandOvers | None
     background: BackgroundRows
+    continued: ContinuedFirst | None
     extensions: tuple[StepExtension, ...]
 
 
@@ -129,6 +131,9 @@ def wire(
         extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
     if shares.has_ceilings:
         extensions.append(TenantCeilings(preemptor))
+    continued = None
+    if not (limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption):
+        extensions.append(continued := ContinuedFirst(batch))
     by_priority = None
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
@@ -169,6 +174,7 @@ def wire(
         drafts=drafts,
         hand_overs=hand_overs,
         background=background,
+        continued=continued,
         extensions=tuple(extensions),
     )
 
