@@ -28,6 +28,7 @@ from quire.router.hedging import Hedger
 from quire.router.interruption import Interruption
 from quire.router.model_choice import ModelChoice
 from quire.router.replica import ASLEEP, Replica
+from quire.router.resumes import Resumes
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
 from quire.router.routes import RESPONSES
@@ -60,6 +61,7 @@ class AnswerParts:
     features: Features
     budget: RetryBudget
     responses: StoredResponses
+    resumes: Resumes
 
 
 class Answer:
@@ -81,6 +83,7 @@ class Answer:
         self._features = parts.features
         self._budget = parts.budget
         self._responses = parts.responses
+        self._resumes = parts.resumes
         self._loop = asyncio.get_running_loop()
         self._request = request
         self._client = client
@@ -93,7 +96,7 @@ class Answer:
         self._tried: set[Replica] = set()
         self._failures = Failures()
         self._resume_until_s = 0.0
-        self._is_refused = False
+        self._is_refused = self._was_held = False
         self._refused: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._fingerprint = ""
         self._last_s = 0.0  # when the last event of the stream came
@@ -101,6 +104,12 @@ class Answer:
 
     async def run(self) -> None:
         """Try replicas until one has answered."""
+        try:
+            await self._run()
+        finally:
+            self._end_interruption()
+
+    async def _run(self) -> None:
         request = self._request
         while True:
             if self._choice.needs_summary:
@@ -372,8 +381,14 @@ class Answer:
         """An event of the stream came."""
         if self._interruption is not None:
             self._metrics.resumed_after(self._interruption, now_s)
-            self._interruption = None
+            self._end_interruption()
         self._last_s = now_s
+
+    def _end_interruption(self) -> None:
+        """The stream goes on, or has ended without that."""
+        if self._interruption is not None:
+            self._interruption = None
+            self._resumes.ended(self._request.model)
 
     def _sent(self) -> None:
         """A request that continues the stream was sent."""
@@ -396,6 +411,7 @@ class Answer:
         if self._client.started and self._interruption is None:
             last_s = self._last_s or now_s
             self._interruption = Interruption(fault.cause, last_s=last_s, noted_s=now_s)
+            self._resumes.began(self._request.model)
 
     async def _replica(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -422,6 +438,8 @@ class Answer:
                 self._key, model, exclude=self._tried, max_long=self._max_long
             )
 
+        if not self._was_held:
+            self._was_held = await self._resumes.hold(model)
         if self._fleet.settings.wait_s and not self._failures.reasons:
             await self._wait_for_first(model)
         if lanes is None or not self._is_long:

@@ -142,7 +142,7 @@ class Prober:
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
 
     def _give_up(self, replica: Replica, now_s: float) -> None:
-        """Note that a replica may answer, but computes nothing: a step is the sign of its return."""
+        """Note that a replica computes nothing: a step is the sign of its return."""
         replica.stalled_steps = replica.steps_total
         self._silence.given_up(replica, now_s)
         replica.breaker.stalled(now_s)
