@@ -21,7 +21,7 @@ from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
-# Streams that continue are divided among replicas whose prompts to compute differ by less.
+# Streams that continue are divided among replicas with prompts to compute that differ by less.
 SPREAD_TOKENS = 128
 
 

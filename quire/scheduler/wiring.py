@@ -129,11 +129,8 @@ def wire(
     extensions: list[StepExtension] = [pins, backpressure]
     if limits.micro_batches:
         extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
-    if shares.has_ceilings:
-        extensions.append(TenantCeilings(preemptor))
-    continued = None
-    if not (limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption):
-        extensions.append(continued := ContinuedFirst(batch))
+    extensions += [TenantCeilings(preemptor)] if shares.has_ceilings else []
+    extensions += [continued] if (continued := _continued_first(limits, batch, policy)) else []
     by_priority = None
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
@@ -143,10 +140,8 @@ def wire(
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
-    hand_overs = None
-    if cache.tiers is not None and cache.tiers.tier.exchanges:
-        hand_overs = _hand_overs(batch, cache)
-        extensions.append(hand_overs)
+    hand_overs = _hand_overs(batch, cache)
+    extensions += [hand_overs] if hand_overs is not None else []
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
     obstacles = requests.history.obstacles
@@ -179,7 +174,18 @@ def wire(
     )
 
 
-def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
+def _continued_first(
+    limits: SchedulerLimits, batch: RunningBatch, policy: Policy
+) -> ContinuedFirst | None:
+    """Return steps for streams that continue, where nothing else says which rows stand back."""
+    if limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption:
+        return None
+    return ContinuedFirst(batch)
+
+
+def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers | None:
+    if cache.tiers is None or not cache.tiers.tier.exchanges:
+        return None
     from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
 
     return HandOvers(batch, cache)

@@ -3,8 +3,9 @@
 Another engine has failed then, and each of its streams has been interrupted for as long as that
 took to be noticed. A step with rows of all that run takes much longer than the rows of those that
 continue, so the others stand back for a few steps and then go on. A single request with output_ids
-changes nothing. Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all; where a running
-request has a target for the time between two tokens, none stands back.
+changes nothing. Clients may send output_ids as well, so what they can take from others is bounded.
+Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all; where a running request has a
+target for the time between two tokens, none stands back.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ NUM_OLD = 4
 
 
 class Continuing(Harness):
-    """A harness whose requests may have known tokens of their answers."""
+    """A harness with requests that may have known tokens of their answers."""
 
     def alone(self, request: Request) -> list[int]:
         return super().alone(request)[len(request.output_ids) :]
