@@ -2,8 +2,10 @@
 
 Replicas are servers of the built-in model on this machine. A schedule drawn from a seed kills them,
 stops them, drains them and kills their engines; all are started again. Before, each request is sent
-alone to one replica; every answer through the router must have the same bytes. The router's
-processor time per request and per streamed token is taken without faults, before. With `--beside
+alone to one replica; every answer through the router must have the same bytes. How long streams
+were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
+counts as its own. The router's processor time per request and per streamed token is taken without
+faults, before. With `--beside
 smg` the same replicas, requests and schedule follow behind that gateway, and its broken streams are
 counted. Writes bench/results/fleet.json, and exits with 1 if an answer through the router was
 wrong, lost or repeated.
