@@ -21,7 +21,7 @@ from quire.base.server_url import key_headers
 from quire.router.engine_silence import MIN_SILENT_S, EngineSilence
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
-from quire.router.replica import ASLEEP, Replica
+from quire.router.replica import ASLEEP, MAX_BEGINNING, Replica
 from quire.router.silence import SilenceLimit
 
 # States in which a replica takes no requests but finishes those it has.
@@ -83,6 +83,7 @@ class Prober:
                 self._silence.tick(self._loop.time())
                 self._silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
+                self._note_failed()
                 for replica in list(fleet.replicas.values()):
                     if not is_late:
                         self._check_stall(replica)
@@ -101,6 +102,13 @@ class Prober:
             for task in probing:
                 task.cancel()
             await asyncio.gather(*probing, return_exceptions=True)
+
+    def _note_failed(self) -> None:
+        """Let replicas that take over many requests of another be silent for longer."""
+        for replica in self._fleet.replicas.values():
+            if replica.num_handed_over > MAX_BEGINNING:
+                self._silence.failed(replica, self._loop.time())
+            replica.num_handed_over = 0
 
     def _forget_removed(self) -> None:
         of_replicas: tuple[dict[Replica, Any], ...]

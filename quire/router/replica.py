@@ -81,6 +81,7 @@ class Replica:
         self.progress_s = 0.0
         self.used_s = 0.0
         self.num_beginning = 0  # when it failed last
+        self.num_handed_over = 0  # requests that were open then, until the prober has seen it
         self._answered_began_s = 0.0  # when the newest request with output was sent
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._longest_gap_s = self._longest_at_s = 0.0
@@ -143,6 +144,7 @@ class Replica:
         was checked are the same one."""
         if not self.is_fenced:
             self.is_fenced = True
+            self.num_handed_over = len(self.loads)
             self.num_beginning = sum(map(self.is_beginning, self.loads))
 
     def computed_prompt(self, load: Load) -> None:
