@@ -28,7 +28,6 @@ from quire.router.hedging import Hedger
 from quire.router.interruption import Interruption
 from quire.router.model_choice import ModelChoice
 from quire.router.replica import ASLEEP, Replica
-from quire.router.resumes import Resumes
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
 from quire.router.routes import RESPONSES
@@ -61,7 +60,6 @@ class AnswerParts:
     features: Features
     budget: RetryBudget
     responses: StoredResponses
-    resumes: Resumes
 
 
 class Answer:
@@ -83,7 +81,7 @@ class Answer:
         self._features = parts.features
         self._budget = parts.budget
         self._responses = parts.responses
-        self._resumes = parts.resumes
+        self._resumes = parts.fleet.resumes
         self._loop = asyncio.get_running_loop()
         self._request = request
         self._client = client

@@ -21,7 +21,6 @@ from quire.router.deadlines import before_deadline
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.model_choice import ModelChoice
-from quire.router.resumes import Resumes
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
 from quire.router.stored_responses import (
@@ -49,12 +48,6 @@ class Dispatcher:
     ) -> None:
         self._hand_over = hand_over
         self._look_up = look_up
-        resumes = Resumes()
-        metrics.watch(
-            "held_requests",
-            "New requests that wait for streams that continue",
-            lambda: resumes.num_held,
-        )
         self._shared = AnswerParts(
             fleet=fleet,
             admission=admission,
@@ -62,7 +55,6 @@ class Dispatcher:
             features=features,
             budget=RetryBudget(fleet.settings.max_retry_share),
             responses=StoredResponses(fleet),
-            resumes=resumes,
         )
 
     async def answer(

@@ -16,6 +16,7 @@ from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_routing_policy
 from quire.router.replica import ASLEEP, Replica
+from quire.router.resumes import Resumes
 from quire.router.settings import RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
@@ -28,7 +29,7 @@ SPREAD_TOKENS = 128
 class Fleet:
     """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
     for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
-    that is fenced. num_waiting: requests without one."""
+    that is fenced. num_waiting: requests without one. resumes: streams that are interrupted."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self.probe_now = asyncio.Event()
         self.num_waiting = 0
+        self.resumes = Resumes()
         self.follow()
 
     def follow(self) -> None:

@@ -120,6 +120,11 @@ class _FleetCollector(Collector):
             up.add_metric(names, float(replica.is_up))
             open_.add_metric(names, len(replica.loads))
             backlog.add_metric(names, replica.backlog_tokens)
-        yield from (up, open_, backlog)
+        held = GaugeMetricFamily(
+            "quire_router_held_requests",
+            "New requests that wait for streams that continue",
+            self._fleet.resumes.num_held,
+        )
+        yield from (up, open_, backlog, held)
         for count in self._fleet.policy.counts():
             yield GaugeMetricFamily(f"quire_router_{count.name}", count.text, count.value)

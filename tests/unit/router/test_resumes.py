@@ -89,7 +89,7 @@ def test_streams_whose_clients_leave_hold_nothing_any_more() -> None:
         second.health |= {"ok": False, "state": "draining"}
         await _until(lambda: router.fleet.num_available == 1)
         streams = [asyncio.ensure_future(stream(router)) for _ in range(MIN_STREAMS)]
-        resumes = router.app._dispatcher._shared.resumes
+        resumes = router.fleet.resumes
         await _until(lambda: resumes._num_streams.total() == MIN_STREAMS)
         for one in streams:
             one.cancel()
