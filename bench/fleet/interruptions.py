@@ -22,7 +22,7 @@ def is_counter(name: str) -> bool:
 
 
 def interruptions(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return number, mean, distribution and phases of the interruptions."""
+    """Return number, mean, distribution, causes and phases of the interruptions."""
     count = _sum(metrics, f"{_INTERRUPTION}_count")
     buckets: dict[str, int] = {}
     for name, value in metrics.items():
@@ -35,6 +35,11 @@ def interruptions(metrics: Mapping[str, float]) -> dict[str, Any]:
         "streams": int(count),
         "share_within_3_s": round(within / count, 4) if count else None,
         "mean_s": round(_sum(metrics, f"{_INTERRUPTION}_sum") / count, 3) if count else None,
+        "causes": {
+            _label(name, "cause"): int(value)
+            for name, value in metrics.items()
+            if name.startswith(f"{_INTERRUPTION}_count") and value
+        },
         "seconds_at_most": buckets,
         "phases": {phase: _phase(metrics, phase) for phase in _PHASES} if count else {},
     }

@@ -56,6 +56,7 @@ def test_an_interruption_is_counted_once_by_its_cause(says: bytes, cause: str) -
         shown = interruptions(found)
         assert shown["streams"] == shown["seconds_at_most"]["+Inf"] == 1
         assert shown["seconds_at_most"]["30.0"] == 1
+        assert shown["causes"] == {cause: 1}
         assert set(shown["phases"]) == set(PHASES)
 
     run([first, second], story)
