@@ -23,6 +23,9 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 MIN_TOGETHER = 8
 # How many steps in a row the others stand back.
 MAX_IN_A_ROW = 3
+# After a step that could compute fewer, for lack of blocks or because their prompts are long, they
+# do not stand back for so many.
+REST_STEPS = 16
 
 
 class ContinuedFirst(StepExtension):
@@ -33,7 +36,7 @@ class ContinuedFirst(StepExtension):
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
         self._pending: list[SequenceState] = []
-        self._num_in_a_row = 0
+        self._num_in_a_row = self._num_to_rest = 0
 
     def note(self, sequence: SequenceState) -> None:
         """Note a request that continues an answer."""
@@ -46,19 +49,34 @@ class ContinuedFirst(StepExtension):
             one for one in self._pending if one.alive and math.isnan(one.times.first_token_ms)
         ]
         self.is_active = bool(self._pending)
-        others = self._others() if self._num_in_a_row < MAX_IN_A_ROW else None
+        others = None
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+        elif self._num_in_a_row < MAX_IN_A_ROW:
+            others = self._others()
         if others is None:
             self._num_in_a_row = 0
             return
         self._num_in_a_row += 1
         step.deferred += others
 
+    def end_step(self, step: Step) -> None:
+        """Note whether the step was worth it."""
+        slots, batch = self._slots(), self._batch
+        if self._num_in_a_row:
+            num_rows = np.count_nonzero(batch.scheduled[slots] > batch.computed[slots])
+            self._num_to_rest = 0 if num_rows >= MIN_TOGETHER else REST_STEPS
+
+    def _slots(self) -> Index:
+        """Return the slots of those that continue and have no output yet."""
+        return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
+
     def _others(self) -> list[int] | None:
         """Return the slots that stand back; None where too few continue."""
         batch, active = self._batch, self._batch.active
         if len(self._pending) < MIN_TOGETHER or not len(active):
             return None
-        slots: Index = np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
+        slots = self._slots()
         num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
         num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
         if num_waiting + num_unscheduled < MIN_TOGETHER:

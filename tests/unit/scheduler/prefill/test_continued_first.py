@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
-from quire.scheduler.prefill.continued_first import MAX_IN_A_ROW, MIN_TOGETHER
+from quire.scheduler.prefill.continued_first import MAX_IN_A_ROW, MIN_TOGETHER, REST_STEPS
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -109,9 +109,23 @@ def test_nothing_stands_back_for_requests_that_cannot_run() -> None:
     harness = started(num_blocks=NUM_OLD * 12)
     add(harness, MIN_TOGETHER, known=40)  # more than the blocks that are left
     num_old = len(harness.tokens["old0"])
-    for _ in range(2 * (MAX_IN_A_ROW + 1)):
+    for _ in range(REST_STEPS):
         harness.step()
-    assert len(harness.tokens["old0"]) - num_old >= 2
+    assert len(harness.tokens["old0"]) - num_old >= REST_STEPS - 1, (
+        "but for the step that was tried"
+    )
+    harness.drain()
+    harness.check_end()
+
+
+def test_long_prompts_of_streams_that_continue_share_the_steps_of_others() -> None:
+    """A step of their own would have few of them."""
+    harness = started(max_num_batched_tokens=64)
+    add(harness, MIN_TOGETHER, known=40)
+    num_old = len(harness.tokens["old0"])
+    for _ in range(8):
+        harness.step()
+    assert len(harness.tokens["old0"]) - num_old >= 7
     harness.drain()
     harness.check_end()
 
