@@ -2,8 +2,10 @@
 
 Replicas are servers of the built-in model on this machine. A schedule drawn from a seed kills them,
 stops them, drains them and kills their engines; all are started again. Before, each request is sent
-alone to one replica; every answer through the router must have the same bytes. The router's
-processor time per request and per streamed token is taken without faults, before. With `--beside
+alone to one replica; every answer through the router must have the same bytes. How long streams
+were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
+counts as its own. The router's processor time per request and per streamed token is taken without
+faults, before. With `--beside
 smg` the same replicas, requests and schedule follow behind that gateway, and its broken streams are
 counted. Writes bench/results/fleet.json, and exits with 1 if an answer through the router was
 wrong, lost or repeated.
@@ -22,7 +24,8 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.fleet.clients import CASES, Case, Clients, answers_alone
-from bench.fleet.faults import Faults
+from bench.fleet.faults import KINDS, Faults
+from bench.fleet.interruptions import interruptions, is_counter
 from bench.fleet.processes import Front, Replicas, Router, Smg
 from bench.frontend.servers import REPOSITORY
 from quire.bench.machine import machine_card
@@ -71,7 +74,16 @@ def main() -> None:
         beside=args.beside,
     )
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    shown = ("done", "num_wrong", "wrong", "faults", "silences_s", "router", "beside")
+    shown = (
+        "done",
+        "num_wrong",
+        "wrong",
+        "faults",
+        "interruptions",
+        "silences_s",
+        "router",
+        "beside",
+    )
     print(json.dumps({name: result[name] for name in shown if name in result}, indent=1))
     sys.exit(1 if result["wrong"] else 0)
 
@@ -102,7 +114,9 @@ def run(
         with Router(replicas.file, "--max-open-requests", str(2 * streams + 64), *flags) as router:
             cost, quiet = _cost(router, cases, streams, short_requests, limit_s)
             clients = Clients(router.port, cases, limit_s=limit_s)
-            faults = Faults(replicas, router, seed=seed, pause_s=pause_s)
+            faults = Faults(
+                replicas, router, seed=seed, pause_s=pause_s, counters=lambda: _counters(router)
+            )
             asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
             metrics = router.metrics()
         if beside == "smg":
@@ -129,6 +143,10 @@ def run(
         "num_wrong": clients.num_wrong,
         "wrong": clients.wrong,
         "faults": faults.summary(),
+        "interruptions": {
+            "all": interruptions(metrics),
+            **{kind: interruptions(faults.counted[kind]) for kind in KINDS},
+        },
         "silences_s": {
             "without_faults": _spread(quiet.silences_s),
             "with_faults": _spread(clients.silences_s),
@@ -188,6 +206,7 @@ async def _under_faults(
     finally:
         injecting.cancel()
         await asyncio.gather(injecting, return_exceptions=True)
+        await faults.count()
         await faults.end()
 
 
@@ -216,6 +235,11 @@ def _cost(
         "wrong_without_faults": [*warm.wrong, *short.wrong, *quiet.wrong],
     }
     return result, quiet
+
+
+def _counters(router: Router) -> dict[str, float]:
+    """Return what the router counts of interrupted streams."""
+    return {name: value for name, value in router.metrics().items() if is_counter(name)}
 
 
 def _resumed(metrics: Mapping[str, float]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import random
 import signal
 import statistics
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.fleet.processes import Front, Replica, Replicas
@@ -30,9 +31,18 @@ _READY_S = 120.0
 
 
 class Faults:
-    """pause_s: mean time between two faults."""
+    """pause_s: mean time between two faults. counters: read before each fault, so that what they
+    count until the next one belongs to its kind."""
 
-    def __init__(self, replicas: Replicas, front: Front, *, seed: int, pause_s: float) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        front: Front,
+        *,
+        seed: int,
+        pause_s: float,
+        counters: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
         self._replicas = replicas
         self._front = front
         self._chance = random.Random(seed)
@@ -40,6 +50,10 @@ class Faults:
         self._count: Counter[str] = Counter()
         self._detection_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self._undetected: Counter[str] = Counter()
+        self._read_counters = counters
+        self._last_kind = ""
+        self._last_counters: Mapping[str, float] = {}
+        self.counted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
 
     async def run(self, seconds: float, max_faults: int | None = None) -> None:
         """Inject faults for some time, or so many. Each is over before the next begins."""
@@ -60,6 +74,15 @@ class Faults:
             if not replica.is_running:
                 replica.start()
 
+    async def count(self, next_kind: str = "") -> None:
+        """Add what the counters have counted since the last fault to its kind."""
+        counters = await asyncio.to_thread(self._read_counters)
+        if self._last_kind:
+            before = self._last_counters
+            grown = {name: value - before.get(name, 0.0) for name, value in counters.items()}
+            self.counted[self._last_kind].update(grown)
+        self._last_kind, self._last_counters = next_kind, counters
+
     @property
     def num_faults(self) -> int:
         """Faults so far."""
@@ -78,6 +101,7 @@ class Faults:
         }
 
     async def _inject(self, kind: str, replica: Replica) -> None:
+        await self.count(kind)
         self._count[kind] += 1
         if kind == "kill":
             replica.signal(signal.SIGKILL)

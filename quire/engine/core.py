@@ -96,7 +96,7 @@ class Inbox(Protocol):
 
 
 class StepCounts:
-    """Plans submitted and collected so far. active: set while plans are in flight, until the
+    """Plans submitted and collected so far. active: set by each step that is tried, until the
     heartbeat clears it; any thread may read these."""
 
     def __init__(self) -> None:
@@ -171,13 +171,13 @@ class EngineCore:
         """
         if self.tier is not None and (copies := self.tier.ended()) is not None:
             self.scheduler.copies_ended(copies, now_ms())
+        if not self.steps.active.is_set():
+            self.steps.active.set()
         while len(self._flight) < self._plans_in_flight:
             plan = self.scheduler.schedule(now_ms())
             if plan is None:
                 break
             self.steps.num_submitted += 1
-            if not self.steps.active.is_set():
-                self.steps.active.set()
             self._flight.append((plan, self.runner.submit(plan)))
         if not self._flight:
             return None

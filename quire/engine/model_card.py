@@ -69,6 +69,8 @@ class Health:
     """Whether the engine does what it should: ready, and busy while work is pending.
 
     ok is True only in state "ready". reason is empty where ok. pending counts open streams.
+    silent_ms: since the engine process has sent anything, while it has work; it sends something
+    every half second at least.
     """
 
     ok: bool
@@ -76,3 +78,4 @@ class Health:
     reason: str
     pending: int
     steps_total: int
+    silent_ms: int = 0

@@ -25,6 +25,7 @@ from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
+from quire.router.interruption import Interruption
 from quire.router.model_choice import ModelChoice
 from quire.router.replica import ASLEEP, Replica
 from quire.router.routed_request import RoutedRequest
@@ -80,6 +81,7 @@ class Answer:
         self._features = parts.features
         self._budget = parts.budget
         self._responses = parts.responses
+        self._resumes = parts.fleet.resumes
         self._loop = asyncio.get_running_loop()
         self._request = request
         self._client = client
@@ -92,13 +94,20 @@ class Answer:
         self._tried: set[Replica] = set()
         self._failures = Failures()
         self._resume_until_s = 0.0
-        self._is_refused = False
+        self._is_refused = self._was_held = False
         self._refused: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
         self._fingerprint = ""
-        self._failed_s = 0.0
+        self._last_s = 0.0  # when the last event of the stream came
+        self._interruption: Interruption | None = None
 
     async def run(self) -> None:
         """Try replicas until one has answered."""
+        try:
+            await self._run()
+        finally:
+            self._end_interruption()
+
+    async def _run(self) -> None:
         request = self._request
         while True:
             if self._choice.needs_summary:
@@ -127,7 +136,7 @@ class Answer:
         hedger = self._features.hedger
         if hedger is not None and hedger.hedges(self._request) and self._is_fresh:
             return await self._race(hedger, attempt)
-        await attempt.send(self._request.body())
+        await attempt.send(self._request.body(), self._sent)
         return await self._take(attempt)
 
     async def _race(self, hedger: Hedger, first: Attempt) -> bool:
@@ -293,6 +302,7 @@ class Answer:
                 if self._choice.adds_event:
                     shown = self._choice.shown_event(shown)
                 if delta.is_last:
+                    self._has_event(self._loop.time())
                     await client.finish(shown)
                     return
                 # The journal first: a client that leaves in between needs no journal.
@@ -360,14 +370,30 @@ class Answer:
         if load.is_new:
             self._begin_output(attempt)
         attempt.replica.progressed(now_s)
-        if self._failed_s:
-            self._metrics.resume_seconds.observe(now_s - self._failed_s)
-            self._failed_s = 0.0
+        self._has_event(now_s)
         expected = self._request.output_tokens
         computed = num_tokens + max(load.tokens - expected, 0)  # with the first, the prompt
         attempt.replica.reduce(load, computed)
         self._admission.drained(computed, now_s)
         self._metrics.tokens.inc(num_tokens)
+
+    def _has_event(self, now_s: float) -> None:
+        """An event of the stream came."""
+        if self._interruption is not None:
+            self._metrics.resumed_after(self._interruption, now_s)
+            self._end_interruption()
+        self._last_s = now_s
+
+    def _end_interruption(self) -> None:
+        """The stream goes on, or has ended without that."""
+        if self._interruption is not None:
+            self._interruption = None
+            self._resumes.ended(self._request.model)
+
+    def _sent(self) -> None:
+        """A request that continues the stream was sent."""
+        if self._interruption is not None:
+            self._interruption.sent(self._loop.time())
 
     def _note(self, replica: Replica, fault: ReplicaFault) -> None:
         """A replica has failed."""
@@ -382,8 +408,10 @@ class Answer:
         self._failures.note(replica, fault, self._request.num_delivered)
         now_s = self._loop.time()
         self._resume_until_s = now_s + self._fleet.settings.resume_s
-        if self._client.started:
-            self._failed_s = self._failed_s or now_s
+        if self._client.started and self._interruption is None:
+            last_s = self._last_s or now_s
+            self._interruption = Interruption(fault.cause, last_s=last_s, noted_s=now_s)
+            self._resumes.began(self._request.model)
 
     async def _replica(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -410,6 +438,8 @@ class Answer:
                 self._key, model, exclude=self._tried, max_long=self._max_long
             )
 
+        if not self._was_held:
+            self._was_held = await self._resumes.hold(model)
         if self._fleet.settings.wait_s and not self._failures.reasons:
             await self._wait_for_first(model)
         if lanes is None or not self._is_long:
@@ -469,7 +499,7 @@ class Answer:
             # A replica that failed is the last choice: it was fenced and checked since.
             barred, failed_at = self._failures.barred(fleet.replicas.values()), self._failures.at
             may_return = self._failures.are_at_two or (
-                self._failed_s and now_s - self._failed_s > _RETURN_S
+                self._interruption is not None and self._interruption.resumed_s(now_s) > _RETURN_S
             )
             for exclude in (barred | failed_at, barred) if may_return else (barred | failed_at,):
                 found = fleet.choose(
@@ -478,6 +508,7 @@ class Answer:
                     fingerprint=self._fingerprint,
                     exclude=exclude,
                     max_long=None if started else self._max_long,
+                    spreads=started,
                 )
                 if found is not None:
                     metrics = self._metrics
@@ -544,4 +575,4 @@ def _check_final(error: ErrorBody) -> None:
     """Raise ReplicaFault for an error after which another replica can go on."""
     code = error.code or ""
     if code in _LEAVING or code in _FAILED:
-        raise ReplicaFault(f"{code}: {error.message}", is_suspect=code in _FAILED)
+        raise ReplicaFault(f"{code}: {error.message}", is_suspect=code in _FAILED, cause="error")

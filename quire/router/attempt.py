@@ -7,6 +7,7 @@ without one; its exchange is closed and its load is no longer counted afterwards
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -45,13 +46,15 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.early = b""
         self.holds = True
         began_s = self._loop.time()
+        prompt_tokens = request.prompt_tokens + len(request.output_ids)
         self.load = Load(
-            tokens=request.prompt_tokens + request.output_tokens,
+            tokens=prompt_tokens + request.output_tokens,
             cut=self._cut,
             began_s=began_s,
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
             is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
             is_long=is_long,
+            prompt_tokens=prompt_tokens,
         )
 
     def __enter__(self) -> Attempt:
@@ -104,8 +107,11 @@ class Attempt(AbstractContextManager["Attempt"]):
         """Seconds since it began."""
         return self._loop.time() - self.load.began_s
 
-    async def send(self, body: bytes) -> Exchange:
-        """Send the request and wait for the head of the response. Raises ReplicaFault."""
+    async def send(self, body: bytes, on_sent: Callable[[], None] = lambda: None) -> Exchange:
+        """Send the request and wait for the head of the response. Raises ReplicaFault.
+
+        on_sent: called once it is sent, and again where a kept connection had been closed.
+        """
         request, pool, client = self._request, self._fleet.pool(self.replica), self._client
         headers = [header for header in request.headers if header[0] not in HOP_BY_HOP]
         for is_fresh in (False, True):
@@ -114,6 +120,7 @@ class Attempt(AbstractContextManager["Attempt"]):
                 request.method, request.target, headers, body, is_fresh=is_fresh
             )
             self._exchange = exchange
+            on_sent()
             client.on_gone.add(exchange.fail)
             if self._cut_reason:
                 exchange.fail(self._cut_fault())
@@ -154,7 +161,7 @@ class Attempt(AbstractContextManager["Attempt"]):
 
     def _cut_fault(self) -> ReplicaFault:
         is_silence = self.replica.state == "stalled"
-        return ReplicaFault(self._cut_reason, is_suspect=True, is_silence=is_silence)
+        return ReplicaFault(self._cut_reason, is_suspect=True, is_silence=is_silence, cause="fence")
 
     def _cut(self, reason: str) -> None:
         self._cut_reason = reason

@@ -15,10 +15,20 @@ class ReplicaFault(QuireError):
     is_suspect: the replica failed while it worked on the request, so the request may be the cause.
     is_shared: that is weak evidence, as Replica.is_shared says; set when the attempt ends.
     is_silence: the replica was given up for its silence, and may only have been slow.
+    cause: what ended the exchange: its "connection", the "silence" of the replica, a "fence" for
+    another reason, or an "error" that the replica reported.
     """
 
-    def __init__(self, message: str, *, is_suspect: bool, is_silence: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        is_suspect: bool,
+        is_silence: bool = False,
+        cause: str = "connection",
+    ) -> None:
         super().__init__(message)
+        self.cause = "silence" if is_silence else cause
         self.is_suspect = is_suspect
         self.is_shared = False
         self.is_silence = is_silence

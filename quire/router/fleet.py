@@ -16,17 +16,20 @@ from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_routing_policy
 from quire.router.replica import ASLEEP, Load, Replica
+from quire.router.resumes import Resumes
 from quire.router.settings import RouterSettings
 from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
+# Streams that continue are divided among replicas with prompts to compute that differ by less.
+SPREAD_TOKENS = 128
 
 
 class Fleet:
     """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
     for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
-    that is fenced. num_waiting: requests without one."""
+    that is fenced. num_waiting: requests without one. resumes: streams that are interrupted."""
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Fleet:
         self._loop = asyncio.get_running_loop()
         self.probe_now = asyncio.Event()
         self.num_waiting = 0
+        self.resumes = Resumes()
         self.follow()
 
     def follow(self) -> None:
@@ -96,11 +100,14 @@ class Fleet:
         fingerprint: str = "",
         exclude: Collection[Replica] = (),
         max_long: int | None = None,
+        spreads: bool = False,
     ) -> Replica | None:
         """Return the replica for a request; None if none is available.
 
         fingerprint: that it must have; "" for any. exclude: those that were tried. max_long: of the
-        long prompts that it computes, with this one; None for any number.
+        long prompts that it computes, with this one; None for any number. spreads: only those with
+        the fewest prompt tokens to compute, whatever else they do: many streams that continue at
+        once are divided, and none waits behind all others.
         """
         now_s = self._loop.time()
         able = [
@@ -112,12 +119,14 @@ class Fleet:
             and (not fingerprint or one.fingerprint(model) == fingerprint)
             and (max_long is None or one.num_long < max_long)
         ]
-        awake = [one for one in able if one.state != ASLEEP]
-        return self.policy.choose(awake or able, key) if able else None
+        able = [one for one in able if one.state != ASLEEP] or able
+        if spreads and len(able) > 1:
+            least = min(one.prompt_tokens for one in able)
+            able = [one for one in able if one.prompt_tokens <= least + SPREAD_TOKENS]
+        return self.policy.choose(able, key) if able else None
 
     def weigh(self, replica: Replica, key: RouteKey, load: Load) -> None:
         """Note what a request has computed at a replica, before it is sent there."""
-        load.prompt_tokens = min(key.prompt_tokens, load.tokens)
         load.new_tokens = self.policy.new_tokens(replica, key)
         load.ahead_tokens = replica.queued_tokens
 

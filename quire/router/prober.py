@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from quire.base.server_url import key_headers
+from quire.router.engine_silence import MIN_SILENT_S, EngineSilence
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
-from quire.router.replica import ASLEEP, Replica
+from quire.router.replica import ASLEEP, MAX_BEGINNING, Replica
 from quire.router.silence import SilenceLimit
 
 # States in which a replica takes no requests but finishes those it has.
@@ -29,7 +30,7 @@ _MODELS_EVERY_S = 30.0
 # A server answers probes beside its engine, so it need not be waited for as long as for a step: a
 # multiple of its longest answer lately, within these bounds; and longer than that answer at least.
 MIN_ANSWER_S, ANSWER_S = 1.0, 2.0
-_ANSWER_MULTIPLE = 8.0
+_ANSWER_MULTIPLE = 4.0
 _LONGEST_MULTIPLE = 1.5
 _NUM_ANSWERS, _MIN_ANSWERS = 24, 8
 # A probe waits for longer than a replica may be silent: one that is only slow answers it at last.
@@ -43,6 +44,7 @@ class _Health(msgspec.Struct):
     reason: str = ""
     pending: int = 0
     steps_total: int = 0
+    silent_ms: float = 0.0
 
 
 class _Models(msgspec.Struct):
@@ -64,6 +66,7 @@ class Prober:
         self._answer_times: dict[Replica, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_ANSWERS)
         )
+        self._engines: dict[Replica, EngineSilence] = defaultdict(EngineSilence)
         self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
         self._probing: dict[Replica, asyncio.Task[None]] = {}
@@ -80,6 +83,7 @@ class Prober:
                 self._silence.tick(self._loop.time())
                 self._silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
+                self._note_failed()
                 for replica in list(fleet.replicas.values()):
                     if not is_late:
                         self._check_stall(replica)
@@ -99,9 +103,16 @@ class Prober:
                 task.cancel()
             await asyncio.gather(*probing, return_exceptions=True)
 
+    def _note_failed(self) -> None:
+        """Let replicas that take over many requests of another be silent for longer."""
+        for replica in self._fleet.replicas.values():
+            if replica.num_handed_over > MAX_BEGINNING:
+                self._silence.failed(replica, self._loop.time())
+            replica.num_handed_over = 0
+
     def _forget_removed(self) -> None:
         of_replicas: tuple[dict[Replica, Any], ...]
-        of_replicas = (self._answer_times, self._asked_s, self._read_models_s)
+        of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
         for known in of_replicas:
             for replica in [one for one in known if one.state == "removed"]:
                 del known[replica]
@@ -135,10 +146,14 @@ class Prober:
         stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
         if self._is_over(replica, quiet_s, stall_s, now_s):
-            replica.stalled_steps = replica.steps_total
-            self._silence.given_up(replica, now_s)
-            replica.breaker.stalled(now_s)
+            self._give_up(replica, now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
+
+    def _give_up(self, replica: Replica, now_s: float) -> None:
+        """Note that a replica computes nothing: a step is the sign of its return."""
+        replica.stalled_steps = replica.steps_total
+        self._silence.given_up(replica, now_s)
+        replica.breaker.stalled(now_s)
 
     def _check_answers(self, replica: Replica) -> None:
         """Fence a replica that neither answers a probe nor sends anything: it is stopped or gone,
@@ -246,6 +261,8 @@ class Prober:
             state = "stalled" if health.state == "ready" else health.state
             self._fence(replica, state, health.reason)
             return
+        if self._has_silent_engine(replica, health.silent_ms / 1000, now_s):
+            return
         old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
         if (replica.is_fenced or old) and not await self._read_models(replica):
             return
@@ -270,6 +287,22 @@ class Prober:
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
         self._fleet.became_available()
+
+    def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:
+        """Return whether the engine behind a server that answers is stopped; fence it then, and
+        until it is heard again."""
+        engine = self._engines[replica]
+        engine.report(silent_s)
+        known_s = engine.known_s
+        if replica.is_fenced:
+            is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S
+        else:
+            is_silent = self._is_over(replica, known_s, engine.usual_s, now_s)
+        if is_silent:
+            if not replica.is_fenced:
+                self._give_up(replica, now_s)
+            self._fence(replica, "stalled", f"its engine has sent nothing for {known_s:.1f} s")
+        return is_silent
 
     async def _read_models(self, replica: Replica) -> bool:
         """Read the fingerprints; return whether they could be read."""

@@ -42,9 +42,9 @@ class Load:
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
     its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
     is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
-    has no output. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those of its
-    prompt; new_tokens: of these, what is not cached. ahead_tokens: that the replica had to compute
-    before it.
+    has no output. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those to compute
+    before it has output; new_tokens: of these, what is not cached. ahead_tokens: that the replica
+    had to compute before it.
     """
 
     tokens: int
@@ -76,7 +76,7 @@ class Replica:
         self.loads: set[Load] = set()
         self.backlog_tokens = 0
         self.queued_tokens = 0  # of prompts without output, to be computed
-        self._queued_prompt_tokens = 0  # of the same, cached ones too
+        self.prompt_tokens = 0  # of the same, cached ones too
         self.computed_tokens = 0  # of all requests, as far as the router has noticed
         self.num_long = 0
         self.steps_total = -1
@@ -85,6 +85,7 @@ class Replica:
         self.progress_s = 0.0
         self.used_s = 0.0
         self.num_beginning = 0  # when it failed last
+        self.num_handed_over = 0  # requests that were open then, until the prober has seen it
         self._answered_began_s = 0.0  # when the newest request with output was sent
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._longest_gap_s = self._longest_at_s = 0.0
@@ -113,7 +114,7 @@ class Replica:
         self.used_s = load.began_s
         self.backlog_tokens += load.tokens
         self.queued_tokens += load.new_tokens
-        self._queued_prompt_tokens += load.prompt_tokens
+        self.prompt_tokens += load.prompt_tokens
         self.num_long += load.is_long
         self.breaker.began()
 
@@ -135,13 +136,13 @@ class Replica:
     @property
     def expected_tokens(self) -> int:
         """Tokens of expected output."""
-        return self.backlog_tokens - self._queued_prompt_tokens
+        return self.backlog_tokens - self.prompt_tokens
 
     def _leave_queue(self, load: Load) -> None:
         """Count the prompt of an open request no more as one to be computed. Twice is once."""
         if load in self.loads:
             self.queued_tokens -= load.new_tokens
-            self._queued_prompt_tokens -= load.prompt_tokens
+            self.prompt_tokens -= load.prompt_tokens
             load.new_tokens = load.prompt_tokens = 0
 
     def is_beginning(self, load: Load) -> bool:
@@ -159,6 +160,7 @@ class Replica:
         was checked are the same one."""
         if not self.is_fenced:
             self.is_fenced = True
+            self.num_handed_over = len(self.loads)
             self.num_beginning = sum(map(self.is_beginning, self.loads))
 
     def computed_prompt(self, load: Load) -> None:

@@ -13,9 +13,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from quire.router.fleet import Fleet
+from quire.router.interruption import PHASES, Interruption
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0)
+_INTERRUPTION_SECONDS = (0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 10.0, 30.0)
 
 
 class RouterMetrics:
@@ -69,7 +71,28 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self._interruption_seconds = Histogram(
+            "quire_router_interruption_seconds",
+            "From the last event of a stream before its replica failed to the next one",
+            ("cause",),
+            buckets=_INTERRUPTION_SECONDS,
+            registry=registry,
+        )
+        self._phase_seconds = Histogram(
+            "quire_router_resume_phase_seconds",
+            "Parts of an interruption: until it is noted, sent elsewhere, and has output",
+            ("phase",),
+            buckets=_INTERRUPTION_SECONDS,
+            registry=registry,
+        )
         registry.register(_FleetCollector(fleet))
+
+    def resumed_after(self, interruption: Interruption, now_s: float) -> None:
+        """Note that an interrupted stream has its next event."""
+        self.resume_seconds.observe(interruption.resumed_s(now_s))
+        self._interruption_seconds.labels(interruption.cause).observe(interruption.whole_s(now_s))
+        for phase, seconds in zip(PHASES, interruption.phases_s(now_s), strict=True):
+            self._phase_seconds.labels(phase).observe(seconds)
 
     def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Read a gauge of a feature when metrics are scraped."""
@@ -102,6 +125,11 @@ class _FleetCollector(Collector):
             up.add_metric(names, float(replica.is_up))
             open_.add_metric(names, len(replica.loads))
             backlog.add_metric(names, replica.backlog_tokens)
-        yield from (up, open_, backlog)
+        held = GaugeMetricFamily(
+            "quire_router_held_requests",
+            "New requests that wait for streams that continue",
+            self._fleet.resumes.num_held,
+        )
+        yield from (up, open_, backlog, held)
         for count in self._fleet.policy.counts():
             yield GaugeMetricFamily(f"quire_router_{count.name}", count.text, count.value)

@@ -3,9 +3,10 @@
 Where replicas are overloaded, silence means little: a replica that is given up hands its requests
 to the others, which are silent next. So three signs of an overload lengthen the limits. A replica
 that was given up and is back at once doubles those of all, and a minute without such a false alarm
-halves them (as retransmission timers back off). Each other replica that was given up just before
-makes them four times as long. So does every moment in which no other replica works that could take
-over. Reads no clock. Always holds: a factor is between 1 and MAX_FACTOR.
+halves them (as retransmission timers back off). Each other replica that was given up just before,
+or failed with many requests that the others take over, makes them four times as long. So does every
+moment in which no other replica works that could take over. Reads no clock. Always holds: a factor
+is between 1 and MAX_FACTOR.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from quire.base.log import Log
 from quire.router.replica import Replica
 
 MAX_FACTOR = 8.0
-# A replica that answers again after less than this was slow; a stopped one stays away longer.
-BACK_WITHIN_S = 2.0
+# A replica that answers again after less than this was slow; a stopped one stays away longer. As
+# long as it may be silent at least, and half as long again.
+BACK_WITHIN_S = 1.5
 CALM_S = 60.0
 # So long after one replica the silence of another may have the same cause.
 TOGETHER_S, TOGETHER_FACTOR = 5.0, 4.0
@@ -45,6 +47,10 @@ class SilenceLimit:
     def given_up(self, replica: Replica, now_s: float) -> None:
         """Note that a replica counts as stopped."""
         self._given_up_s[replica] = self._lately_s[replica] = now_s
+
+    def failed(self, replica: Replica, now_s: float) -> None:
+        """Note that a replica has failed with many open requests."""
+        self._lately_s[replica] = now_s
 
     def works(self, replica: Replica, now_s: float) -> None:
         """Note that a replica answers and computes."""

@@ -88,7 +88,7 @@ class Scheduler:
         self._beams, self._backpressure = parts.beams, parts.backpressure
         self._preemptor, self._kv_loads = parts.preemptor, parts.kv_loads
         self._extensions, self._drafts = parts.extensions, parts.drafts
-        self._background = parts.background
+        self._background, self._continued = parts.background, parts.continued
         self.lengths, self.predictor = parts.lengths, parts.predictor
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
@@ -133,6 +133,8 @@ class Scheduler:
         if request.background:
             self._background.note(sequence)
             self.add_gate(self._background)
+        if len(request.output_ids) and self._continued is not None:
+            self._continued.note(sequence)
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None
         if waiting is sequence:

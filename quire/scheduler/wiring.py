@@ -31,6 +31,7 @@ from quire.scheduler.preemption.preemption_stats import PreemptionStats
 from quire.scheduler.preemption.preemptor import Preemptor
 from quire.scheduler.preemption.priority_preemption import PriorityPreemption
 from quire.scheduler.preemption.victims import Victims
+from quire.scheduler.prefill.continued_first import ContinuedFirst
 from quire.scheduler.prefill.layered import LayeredChunks
 from quire.scheduler.prefill.prompt_shares import PromptShares
 from quire.scheduler.prefix_pins import PrefixPins
@@ -88,6 +89,7 @@ class Parts:
     drafts: DraftRows | None
     hand_overs: HandOvers | None
     background: BackgroundRows
+    continued: ContinuedFirst | None
     extensions: tuple[StepExtension, ...]
 
 
@@ -127,8 +129,8 @@ def wire(
     extensions: list[StepExtension] = [pins, backpressure]
     if limits.micro_batches:
         extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
-    if shares.has_ceilings:
-        extensions.append(TenantCeilings(preemptor))
+    extensions += [TenantCeilings(preemptor)] if shares.has_ceilings else []
+    extensions += [continued] if (continued := _continued_first(limits, batch, policy)) else []
     by_priority = None
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
@@ -138,10 +140,8 @@ def wire(
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
-    hand_overs = None
-    if cache.tiers is not None and cache.tiers.tier.exchanges:
-        hand_overs = _hand_overs(batch, cache)
-        extensions.append(hand_overs)
+    hand_overs = _hand_overs(batch, cache)
+    extensions += [hand_overs] if hand_overs is not None else []
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
     obstacles = requests.history.obstacles
@@ -169,11 +169,23 @@ def wire(
         drafts=drafts,
         hand_overs=hand_overs,
         background=background,
+        continued=continued,
         extensions=tuple(extensions),
     )
 
 
-def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
+def _continued_first(
+    limits: SchedulerLimits, batch: RunningBatch, policy: Policy
+) -> ContinuedFirst | None:
+    """Return steps for streams that continue, where nothing else says which rows stand back."""
+    if limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption:
+        return None
+    return ContinuedFirst(batch)
+
+
+def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers | None:
+    if cache.tiers is None or not cache.tiers.tier.exchanges:
+        return None
     from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
 
     return HandOvers(batch, cache)

@@ -49,6 +49,10 @@ def test_every_answer_equals_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -
     assert found["done"]["answers"] >= 8
     assert found["router"]["resumed_streams"] > 0
     assert found["router"]["broken_streams"] == 0
+    interruptions = found["interruptions"]
+    assert 0 < interruptions["all"]["streams"] <= found["router"]["resumed_streams"]
+    assert interruptions["all"]["seconds_at_most"]["+Inf"] == interruptions["all"]["streams"]
+    assert sum(interruptions[kind]["streams"] for kind in KINDS) <= interruptions["all"]["streams"]
     assert found["router"]["streamed_tokens_without_faults"] > 500
     assert sum(found["faults"][kind]["count"] for kind in KINDS) == 2
     assert found["machine"]["cores"] >= 1

@@ -134,6 +134,10 @@ def _output_ids(given: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
         raise InvalidParameter(
             f"output_ids is {found}; a list of the answer's token ids is needed", param=PARAM
         )
+    if set(map(type, token_ids)) <= {int} and (
+        not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
+    ):
+        return tuple(token_ids)
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise InvalidParameter(

@@ -27,20 +27,20 @@ def check_output_ids(
     max_tokens: of the whole answer. stop_ids: tokens that end it.
     """
     check_combination(sampling)
-    for token_id in output_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidParameter(
-                f"output_ids holds token id {token_id}; the model has ids 0 to {vocab_size - 1}",
-                param=PARAM,
-            )
+    if not (min(output_ids) >= 0 and max(output_ids) < vocab_size):
+        outside = next(id_ for id_ in output_ids if not 0 <= id_ < vocab_size)
+        raise InvalidParameter(
+            f"output_ids holds token id {outside}; the model has ids 0 to {vocab_size - 1}",
+            param=PARAM,
+        )
     if len(output_ids) >= max_tokens:
         raise InvalidParameter(
             f"output_ids has {len(output_ids)} tokens and the answer may have {max_tokens} "
             "(max_tokens counts them too); it is complete: raise max_tokens to go on",
             param=PARAM,
         )
-    ended = next((id_ for id_ in output_ids if id_ in stop_ids), None)
-    if ended is not None:
+    if not set(stop_ids).isdisjoint(output_ids):
+        ended = next(id_ for id_ in output_ids if id_ in stop_ids)
         raise InvalidParameter(
             f"output_ids holds token {ended}, which ends an answer; leave out that token and what "
             "follows it, or set ignore_eos",

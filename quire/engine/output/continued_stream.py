@@ -2,7 +2,8 @@
 
 The known tokens are replayed into the same detokenizer and stop strings that made their text the
 first time, so the stream goes on where the original was, held text included. What the known tokens
-had delivered comes once, as `known` of the first delta, for readers with a state of their own.
+had delivered comes once, as `known` of the first delta, for readers with a state of their own; it
+has no log-probabilities.
 Always holds: all other text, ids and log-probabilities are of what follows.
 """
 
@@ -16,7 +17,12 @@ from msgspec import structs
 from quire.base.records import FinishReason, Request, RequestOutput, TokenLogprobs
 from quire.engine.output.output_stream import OutputStream
 from quire.engine.output.text_delta import PLAIN_TEXT, TextDelta, TextRules
+from quire.engine.output.token_text import TokenText
 from quire.text.tokenizer import Tokenizer
+
+# In place of the log-probabilities of known tokens, which nothing reads.
+_UNKNOWN = TokenLogprobs(token_id=0, logprob=math.nan)
+_UNKNOWN_TEXT = TokenText(token_id=0, text="", raw=b"", logprob=math.nan)
 
 
 class ContinuedStream(OutputStream):
@@ -63,12 +69,9 @@ class ContinuedStream(OutputStream):
 
     def _replay(self, request: Request) -> None:
         """Make the text of the known tokens. Their log-probabilities are not known."""
-        nothing = (math.nan,) * len(request.sampling.logprob_token_ids)
         token_ids = tuple(request.output_ids.tolist())
-        logprobs = tuple(
-            TokenLogprobs(token_id=token_id, logprob=math.nan, listed=nothing)
-            for token_id in token_ids
-        )
+        has_logprobs = request.sampling.logprobs is not None
+        logprobs = (_UNKNOWN,) * len(token_ids) if has_logprobs else ()
         self._keep(super().push(RequestOutput(request.request_id, token_ids, logprobs)))
 
     def _keep(self, delta: TextDelta | None) -> None:
@@ -77,14 +80,13 @@ class ContinuedStream(OutputStream):
             return
         if delta.finish_reason is not None:
             self._final, self.finished = delta, False
-        delta = structs.replace(delta, finish_reason=None, stop_reason=None)
+        delta = structs.replace(delta, finish_reason=None, stop_reason=None, logprobs=())
         known = self._known
         if known is not None:
             delta = structs.replace(
                 delta,
                 text=known.text + delta.text,
                 token_ids=known.token_ids + delta.token_ids,
-                logprobs=known.logprobs + delta.logprobs,
                 token_chars=known.token_chars + delta.token_chars,
             )
         self._known = delta
@@ -94,6 +96,13 @@ class ContinuedStream(OutputStream):
             return delta
         known, self._known = self._known, None
         return structs.replace(delta, known=known)
+
+    def _token_text(self, token: TokenLogprobs, num_chars: int) -> TokenText:
+        """As of OutputStream; a known token only counts its characters."""
+        if token is not _UNKNOWN:
+            return super()._token_text(token, num_chars)
+        self._num_chars += num_chars
+        return _UNKNOWN_TEXT
 
     def _end(self, delta: TextDelta) -> TextDelta | None:
         """Return the last delta of an answer that was whole already."""

@@ -1,9 +1,9 @@
-"""Heartbeat: report about once a second that a long step makes progress.
+"""Heartbeat: report four times a second that the engine's process lives while it has work.
 
-A step may take longer than the watchdog of a client waits; the executor's counter of operations
-shows progress. Costs an event a second while plans are in flight and nothing otherwise. Reads no
-clock: it counts its own periods. Always holds: a beat is sent only if operations were done and no
-plan was collected since the last check.
+A step may take longer than a client waits for a sign of life. A beat has the executor's counter of
+operations, which shows whether the step makes progress as well. Costs some events a second where
+steps are long and nothing otherwise. Reads no clock: it counts its own periods. Always holds: a
+beat is sent only if the engine has work and has collected no plan since the last check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from quire.engine.core import StepCounts
 
-_PERIOD_S = 1.0
+_PERIOD_S = 0.25
 
 
 class Heartbeat:
@@ -42,15 +42,14 @@ class Heartbeat:
         self._thread.join()
 
     def _watch(self) -> None:
-        steps, seen = self._steps, (-1, -1)
+        steps, num_collected = self._steps, -1
         while True:
-            steps.active.wait()  # set by the next submitted plan
+            steps.active.wait()  # set by each step that is tried
             if self._ended.wait(self._period_s):
                 return
             steps.active.clear()
             if steps.num_submitted > steps.num_collected:
                 steps.active.set()
-                now = (steps.num_collected, self._ops_done())
-                if now[0] == seen[0] and now[1] != seen[1]:
-                    self._beat(now[1])
-                seen = now
+            if steps.num_collected == num_collected:
+                self._beat(self._ops_done())
+            num_collected = steps.num_collected

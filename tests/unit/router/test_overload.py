@@ -138,7 +138,38 @@ def test_a_killed_replica_hands_over_its_own_streams_and_no_others() -> None:
     run_virtual(story())
 
 
-@pytest.mark.parametrize(("fault", "limit_s"), [("is_stopped", 1.5), ("hangs", 2.2)])
+def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while() -> None:
+    """Their servers read all those requests at once: neither answers nor tokens come meanwhile."""
+
+    def busy(now_s: float) -> float:
+        return 1.8 if 105.5 < now_s < 108.0 else 0.01
+
+    async def story() -> None:
+        servers = servers_of(calm)
+        servers[1] = SteppedServer(1, lambda now_s, count: CALM_STEP_S + busy(now_s), busy)
+        fleet = VirtualFleet(servers, **SETTINGS)
+        await fleet.router.start()
+
+        async def kill() -> None:
+            await asyncio.sleep(6.0)
+            fleet.servers[0].kill()
+
+        try:
+            streams = fleet.open_streams(60, 60)
+            await kill()
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(60)
+            assert len(fleet.servers[0].requests) == 20
+            assert fleet.router.count("quire_router_resumed_streams_total") == 20
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit_s"), [("is_stopped", 1.5), ("is_frozen", 1.7), ("hangs", 2.2)]
+)
 def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_s: float) -> None:
     """In virtual seconds, which no load of this machine changes."""
 

@@ -22,6 +22,8 @@ __all__ = ["SteppedServer", "VirtualFleet", "run_virtual", "whole_answer"]
 
 # Prompts that a step computes, those of streams that continue included.
 PROMPTS_A_STEP = 64
+# After so long without a step an engine says that it lives.
+BEAT_S = 0.25
 
 
 class _Link:
@@ -51,7 +53,8 @@ class _Stream:
 class SteppedServer:
     """One server. step_s: returns how long a step takes by the time and the open streams. health_s:
     how long /health takes by the time. Both, and the steps, stand still while `is_stopped`; the
-    steps alone while `hangs`."""
+    steps alone while `hangs`, and the engine's signs of life as well while its process
+    `is_frozen`."""
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class SteppedServer:
         self.url = f"http://10.0.0.{number + 1}:8000"
         self.requests: list[dict[str, Any]] = []
         self.steps_total = 0
-        self.is_stopped = self.hangs = self.is_killed = False
+        self.is_stopped = self.hangs = self.is_frozen = self.is_killed = False
+        self._spoke_s = 0.0  # when the engine sent something
         self._step_s, self._health_s = step_s, health_s
         self._streams: list[_Stream] = []
         self._loop = asyncio.get_running_loop()
@@ -70,14 +74,18 @@ class SteppedServer:
     async def compute(self) -> None:
         """Run steps until cancelled."""
         while True:
-            if not self._streams or self.is_stopped or self.hangs:
+            if not self._streams or self._stands_still:
                 await asyncio.sleep(0.01)
                 continue
             now_s = self._loop.time()
             await asyncio.sleep(self._step_s(now_s, len(self._streams)))
-            while self.is_stopped or self.hangs:
+            while self._stands_still:
                 await asyncio.sleep(0.01)
             self._step()
+
+    @property
+    def _stands_still(self) -> bool:
+        return self.is_stopped or self.hangs or self.is_frozen
 
     def kill(self) -> None:
         """Close all connections, and take no more."""
@@ -88,6 +96,7 @@ class SteppedServer:
 
     def _step(self) -> None:
         self.steps_total += 1
+        self._spoke_s = self._loop.time()
         self._streams = [one for one in self._streams if not one.link.is_cut]
         num_prompts = 0
         for stream in list(self._streams):
@@ -135,7 +144,12 @@ class SteppedServer:
             await asyncio.sleep(0.01)
         if path == b"/v1/models":
             return 200, b'{"data":[{"id":"box","system_fingerprint":"fp_a"}]}'
+        silent_s = self._loop.time() - self._spoke_s
+        if not self.is_frozen:
+            silent_s = min(silent_s, BEAT_S)
+        silent_ms = 1000 * silent_s if self._streams else 0
         health = {"ok": True, "state": "ready", "pending": len(self._streams)}
+        health |= {"silent_ms": silent_ms}
         return 200, json.dumps({**health, "steps_total": self.steps_total}).encode()
 
     def close(self) -> None:

@@ -461,6 +461,35 @@ def test_operations_completed_within_a_long_step_are_progress(model: Path) -> No
     run(model, story, watchdog_s=0.1)
 
 
+def test_a_silent_engine_shows_in_its_health_while_it_has_work(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(rig: Rig) -> None:
+        now_ms = [1000.0]
+        monkeypatch.setattr(rig.client._clock, "now_ms", lambda: now_ms[0])
+        found = []
+
+        def later() -> None:
+            now_ms[0] += 700.0
+            found.append(rig.client.health().silent_ms)
+
+        later()  # without work nothing is expected
+        task = await _started(rig, rig.ask())
+        later()
+        for message in (Beat(ops_done=5), Beat(ops_done=5)):  # signs of life, without progress
+            rig.link.say(message)
+            later()
+        rig.link.tokens("r/0", 42, step=1)
+        later()
+        later()
+        rig.link.tokens("r/0", finish_reason=FinishReason.STOP, step=2)
+        later()
+        assert found == [0, 700, 700, 700, 700, 1400, 0]
+        await task
+
+    run(model, story)
+
+
 def test_unread_output_of_a_finished_request_is_not_pending(
     model: Path,
 ) -> None:

@@ -1,0 +1,87 @@
+"""ContinuedFirst: steps of their own for streams that continue, where many come at once.
+
+Another engine has failed then, and each of its streams has been interrupted for as long as that
+took to be noticed. A step with rows of all that run takes much longer than the rows of those that
+continue, so the others stand back for a few steps and then go on. A single request with output_ids
+changes nothing. Clients may send output_ids as well, so what they can take from others is bounded.
+Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all; where a running request has a
+target for the time between two tokens, none stands back.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from quire.scheduler.interfaces import StepExtension
+from quire.scheduler.plan_builder import Step
+from quire.scheduler.running_batch import Index, RunningBatch
+from quire.scheduler.sequence import NO_SLOT, SequenceState
+
+# So many continue at once where an engine has failed, and hardly ever otherwise.
+MIN_TOGETHER = 8
+# How many steps in a row the others stand back.
+MAX_IN_A_ROW = 3
+# After a step that could compute fewer, for lack of blocks or because their prompts are long, they
+# do not stand back for so many.
+REST_STEPS = 16
+
+
+class ContinuedFirst(StepExtension):
+    """Of one scheduler."""
+
+    is_active = False
+
+    def __init__(self, batch: RunningBatch) -> None:
+        self._batch = batch
+        self._pending: list[SequenceState] = []
+        self._num_in_a_row = self._num_to_rest = 0
+
+    def note(self, sequence: SequenceState) -> None:
+        """Note a request that continues an answer."""
+        self._pending.append(sequence)
+        self.is_active = True
+
+    def begin_step(self, step: Step) -> None:
+        """Leave out the others where enough of those that continue can be computed now."""
+        self._pending = [
+            one for one in self._pending if one.alive and math.isnan(one.times.first_token_ms)
+        ]
+        self.is_active = bool(self._pending)
+        others = None
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+        elif self._num_in_a_row < MAX_IN_A_ROW:
+            others = self._others()
+        if others is None:
+            self._num_in_a_row = 0
+            return
+        self._num_in_a_row += 1
+        step.deferred += others
+
+    def end_step(self, step: Step) -> None:
+        """Note whether the step was worth it."""
+        slots, batch = self._slots(), self._batch
+        if self._num_in_a_row:
+            num_rows = np.count_nonzero(batch.scheduled[slots] > batch.computed[slots])
+            self._num_to_rest = 0 if num_rows >= MIN_TOGETHER else REST_STEPS
+
+    def _slots(self) -> Index:
+        """Return the slots of those that continue and have no output yet."""
+        return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
+
+    def _others(self) -> list[int] | None:
+        """Return the slots that stand back; None where too few continue."""
+        batch, active = self._batch, self._batch.active
+        if len(self._pending) < MIN_TOGETHER or not len(active):
+            return None
+        slots = self._slots()
+        num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
+        num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
+        if num_waiting + num_unscheduled < MIN_TOGETHER:
+            return None
+        others = active[~np.isin(active, slots)]
+        if np.isfinite(batch.tpot_slo_ms[others]).any():
+            return None
+        return [slot for slot in others.tolist() if batch.sequence(slot).group is None]

@@ -1,0 +1,99 @@
+"""New requests wait for streams that continue: how many, which ones, and no longer than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from quire.router.resumes import MIN_STREAMS, Resumes
+from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.test_failover import ANSWER, _until, stream
+
+
+def test_only_many_streams_of_the_same_model_hold_a_request() -> None:
+    async def story() -> None:
+        resumes = Resumes()
+        for _ in range(MIN_STREAMS - 1):
+            resumes.began("a")
+        assert not await resumes.hold("a")
+        resumes.began("a")
+        assert not await resumes.hold("b")
+        held = asyncio.ensure_future(resumes.hold("a"))
+        await asyncio.sleep(0)
+        assert resumes.num_held == 1
+        resumes.ended("a")
+        assert await held
+        assert resumes.num_held == 0
+        for _ in range(MIN_STREAMS - 1):
+            resumes.ended("a")
+        assert not resumes._num_streams
+        assert not resumes._waiting
+
+    asyncio.run(story())
+
+
+def test_a_request_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.router.resumes.HOLD_S", 0.01)
+
+    async def story() -> None:
+        resumes = Resumes()
+        for _ in range(MIN_STREAMS):
+            resumes.began("a")
+        assert await resumes.hold("a")
+        assert resumes.num_held == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("times_out", [False, True])
+def test_a_new_request_is_sent_after_the_streams_that_continue(
+    times_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.router.resumes.HOLD_S", 0.05 if times_out else 600.0)
+    first, second = FakeReplica(), FakeReplica()
+    first.gate, second.gate = asyncio.Event(), asyncio.Event()
+    first.fails_after = 3
+    second.health |= {"ok": False, "state": "draining"}
+
+    async def story(router: Router) -> None:
+        streams = [asyncio.ensure_future(stream(router)) for _ in range(MIN_STREAMS)]
+        await _until(lambda: len(first.requests) == MIN_STREAMS)
+        second.health |= {"ok": True, "state": "ready"}
+        await _until(lambda: router.fleet.num_available == 2)
+        first.gate.set()
+        await _until(lambda: len(second.requests) == MIN_STREAMS)
+        first.fails_after = None
+        new = asyncio.ensure_future(stream(router, seed=77))
+        if not times_out:
+            await _until(lambda: router.count("quire_router_held_requests") == 1)
+            assert all("output_ids" in request for request in second.requests)
+            assert len(first.requests) == MIN_STREAMS
+            second.gate.set()
+        else:
+            await _until(lambda: len(first.requests + second.requests) == 2 * MIN_STREAMS + 1)
+            second.gate.set()
+        for answer in (*streams, new):
+            assert (await answer)[2] == ANSWER
+        assert router.count("quire_router_held_requests") == 0
+        assert router.count("quire_router_interruption_seconds_count") == MIN_STREAMS
+
+    run([first, second], story)
+
+
+def test_streams_whose_clients_leave_hold_nothing_any_more() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after, second.gate = 3, asyncio.Event()
+
+    async def story(router: Router) -> None:
+        second.health |= {"ok": False, "state": "draining"}
+        await _until(lambda: router.fleet.num_available == 1)
+        streams = [asyncio.ensure_future(stream(router)) for _ in range(MIN_STREAMS)]
+        resumes = router.fleet.resumes
+        await _until(lambda: resumes._num_streams.total() == MIN_STREAMS)
+        for one in streams:
+            one.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        assert not resumes._num_streams
+
+    run([first, second], story)

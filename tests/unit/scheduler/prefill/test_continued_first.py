@@ -1,0 +1,173 @@
+"""Streams that continue together: which steps are their own, and that no answer depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from quire.base.records import Request
+from quire.scheduler.policy.priority import PriorityFirst
+from quire.scheduler.prefill.continued_first import MAX_IN_A_ROW, MIN_TOGETHER, REST_STEPS
+from tests.unit.scheduler.fake_worker import make_request
+from tests.unit.scheduler.harness import Harness, Setup
+
+NUM_OLD = 4
+
+
+class Continuing(Harness):
+    """A harness with requests that may have known tokens of their answers."""
+
+    def alone(self, request: Request) -> list[int]:
+        return super().alone(request)[len(request.output_ids) :]
+
+    def continued(self, name: str, prompt: list[int], known: int, **options: int) -> Request:
+        """Return a request that continues its answer after so many tokens."""
+        request = make_request(name, prompt, **{"max_tokens": known + 6, **options})  # type: ignore[arg-type]
+        ids = super().alone(request)[:known]
+        return replace(request, output_ids=np.array(ids, np.int32))
+
+    @property
+    def last_rows(self) -> int:
+        return len(self.plans[-1].slots)
+
+
+def started(**changes: object) -> Continuing:
+    """Return a harness with some requests that generate."""
+    options = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 96,
+        "num_blocks": 600,
+        "prefix_caching": False,
+    }
+    harness = Continuing(Setup(**{**options, **changes}))  # type: ignore[arg-type]
+    for number in range(NUM_OLD):
+        harness.add(make_request(f"old{number}", [number, 2, 3], max_tokens=40))
+    harness.step()
+    harness.step()
+    return harness
+
+
+def add(harness: Continuing, count: int, known: int = 5, first: int = 0) -> None:
+    for number in range(first, first + count):
+        harness.add(harness.continued(f"new{number}", [7, number % 50, 9], known))
+
+
+def test_the_others_stand_back_for_one_step_of_all_that_continue() -> None:
+    harness = started()
+    add(harness, MIN_TOGETHER)
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER
+    assert all(len(harness.tokens[f"new{number}"]) == 1 for number in range(MIN_TOGETHER))
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER + NUM_OLD
+    harness.drain()
+    harness.check_end()
+
+
+def test_few_that_continue_run_beside_the_others() -> None:
+    harness = started()
+    add(harness, MIN_TOGETHER - 1)
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER - 1 + NUM_OLD
+    harness.drain()
+    harness.check_end()
+
+
+def test_prompts_that_are_new_change_nothing() -> None:
+    harness = started()
+    for number in range(2 * MIN_TOGETHER):
+        harness.add(make_request(f"new{number}", [7, number, 9], max_tokens=6))
+    harness.step()
+    assert harness.last_rows == 2 * MIN_TOGETHER + NUM_OLD
+    harness.drain()
+    harness.check_end()
+
+
+def test_the_others_have_every_fourth_step_however_many_continue() -> None:
+    harness = started(max_num_seqs=128)
+    has_old = []
+    for number in range(12):
+        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
+        before = len(harness.tokens["old0"])
+        harness.step()
+        has_old.append(len(harness.tokens["old0"]) > before)
+    assert has_old == 3 * ([False] * MAX_IN_A_ROW + [True])
+    harness.drain()
+    harness.check_end()
+
+
+def test_nothing_stands_back_for_requests_that_cannot_run() -> None:
+    harness = started(max_num_seqs=NUM_OLD)
+    add(harness, MIN_TOGETHER)
+    harness.step()
+    assert harness.last_rows == NUM_OLD, "no slot is free"
+    harness.drain()
+    harness.check_end()
+    harness = started(num_blocks=NUM_OLD * 12)
+    add(harness, MIN_TOGETHER, known=40)  # more than the blocks that are left
+    num_old = len(harness.tokens["old0"])
+    for _ in range(REST_STEPS):
+        harness.step()
+    assert len(harness.tokens["old0"]) - num_old >= REST_STEPS - 1, (
+        "but for the step that was tried"
+    )
+    harness.drain()
+    harness.check_end()
+
+
+def test_long_prompts_of_streams_that_continue_share_the_steps_of_others() -> None:
+    """A step of their own would have few of them."""
+    harness = started(max_num_batched_tokens=64)
+    add(harness, MIN_TOGETHER, known=40)
+    num_old = len(harness.tokens["old0"])
+    for _ in range(8):
+        harness.step()
+    assert len(harness.tokens["old0"]) - num_old >= 7
+    harness.drain()
+    harness.check_end()
+
+
+def test_a_target_for_the_time_between_tokens_is_kept() -> None:
+    harness = started()
+    harness.add(make_request("timed", [1, 2], max_tokens=20, tpot_slo_ms=50.0))
+    harness.step()
+    add(harness, MIN_TOGETHER)
+    harness.step()
+    assert harness.last_rows > MIN_TOGETHER
+    harness.drain()
+    harness.check_end()
+
+
+@pytest.mark.parametrize("changes", [{"tpot_target_ms": 50.0}, {"policy": lambda: PriorityFirst()}])
+def test_priorities_and_targets_of_the_server_count_first(changes: dict[str, object]) -> None:
+    harness = started(**changes)
+    add(harness, MIN_TOGETHER)
+    before = len(harness.tokens["old0"])
+    harness.step()
+    assert len(harness.tokens["old0"]) == before + 1
+    harness.drain()
+    harness.check_end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_answer_is_the_answer_alone(seed: int) -> None:
+    """With preemptions, aborts, two plans in flight and chunks of known tokens."""
+    chance = Random(seed)
+    harness = started(
+        plans_in_flight=1 + seed % 2,
+        num_blocks=chance.choice((120, 400)),
+        max_num_batched_tokens=chance.choice((16, 96)),
+        prefix_caching=bool(seed % 3),
+    )
+    for number in range(24):
+        known = chance.randrange(1, 20)
+        harness.add(harness.continued(f"new{number}", [number % 3, 5], known))
+        if chance.random() < 0.2:
+            harness.step()
+        if chance.random() < 0.1:
+            harness.abort(f"new{chance.randrange(number + 1)}")
+    harness.drain()
+    harness.check_end()
