@@ -140,7 +140,7 @@ def wire(
         extensions.append(drafts)  # last: drafts take what all rows leave
     hand_overs = None
     if cache.tiers is not None and cache.tiers.tier.exchanges:
-        hand_overs = _hand_overs(batch, cache)
+        hand_overs = _hand_overs(limits, batch, cache)
         extensions.append(hand_overs)
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
@@ -173,10 +173,10 @@ def wire(
     )
 
 
-def _hand_overs(batch: RunningBatch, cache: CacheManager) -> HandOvers:
+def _hand_overs(limits: SchedulerLimits, batch: RunningBatch, cache: CacheManager) -> HandOvers:
     from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
 
-    return HandOvers(batch, cache)
+    return HandOvers(batch, cache, step_tokens=limits.max_num_batched_tokens)
 
 
 def _keeps_evicted(cache: CacheManager) -> bool:
