@@ -34,8 +34,8 @@ class _HandOver:
 class HandOvers(StepExtension):
     """The prompts of one scheduler that are handed over, by request id.
 
-    A prompt may have two users: an engine that fetches its blocks, and a store. step_tokens: most of
-    one step.
+    A prompt may have two users: an engine that fetches its blocks, and a store. step_tokens: the
+    largest step.
     """
 
     def __init__(self, batch: RunningBatch, cache: CacheManager, *, step_tokens: int) -> None:
