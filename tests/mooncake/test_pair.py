@@ -139,7 +139,7 @@ def test_servers_go_on_when_engine_or_master_is_killed_or_hangs(servers: Servers
         finally:
             master.go_on()
         received = decode.metric("quire_kv_transfer_received_blocks_total")
-        assert received >= 18
+        assert received >= 18, (failures(decode), decode.stderr()[-6000:], prefill.stderr()[-3000:])
         decode.until(
             lambda: decode.metric("quire_kv_transfer_fetching") == 0, "the transfer has ended"
         )
