@@ -37,7 +37,7 @@ BACKENDS = [
         "nixl", marks=pytest.mark.skipif(not nixl_is_installed(), reason="no NIXL (make nixl)")
     ),
 ]
-STORE_TIMEOUT_S = 1.0
+STORE_TIMEOUT_S = 4.0
 
 
 @pytest.fixture
@@ -123,7 +123,8 @@ def test_servers_go_on_when_engine_or_master_is_killed_or_hangs(servers: Servers
     with servers.start("decode") as decode, servers.start("prefill") as prefill:
         bodies = [{**drawn(random, 300), "cache_salt": f"s{at}"} for at in range(5)]
         wanted = [answer_of(prefill.post(path, body)) for body in bodies[:4]]
-        prefill.until(lambda: prefill.metric("quire_kv_store_put_blocks_total") >= 4 * 18, "put")
+        num_put = "quire_kv_store_put_blocks_total"
+        prefill.until(lambda: prefill.metric(num_put) >= 4 * 18, "all blocks are stored")
 
         # From the store alone, and over the link with a store that has it all.
         assert answer_of(decode.post(path, bodies[0])) == wanted[0]
@@ -144,13 +145,13 @@ def test_servers_go_on_when_engine_or_master_is_killed_or_hangs(servers: Servers
             lambda: decode.metric("quire_kv_transfer_fetching") == 0, "the transfer has ended"
         )
 
-        # What the prefill engine's memory held is gone with it, and the master does not know yet.
+        # What the prefill engine's memory held is gone with it, and the master does not know yet;
+        # other blocks lie in the memory of the decode engine.
         _, params = handed_over(prefill, bodies[3])
         for pid in engines_of(prefill):
             kill(pid)
         prefill.kill()
         assert answer_of(decode.post(path, {**bodies[3], PARAMS: params})) == wanted[3]
-        assert sum(failures(decode).values()) >= 1
 
         master.kill()
         alone = answer_of(decode.post(path, bodies[4]))
