@@ -22,7 +22,7 @@ from tests.exact.test_disaggregation import key, nixl_is_installed
 from tests.exact.test_disaggregation_and_store import compare_on_pairs
 from tests.mooncake.master import Master, skip_without_mooncake
 from tests.serve.running_server import RunningServer, engines_of, kill
-from tests.serve.test_disaggregation import PARAMS, answer_of, drawn, failures, handed_over
+from tests.serve.test_disaggregation import PARAMS, answer_of, drawn, handed_over
 from tests.tiny_models import write_tiny_llama
 
 __all__ = ["key"]
@@ -140,7 +140,7 @@ def test_servers_go_on_when_engine_or_master_is_killed_or_hangs(servers: Servers
         finally:
             master.go_on()
         received = decode.metric("quire_kv_transfer_received_blocks_total")
-        assert received >= 18, (failures(decode), decode.stderr()[-6000:], prefill.stderr()[-3000:])
+        assert received >= 18, failures(decode)  # of which the store says nothing
         decode.until(
             lambda: decode.metric("quire_kv_transfer_fetching") == 0, "the transfer has ended"
         )
