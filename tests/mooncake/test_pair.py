@@ -22,7 +22,7 @@ from tests.exact.test_disaggregation import key, nixl_is_installed
 from tests.exact.test_disaggregation_and_store import compare_on_pairs
 from tests.mooncake.master import Master, skip_without_mooncake
 from tests.serve.running_server import RunningServer, engines_of, kill
-from tests.serve.test_disaggregation import PARAMS, answer_of, drawn, handed_over
+from tests.serve.test_disaggregation import PARAMS, answer_of, drawn, failures, handed_over
 from tests.tiny_models import write_tiny_llama
 
 __all__ = ["key"]

@@ -1,13 +1,13 @@
 """Fetching: requests for which KV blocks of the prompt come from other engines.
 
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
-where that is predicted to cost less than computing them here (scheduler/cost/prefill_placement.py):
-by the load that was seen of the peer, then by the one that it sends when the connection opens. What
-is fetched arrives in the exchange's store, and is loaded into the pool as from any tier; until it
-has arrived, or failed to, its request waits at a gate. Where there is a shared store (`levels`), it
-is asked first, and what it has is not fetched here. Knows jobs, peers, the map of places and
-requests; all of it in the engine's thread. Always holds: a request waits for jobs that are under
-way, and these end in time; whatever fails, missing blocks are computed.
+where that is predicted to cost less than computing them here (placement.py): by the load that was
+seen of the peer, then by the one that it sends when the connection opens. What is fetched arrives
+in the exchange's store, and is loaded into the pool as from any tier; until it has arrived, or
+failed to, its request waits at a gate. Where there is a shared store (`levels`), it is asked first,
+and what it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in
+the engine's thread. Always holds: a request waits for jobs that are under way, and these end in
+time; whatever fails, missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.cache.exchange_map import ExchangeMap
 from quire.engine.outside_blocks import Levels, can_use_outside_blocks
 from quire.engine.transfer.own_load import OwnLoad
 from quire.engine.transfer.peers import Peer, Peers
-from quire.scheduler.cost.prefill_placement import Placement
+from quire.engine.transfer.placement import Placement
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState

@@ -21,12 +21,12 @@ class OwnLoad:
     @property
     def num_decoding(self) -> int:
         """Requests that generate."""
-        return self._hand_overs.decoding()[0]
+        return self._hand_overs.generating()[0]
 
     def now(self) -> PrefillLoad:
         """Return it. A step of prompts also computes the rows that generate."""
         price, predictor = self._scheduler.speed.latest, self._scheduler.predictor
-        num_rows, num_positions = self._hand_overs.decoding()
+        num_rows, num_positions = self._hand_overs.generating()
         rows_ms = num_rows * (price.token_ms + price.score_ms)
         return PrefillLoad(
             queue_ms=predictor.drain_ms() if predictor.knows else 0.0,

@@ -61,7 +61,7 @@ class HandOvers(StepExtension):
         rest = self._cache.match(chain).rest
         return rest[len(self._tiers.run(rest)) :]
 
-    def decoding(self) -> tuple[int, int]:
+    def generating(self) -> tuple[int, int]:
         """Return how many running requests generate, and how many positions they attend to."""
         goals, scheduled = (
             one[self._batch.active] for one in (self._batch.goal, self._batch.scheduled)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from quire.base.prefill_load import PrefillLoad
-from quire.scheduler.cost.prefill_placement import ROUND_TRIP_MS, Placement
+from quire.engine.transfer.placement import ROUND_TRIP_MS, Placement
 from quire.scheduler.cost.step_cost import LinearCost
 
 HERE = PrefillLoad(
