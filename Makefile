@@ -49,7 +49,8 @@ gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs Py
 	@TRITON_INTERPRET=1 $(BIN)/python -m pytest -m gpu tests/gpu
 
 nixl: $(STAMP)-nixl  ## KV blocks through the NIXL library (without a GPU)
-	@$(BIN)/python -m pytest tests/unit/transfer/links/test_nixl.py tests/exact/test_disaggregation.py -k nixl
+	@$(BIN)/python -m pytest tests/unit/transfer/links/test_nixl.py \
+		tests/exact/test_disaggregation.py tests/exact/test_disaggregation_and_store.py -k nixl
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz
@@ -70,7 +71,7 @@ clients:  ## clients from PyPI and, with Node.js, from npm against live servers 
 	@PYTHONPATH=$(VENV)-clients/agents $(VENV)-clients/bin/python -m pytest -W ignore \
 		-k "agents or pydantic" tests/clients/test_frameworks.py
 
-mooncake: $(STAMP)-mooncake  ## Mooncake Store with its own library and master (needs libibverbs1 and libnl)
+mooncake: $(STAMP)-mooncake $(STAMP)-nixl  ## Mooncake Store with its library and master, also beside NIXL (needs libibverbs1, libnl)
 	@$(BIN)/python -m pytest -W ignore tests/mooncake
 
 clean:  ## remove the environment and everything built

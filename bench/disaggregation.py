@@ -44,6 +44,7 @@ import numpy as np
 
 from bench.checkpoints import random_checkpoint
 from quire.base.errors import SettingError
+from quire.base.prefill_load import PrefillLoad
 from quire.bench.machine import machine_card
 from quire.obs.timing import percentiles
 from quire.transfer.links.block_client import BlockClient, FetchJob, Source
@@ -492,6 +493,9 @@ class _NoDesk:
 
     def settle(self) -> None:
         pass
+
+    def load(self) -> PrefillLoad:
+        return PrefillLoad()
 
 
 def main(arguments: list[str]) -> None:

@@ -343,10 +343,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--model", default="")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/disaggregation_kills.json"))
+    parser.add_argument("--out", type=Path, default=Path("bench/results/disaggregation-kills.json"))
     args = parser.parse_args(arguments)
     result = run(args)
     print(json.dumps(result, indent=1))
+    seconds = result.pop("seconds")
+    print(f"{args.kills} kills in {seconds:.0f} s")  # of this machine, beside whatever else runs
     args.out.write_text(json.dumps({"machine": machine_card(), **result}, indent=1) + "\n")
     return 1 if result["problems"] else 0
 

@@ -22,6 +22,7 @@ class Failure(StrEnum):
     MISSING = "missing"  # the peer lost blocks before they were fetched
     NO_ROOM = "no_room"  # the memory for arriving blocks was full
     NO_PEER = "no_peer"  # every prefill engine failed recently
+    BUSY = "busy"  # computing here is faster than waiting for the prefill engine
     UNSUITED = "unsuited"  # the request needs its prompt computed here (prompt_logprobs, pooling)
 
 

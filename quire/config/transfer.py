@@ -77,8 +77,8 @@ class TransferConfig:
     )
     kv_transfer_fetch: Literal["cost", "always", "never"] = setting(
         "cost",
-        "when prompts are computed by a --kv-transfer-peer: cost, if moving the blocks is "
-        "predicted to be faster than computing them here; always; never",
+        "when prompts are computed by a --kv-transfer-peer: cost, if that is predicted to delay "
+        "all requests less than computing them here, by the load of both; always; never",
     )
 
     def __post_init__(self) -> None:

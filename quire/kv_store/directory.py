@@ -35,6 +35,8 @@ USED_AGAIN_NS = 30 * 10**9
 # Where engines claim so much at once, further claims are not seen, and computed twice.
 MAX_CLAIMS = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# A directory has the name of an entry; it stays, and the entry is not stored.
+_FOREIGN = (errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -76,7 +78,7 @@ class DirectoryStore:
             with self._files.open_folder(BLOCKS, name[:2]) as shard:
                 os.unlink(name, dir_fd=shard)
         except OSError as error:
-            if error.errno not in (*ABSENT, errno.EROFS):
+            if error.errno not in (*ABSENT, errno.EROFS, *_FOREIGN):
                 raise
 
     def claim(self, key: bytes, record: bytes) -> bool:
@@ -119,15 +121,14 @@ class DirectoryStore:
 
     def renew(self, key: bytes, record: bytes) -> None:
         """See SharedStore."""
-        with self._files.open_folder(CLAIMS) as claims:
+        with suppress(FileNotFoundError), self._files.open_folder(CLAIMS) as claims:
             found = _claim(claims, key.hex())
             if found is not None and found[0] == record:
-                with suppress(FileNotFoundError):
-                    os.utime(key.hex(), dir_fd=claims, follow_symlinks=False)
+                os.utime(key.hex(), dir_fd=claims, follow_symlinks=False)
 
     def release(self, key: bytes, record: bytes) -> None:
         """See SharedStore."""
-        with self._files.open_folder(CLAIMS) as claims:
+        with suppress(FileNotFoundError), self._files.open_folder(CLAIMS) as claims:
             found = _claim(claims, key.hex())
             if found is not None and found[0] == record:
                 _unlink(key.hex(), claims)
@@ -185,9 +186,12 @@ class DirectoryStore:
         try:
             with self._putting:
                 self._eviction.before(size)
-            self._write_file(key.hex(), value)
+            try:
+                self._write_file(key.hex(), value)
+            except FileNotFoundError:  # its directories were removed meanwhile
+                self._write_file(key.hex(), value)
         except OSError as error:
-            if error.errno == errno.EROFS:
+            if error.errno in (errno.EROFS, *_FOREIGN):
                 return False
             if error.errno not in _FULL:
                 raise

@@ -5,7 +5,8 @@ it: within memory, or by an asynchronous device, on which copies are queued and 
 goes to the tier later. One that comes is read beside the pool, checked, and copied into it. Fetches
 go first: requests wait for them. What has ended is kept until it is asked for. Knows no scheduler
 and no medium. Always holds: a copy handed in ends exactly once, but for fetches at the end of all;
-nothing unchecked reaches the pool; a medium that fails is not asked again, which is reported once.
+nothing unchecked reaches the pool; a medium that fails is not asked again, which is reported once;
+a lost device is not reported here, but by the engine, which ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.block_copies import BlockCopies, CopiesEnded, Tier
+from quire.base.errors import DeviceLost
 from quire.base.report import Report
 from quire.execute.executor import Executor
 from quire.runner.block_transport import BlockTransport, nothing
@@ -356,6 +358,10 @@ class TierMover:
             return False
         try:
             call()
+        except DeviceLost:  # the engine ends because of this, and logs the cause
+            self._is_broken = True
+            self.wake()
+            return False
         except Exception as error:  # noqa: BLE001  of a disk or a device; it ends the tier only
             self._is_broken = True
             self._report(

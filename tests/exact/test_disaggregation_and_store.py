@@ -12,20 +12,29 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Protocol
+
+import pytest
 
 from quire.base.kv_transfer import KVTransfer
 from quire.base.records import Request
 from quire.kv_store.directory import DirectoryStore
 from quire.kv_store.directory_files import StoreFiles
 from tests.exact.rig import Model
-from tests.exact.test_disaggregation import Engine, drawn, hand_over, key, running
+from tests.exact.test_disaggregation import (
+    Engine,
+    drawn,
+    hand_over,
+    key,
+    nixl_is_installed,
+    running,
+)
 from tests.exact.test_kv_store import tamper
 
 __all__ = ["key"]
@@ -70,6 +79,46 @@ def left_in(path: Path) -> list[Path]:
     return unfinished()
 
 
+class Place(Protocol):
+    """A store that can be lost, and used again."""
+
+    def settings(self, block_bytes: int) -> dict[str, Any]:
+        """Return what engines need for it."""
+
+    def tamper(self, random: Random) -> None:
+        """Change some of its values."""
+
+    def lose(self) -> None:
+        """Make it unreadable."""
+
+    def restore(self) -> None:
+        """Begin again without its values."""
+
+
+class DirectoryPlace:
+    """A small store in a directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def settings(self, block_bytes: int) -> dict[str, Any]:
+        """See Place."""
+        num_bytes = STORE_BLOCKS * max(block_bytes, 4096)
+        return {"kv_store": str(self.path), "kv_store_size": num_bytes}
+
+    def tamper(self, random: Random) -> None:
+        """See Place."""
+        tamper(self.path, random)
+
+    def lose(self) -> None:
+        """See Place."""
+        lose_blocks(self.path)
+
+    def restore(self) -> None:
+        """See Place."""
+        (self.path / "blocks").unlink()
+
+
 class Pair:
     """Two engines and their store, of which each can be lost and started again.
 
@@ -77,21 +126,27 @@ class Pair:
     """
 
     def __init__(
-        self, model: Model, path: Path, key: Path, block_bytes: int, roles: tuple[str, str]
+        self,
+        model: Model,
+        place: Place,
+        key: Path,
+        block_bytes: int,
+        roles: tuple[str, str],
+        **more: Any,
     ) -> None:
-        self._model, self.path = model, path
+        self._model, self.place = model, place
         self._roles = dict(zip(("prefill", "decode"), roles, strict=True))
         self.settings: dict[str, Any] = {
             "kv_transfer_key_file": str(key),
             "kv_transfer_size": 40 * block_bytes,
             "kv_transfer_timeout": 2.0,
-            "kv_store": str(path),
-            "kv_store_size": STORE_BLOCKS * max(block_bytes, 4096),
             "kv_store_buffer_size": 40 * block_bytes,
             "kv_store_fetch": "always",
             "kv_store_timeout": 1.0,
             "kv_cache_memory": 36 * block_bytes,
             "max_num_batched_tokens": 40,
+            **place.settings(block_bytes),
+            **more,
         }
         self.engines = {side: self._started(side) for side in self._roles}
         self.seen: Counter[str] = Counter()
@@ -101,14 +156,14 @@ class Pair:
         if what in self.engines:
             self.end(what)
         elif what == "store":
-            lose_blocks(self.path)
+            self.place.lose()
 
     def restore(self, what: str) -> None:
         """Begin again with what was lost."""
         if what in self.engines:
             self.engines[what] = self._started(what)
         elif what == "store":
-            (self.path / "blocks").unlink()
+            self.place.restore()
 
     def end(self, role: str) -> None:
         """End an engine; count what it did."""
@@ -127,41 +182,79 @@ class Pair:
 def test_a_pair_with_a_store_gives_the_answers_of_one_engine(
     models: list[Model], tmp_path: Path, key: Path
 ) -> None:
-    lines: list[str] = []
-    seen: Counter[str] = Counter()
-    by_model: dict[int, list[int]] = {}
-    for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
-        by_model.setdefault(drawn(number, NUM_MODELS)[0], []).append(number)
-    for at, numbers in by_model.items():
-        whole = Engine(models[at])
-        assert whole.card is not None
-        path, block_bytes = tmp_path / str(at), whole.card.block_bytes
-        pair = Pair(models[at], path, key, block_bytes, ROLES[at])
-        with running(whole):
-            try:
-                for number in numbers:
-                    lines += _compare(number, whole, pair)
-                    _settle(pair)
-            finally:
-                pair.end("prefill")
-                pair.end("decode")
-        assert not left_in(pair.path)
-        seen.update(pair.seen)
-    assert not lines, "\n".join(lines[:5])
+    numbers = range(FIRST_CASE, FIRST_CASE + NUM_CASES)
+    seen = compare_with_store(numbers, models[:NUM_MODELS], tmp_path, key)
     if NUM_CASES >= 8:
         assert min(seen["stored"], seen["received"]) >= MIN_BLOCKS, seen
 
 
-def _compare(number: int, whole: Engine, pair: Pair) -> list[str]:
+@pytest.mark.skipif(not nixl_is_installed(), reason="NIXL is not installed")
+def test_a_pair_with_a_store_and_blocks_through_nixl_gives_the_answers_of_one_engine(
+    models: list[Model], tmp_path: Path, key: Path
+) -> None:
+    numbers = range(FIRST_CASE + 100, FIRST_CASE + 100 + NUM_CASES)
+    seen = compare_with_store(numbers, models[1:2], tmp_path, key, kv_transfer_backend="nixl")
+    if NUM_CASES >= 8:
+        assert min(seen["stored"], seen["received"]) >= MIN_BLOCKS, seen
+
+
+def compare_with_store(
+    numbers: Sequence[int], models: Sequence[Model], root: Path, key: Path, **more: Any
+) -> Counter[str]:
+    """Compare cases on pairs, each model with a directory of its own; return what happened."""
+    seen: Counter[str] = Counter()
+
+    def place_of(at: int) -> DirectoryPlace:
+        return DirectoryPlace(root / str(at))
+
+    for at in compare_on_pairs(numbers, models, key, place_of, seen, **more):
+        assert not left_in(root / str(at))
+    return seen
+
+
+def compare_on_pairs(
+    numbers: Sequence[int],
+    models: Sequence[Model],
+    key: Path,
+    place_of: Callable[[int], Place],
+    seen: Counter[str],
+    **more: Any,
+) -> Iterator[int]:
+    """Compare the cases of each model on a pair with one engine; yield its number after them.
+
+    seen: what happened.
+    """
+    by_model: dict[int, list[int]] = {}
+    for number in numbers:
+        by_model.setdefault(drawn(number, len(models))[0], []).append(number)
+    for at, cases in by_model.items():
+        lines: list[str] = []
+        whole = Engine(models[at])
+        assert whole.card is not None
+        pair = Pair(models[at], place_of(at), key, whole.card.block_bytes, ROLES[at], **more)
+        with running(whole):
+            try:
+                for number in cases:
+                    lines += _compare(number, len(models), whole, pair)
+                    _settle(pair)
+            finally:
+                pair.end("prefill")
+                pair.end("decode")
+        assert not lines, "\n".join(lines[:5])
+        seen.update(pair.seen)
+        yield at
+
+
+def _compare(number: int, num_models: int, whole: Engine, pair: Pair) -> list[str]:
     """Run one case on the pair and on one engine; return the streams that differ."""
-    random, requests = Random(number), drawn(number, NUM_MODELS)[1]
+    random, requests = Random(number), drawn(number, num_models)[1]
     if not requests:  # all that were drawn need a tokenizer
         return []
     lost = LOST[number % len(LOST)]
     for streams in requests:
         whole.start(streams)
     fetched = [_handed_over(streams, pair.engines["prefill"], random) for streams in requests]
-    tamper(pair.path, random)
+    pair.place.tamper(random)
     for at, streams in enumerate(fetched):
         pair.engines["decode"].start(streams)
         if at == len(fetched) // 2:

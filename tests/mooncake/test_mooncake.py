@@ -6,11 +6,6 @@ Skipped where quire-llm[mooncake], or what its library needs of the system, is n
 
 from __future__ import annotations
 
-import importlib
-import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,56 +15,17 @@ import numpy as np
 import pytest
 
 from quire.base.kv_store import BreakerState, StoreFailure
-from quire.config.kv_store import StorePlace
 from quire.kv_store.entry import EntryFormat, keyed_seal
 from quire.kv_store.level import Fetched, SharedLevel
 from quire.kv_store.mooncake import MooncakeStore
+from tests.mooncake.master import START_S, Master, skip_without_mooncake
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.kv_store.test_store_client import NUM_BLOCKS, Node, prompt, request_of
 
-try:
-    importlib.import_module("mooncake.store")
-except (ImportError, OSError) as error:
-    pytest.skip(f"Mooncake cannot be loaded: {error}", allow_module_level=True)
+skip_without_mooncake()
 
-MASTER = shutil.which("mooncake_master") or str(Path(sys.executable).parent / "mooncake_master")
 BLOCK_BYTES = 1 << 16
-START_S = 30.0
 KEYS = [bytes([at]) * 16 for at in range(8)]
-
-
-class Master:
-    """A master at a free port."""
-
-    def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
-            self.port, metrics = one.getsockname()[1], other.getsockname()[1]
-        self._command = [MASTER, "--port", str(self.port), "--metrics_port", str(metrics)]
-        self.start()
-
-    def start(self) -> None:
-        """Start it, and wait until it listens."""
-        self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1.0).close()
-                return
-            except OSError:
-                time.sleep(0.05)
-        raise AssertionError("the master did not start")
-
-    def kill(self) -> None:
-        """Kill it."""
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def place(self) -> StorePlace:
-        """Where it is."""
-        return StorePlace(host="127.0.0.1", port=self.port)
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.clock import Clock
-from quire.base.errors import CapacityError, SettingError
+from quire.base.errors import SettingError
 from quire.base.kv_transfer import TransferCard
 from quire.base.log import Log
 from quire.base.report import Report
@@ -26,13 +26,14 @@ from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.transfer import TransferConfig, peer_address
-from quire.engine.assembly.memory_tier import Levels, MemoryTier
+from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
 from quire.engine.transfer.exchange import Exchange, Shared
 from quire.engine.transfer.fetching import Fetching, FetchTerms
 from quire.engine.transfer.handing import Handing
+from quire.engine.transfer.own_load import OwnLoad
 from quire.engine.transfer.peers import Peers
 from quire.execute.executor import Executor
 from quire.runner.mover_pair import MoverPair
@@ -93,16 +94,13 @@ class ExchangePort:
         memory. Raises SettingError and CapacityError.
         """
         settings, block_bytes = config.transfer, executor.block_bytes
-        num_blocks = settings.kv_transfer_bytes // block_bytes
-        if not num_blocks:
-            raise SettingError(
-                f"kv_transfer_bytes is {settings.kv_transfer_bytes}, and a block takes "
-                f"{block_bytes}: raise --kv-transfer-size to some blocks for each prompt at least"
-            )
+        room = RoomSetting("kv_transfer_bytes", "--kv-transfer-size", settings.kv_transfer_bytes)
+        rooms, num_blocks = [room], room.num_blocks(block_bytes)
         note = _note(settings, self, num_blocks * config.kv_block_tokens)
         if levels is not None:
             num_blocks, note = num_blocks + levels.num_blocks, f"{note}\n{levels.note}"
-        memory, segment = _memory(settings, num_blocks * block_bytes)
+            rooms.append(levels.room)
+        memory, segment = _memory(settings, num_blocks * block_bytes, rooms)
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
         exchange = make(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
@@ -192,10 +190,12 @@ def _started(
     ways = _ways(settings, opened, engine_id)
     leases = LeaseBook(clock.now_ms, 1000.0 * settings.kv_transfer_timeout_s)
     assert scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
+    own = OwnLoad(scheduler)
     handing = Handing(
         hand_overs=scheduler.hand_overs,
         tier=opened.exchange,
         leases=leases,
+        own=own,
         vocab_size=card.vocab_size,
         now_ms=clock.now_ms,
         report=report,
@@ -205,6 +205,7 @@ def _started(
         store=opened.store,
         tier=opened.exchange,
         peers=Peers([(host, number) for host, number in addresses if number]),
+        own=own,
         terms=FetchTerms(
             block_size=card.block_size,
             fetch=settings.kv_transfer_fetch,
@@ -303,19 +304,13 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
 
 
 def _memory(
-    settings: TransferConfig, num_bytes: int
+    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting]
 ) -> tuple[NDArray[np.uint8], OwnSegment | None]:
     """Return memory for blocks on their way, and the segment that it is, if others may map it."""
     if settings.hands_over and settings.kv_transfer_backend in ("auto", "shm"):
         segment = OwnSegment(num_bytes)
         return segment.memory, segment
-    try:
-        return np.empty(num_bytes, np.uint8), None
-    except MemoryError as error:
-        raise CapacityError(
-            f"kv_transfer_bytes is {settings.kv_transfer_bytes} and there is no memory for "
-            "it; lower --kv-transfer-size"
-        ) from error
+    return host_memory(num_bytes, rooms), None
 
 
 def _security(config: TransferConfig, key: bytes) -> LinkSecurity:

@@ -11,17 +11,15 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
 from quire.base.clock import Clock
-from quire.base.errors import CapacityError, SettingError
+from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.base.user_path import user_path
 from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.kv_store import KVStoreConfig, StorePlace, store_place
-from quire.engine.assembly.memory_tier import Levels, MemoryTier
+from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory
 from quire.engine.assembly.tier import OpenTier
 from quire.engine.core import EngineCore
 from quire.engine.kv_store.costs import StoreSettings
@@ -113,12 +111,9 @@ class StorePort:
         Raises SettingError.
         """
         settings, block_bytes = self.config, executor.block_bytes
-        num_blocks = settings.kv_store_buffer_bytes // block_bytes
-        if not num_blocks:
-            raise SettingError(
-                f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes}, and a block takes "
-                f"{block_bytes}: raise --kv-store-buffer-size to some blocks at least"
-            )
+        buffer_bytes = settings.kv_store_buffer_bytes
+        room = RoomSetting("kv_store_buffer_bytes", "--kv-store-buffer-size", buffer_bytes)
+        num_blocks = room.num_blocks(block_bytes)
         encoding = _encoding(settings, program, block_bytes)
         entries = EntryFormat(
             fingerprint=fingerprint,
@@ -146,6 +141,7 @@ class StorePort:
         return Levels(
             shared=shared,
             disk=disk,
+            room=room,
             num_blocks=num_blocks,
             note=f"shared KV store: {self.note}; room for {num_blocks * self._block_tokens} "
             f"tokens on their way{on_disk}",
@@ -156,7 +152,8 @@ class StorePort:
     ) -> OpenTier:
         """Allocate host memory for blocks of `levels`. Raises CapacityError."""
         block_bytes = executor.block_bytes
-        store = _host_memory(self.config, levels.num_blocks, block_bytes)
+        memory = host_memory(levels.num_blocks * block_bytes, [levels.room])
+        store = HostStore([memory], block_bytes)
         return MemoryTier(
             tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),
             mover=TierMover(executor, store, now_ms=clock.now_ms, report=report),
@@ -216,17 +213,6 @@ class StorePort:
         """Close a directory that was not opened as a store."""
         if self._files is not None:
             self._files.close()
-
-
-def _host_memory(settings: KVStoreConfig, num_blocks: int, block_bytes: int) -> HostStore:
-    try:
-        memory = np.empty(num_blocks * block_bytes, np.uint8)
-    except MemoryError as error:
-        raise CapacityError(
-            f"kv_store_buffer_bytes is {settings.kv_store_buffer_bytes} and there is no memory for "
-            "it; lower --kv-store-buffer-size"
-        ) from error
-    return HostStore([memory], block_bytes)
 
 
 def _encoding(settings: KVStoreConfig, program: Program, block_bytes: int) -> Int8Encoding | None:

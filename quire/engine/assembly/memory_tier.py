@@ -2,13 +2,20 @@
 
 A part of the wiring, like assemble.py: what exchange.py and kv_store.py fill and outside.py passes
 on. Loads neither.
+Always holds: memory in which no block fits, or which there is not, is refused by the settings that
+give its size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from quire.base.errors import CapacityError, SettingError
 from quire.engine.assembly.tier import OpenTier
 from quire.transfer.host import HostStore
 
@@ -17,13 +24,42 @@ if TYPE_CHECKING:
     from quire.kv_store.level import SharedLevel
 
 
+@dataclass(frozen=True, slots=True)
+class RoomSetting:
+    """A setting that says how much host memory there is for blocks on their way."""
+
+    name: str
+    flag: str
+    num_bytes: int
+
+    def num_blocks(self, block_bytes: int) -> int:
+        """Return how many blocks fit. Raises SettingError where none does."""
+        if self.num_bytes < block_bytes:
+            raise SettingError(
+                f"{self.name} is {self.num_bytes}, and a block takes {block_bytes}: raise "
+                f"{self.flag} to some blocks for each prompt at least"
+            )
+        return self.num_bytes // block_bytes
+
+
+def host_memory(num_bytes: int, settings: Sequence[RoomSetting]) -> NDArray[np.uint8]:
+    """Return memory of the size that `settings` give. Raises CapacityError."""
+    try:
+        return np.empty(num_bytes, np.uint8)
+    except MemoryError as error:
+        given = " and ".join(f"{one.name} is {one.num_bytes}" for one in settings)
+        flags = " or ".join(one.flag for one in settings)
+        raise CapacityError(f"{given}, and there is no memory for it; lower {flags}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levels:
     """A shared store, and the disk tier that is asked before it. num_blocks: places in host memory
-    for blocks on their way."""
+    for blocks on their way, which `room` gives."""
 
     shared: SharedLevel
     disk: DiskLevel | None
+    room: RoomSetting
     num_blocks: int
     note: str
 

@@ -94,6 +94,8 @@ class Exchange:
                 return None
         elif isinstance(message, Outputs):
             message.stats.transfer = self._reported = self.stats()
+            if self.server is not None:
+                self.handing.note_step()
             return self._seen(message)
         return message
 

@@ -1,12 +1,13 @@
 """Fetching: requests for which KV blocks of the prompt come from other engines.
 
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
-where that is predicted to be faster than computing them here. What is fetched arrives in the
-exchange's store, and is loaded into the pool as from any tier; until it has arrived, or failed to,
-its request waits at a gate. Where there is a shared store (`levels`), it is asked first, and what
-it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in the
-engine's thread. Always holds: a request waits for jobs that are under way, and these end in time;
-whatever fails, missing blocks are computed.
+where that is predicted to cost less than computing them here (placement.py): by the load that was
+seen of the peer, then by the one that it sends when the connection opens. What is fetched arrives
+in the exchange's store, and is loaded into the pool as from any tier; until it has arrived, or
+failed to, its request waits at a gate. Where there is a shared store (`levels`), it is asked first,
+and what it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in
+the engine's thread. Always holds: a request waits for jobs that are under way, and these end in
+time; whatever fails, missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire.base.kv_transfer import Failure, KVTransfer
 from quire.base.records import Request, RequestOutput
@@ -23,7 +24,9 @@ from quire.base.report import Field, Report
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
 from quire.engine.outside_blocks import Levels, can_use_outside_blocks
+from quire.engine.transfer.own_load import OwnLoad
 from quire.engine.transfer.peers import Peer, Peers
+from quire.engine.transfer.placement import Placement
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState
@@ -35,8 +38,6 @@ from quire.transfer.links.messages import TRANSFER_ID_BYTES
 _OF_THE_PEER = frozenset(
     {Failure.UNREACHABLE, Failure.REFUSED, Failure.CUT, Failure.TIMEOUT, Failure.BAD_BYTES}
 )
-# A transfer also takes a connection, and a plan to begin and one to go on.
-_ROUND_TRIP_MS = 3.0
 # Failures for one reason are logged at most so often; all are counted.
 _REPORT_EVERY_MS = 1_000.0
 _KEEP = 0.9  # what a transferred block leaves of the estimate before it
@@ -56,10 +57,13 @@ class FetchTerms:
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One job and the peer that was asked by this engine itself, if any."""
+    """One job, and the peer that was asked by this engine itself, if any, for the prompt of
+    `placement`. is_met: whether the load of the peer was taken in."""
 
     job: FetchJob
     peer: Peer | None
+    placement: Placement | None = None
+    is_met: bool = False
 
 
 @dataclass(slots=True)
@@ -71,14 +75,22 @@ class _Waiting:
 
 
 class _Link:
-    """A Link (see outside_blocks.py) of one request. keys: the blocks that it may bring; source:
-    the engine that has them; None: a peer computes them."""
+    """A Link (see outside_blocks.py) of one request. keys: the blocks that it may bring.
+
+    origin: the engine that has them; or what having a peer compute them costs.
+    """
 
     def __init__(
-        self, fetching: Fetching, request: Request, keys: Sequence[bytes], source: Source | None
+        self,
+        fetching: Fetching,
+        request: Request,
+        keys: Sequence[bytes],
+        origin: Source | Placement,
     ) -> None:
         self._fetching = fetching
-        self.request, self.keys, self.source = request, keys, source
+        self.request, self.keys = request, keys
+        self.source = origin if isinstance(origin, Source) else None
+        self.placement = origin if isinstance(origin, Placement) else None
 
     @property
     def block_ms(self) -> float:
@@ -106,6 +118,7 @@ class Fetching:
         store: HostStore,
         tier: ExchangeMap,
         peers: Peers,
+        own: OwnLoad,
         terms: FetchTerms,
         now_ms: Callable[[], float],
         report: Report,
@@ -113,7 +126,7 @@ class Fetching:
         assert scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
         self._scheduler, self._hand_overs = scheduler, scheduler.hand_overs
         self._store, self._tier = store, tier
-        self._peers, self._terms = peers, terms
+        self._peers, self._own, self._terms = peers, own, terms
         self._now_ms, self._report = now_ms, report
         self.block_ms = terms.block_ms
         self.client: BlockClient | None = None
@@ -178,16 +191,21 @@ class Fetching:
             return
         chain = self._hand_overs.chain(request, request.known_ids)
         keys = self._hand_overs.lacking(chain)
-        if keys and self._pays(len(chain.digests), len(keys)):
-            self._plan(_Link(self, request, keys, None))
+        if not keys:
+            return
+        placement = self._placement(len(chain.digests), len(keys))
+        now_ms = self._now_ms()
+        peer = self._peers.best(now_ms, placement.remote_ms)
+        if self._is_forced or placement.pays(None if peer is None else peer.load_at(now_ms)):
+            self._plan(_Link(self, request, keys, placement))
 
     def use(self, link: _Link, num_elsewhere: int) -> int:
         """See Link."""
         self._planned.pop(link.request.request_id, None)
         keys = link.keys[num_elsewhere:]
         if link.source is None:
-            return self._ask(link.request, keys) if keys else 0
-        has_own = self._fetch(link.request, keys, link.source, None)
+            return self._ask(link, keys) if keys else 0
+        has_own = self._fetch(link.request, keys, link.source)
         if not has_own:
             self._release_lease(link.source)
         return self._num_coming(keys)
@@ -216,6 +234,7 @@ class Fetching:
 
     def take_in(self) -> bool:
         """Take in ended jobs; return whether there were any."""
+        self._meet_peers()
         has_news = False
         for job in self.client.ended() if self.client is not None else ():
             if job in self._jobs:  # not cancelled before
@@ -242,16 +261,19 @@ class Fetching:
         self._planned[link.request.request_id] = link
         self.levels.begin(link.request, link)
 
-    def _ask(self, request: Request, keys: Sequence[bytes]) -> int:
+    def _ask(self, link: _Link, keys: Sequence[bytes]) -> int:
         """Have a peer compute a prompt for its last blocks `keys`; return how many come."""
-        num_blocks = len(request.known_ids) // self._terms.block_size
-        if not self._pays(num_blocks, len(keys)):
-            return 0
-        peer = self._peers.choose(self._now_ms())
+        request, now_ms = link.request, self._now_ms()
+        assert link.placement is not None, "of a link without a source"
+        size = self._terms.block_size
+        placement = link.placement.after((len(link.keys) - len(keys)) * size)
+        peer = self._peers.best(now_ms, placement.remote_ms)
         if peer is None:
             self.failures[Failure.NO_PEER] += 1
             return 0
-        num_tokens = num_blocks * self._terms.block_size
+        if not self._is_forced and not placement.pays(peer.load_at(now_ms)):
+            return 0
+        num_tokens = len(request.known_ids) // size * size
         source = Source(
             host=peer.host,
             port=peer.port,
@@ -259,8 +281,8 @@ class Fetching:
             salt=request.cache_salt,
             token_ids=request.known_ids[:num_tokens].astype("<i4").tobytes(),
         )
-        if not self._fetch(request, keys, source, peer):
-            self._peers.ended(peer, self._now_ms(), failed=False)
+        if self._fetch(request, keys, source, peer, placement):
+            peer.note_asked(placement.start, placement.end, now_ms)
         return self._num_coming(keys)
 
     def _num_coming(self, keys: Sequence[bytes]) -> int:
@@ -279,17 +301,32 @@ class Fetching:
             return
         self.client.start(FetchJob(source, (), ()))
 
-    def _pays(self, num_blocks: int, num_lacking: int) -> bool:
-        if self._terms.fetch == "always":
-            return True
-        size = self._terms.block_size
-        compute_ms = self._scheduler.speed.span_ms(
-            (num_blocks - num_lacking) * size, num_blocks * size
+    @property
+    def _is_forced(self) -> bool:
+        return self._terms.fetch == "always"
+
+    def _placement(self, num_blocks: int, num_lacking: int) -> Placement:
+        """Return what a prompt costs of which the last blocks lack.
+
+        Prompts that wait for blocks on their way are not computed here.
+        """
+        size, here = self._terms.block_size, self._own.now()
+        spared_ms = len(self._job_of) * size * here.token_ms
+        return Placement(
+            start=(num_blocks - num_lacking) * size,
+            end=num_blocks * size,
+            moving_ms=num_lacking * self.block_ms,
+            here=replace(here, queue_ms=max(here.queue_ms - spared_ms, 0.0)),
+            num_decoding=self._own.num_decoding,
         )
-        return _ROUND_TRIP_MS + num_lacking * self.block_ms < compute_ms
 
     def _fetch(
-        self, request: Request, keys: Sequence[bytes], source: Source, peer: Peer | None
+        self,
+        request: Request,
+        keys: Sequence[bytes],
+        source: Source,
+        peer: Peer | None = None,
+        placement: Placement | None = None,
     ) -> bool:
         """Begin to fetch blocks; return whether any are on their way because of this.
 
@@ -316,7 +353,9 @@ class Fetching:
             own.clear()
         if own and self.client is not None:
             job = FetchJob(source, own, places)
-            self._jobs[job] = _Fetch(job, peer)
+            if placement is not None and not self._is_forced:
+                job.accepts = placement.pays
+            self._jobs[job] = _Fetch(job, peer, placement)
             self._job_of |= dict.fromkeys(own, job)
             waiting.jobs.add(job)
             self.num_transfers += 1
@@ -344,6 +383,22 @@ class Fetching:
             for request_id in users:
                 self.levels.look_again(request_id)
 
+    def _meet_peers(self) -> None:
+        """Take in the loads of peers to which connections have opened."""
+        met = [one for one in self._jobs.values() if not one.is_met and one.job.load is not None]
+        for fetch in met:
+            peer, load = fetch.peer, fetch.job.load
+            if peer is None or load is None:
+                continue
+            # It sent this before it was asked for these prompts.
+            coming = [one for one in self._jobs.values() if one.peer is peer and not one.is_met]
+            load = load.as_fast_as(self._own.now())
+            spans = [one.placement for one in coming if one.placement is not None]
+            asked_ms = sum(load.prompt_ms(one.start, one.end) for one in spans)
+            peer.note_load(load, asked_ms, self._now_ms())
+        for fetch in met:
+            fetch.is_met = True
+
     def _note_end(self, fetch: _Fetch) -> None:
         """Count what a job brought, and why it brought no more."""
         job = fetch.job
@@ -356,9 +411,10 @@ class Fetching:
             self.block_ms = keep * self.block_ms + (1.0 - keep) * block_ms
         if job.failure is not None:
             self.failures[job.failure] += 1
+        if job.failure not in (None, Failure.BUSY):  # which is as intended
             self._report_failure(
                 "KV transfer failed; the blocks that lack are computed here",
-                reason=job.failure.value,
+                reason=str(job.failure),
                 detail=job.detail,
                 peer=f"{job.source.host}:{job.source.port}",
                 arrived_blocks=job.num_landed,
@@ -368,8 +424,10 @@ class Fetching:
             if job.is_cancelled:  # maybe before its thread has said anything
                 self._release_lease(job.source)
         else:
-            failed = job.failure in _OF_THE_PEER
-            self._peers.ended(fetch.peer, self._now_ms(), failed=failed)
+            failed, now_ms = job.failure in _OF_THE_PEER, self._now_ms()
+            if job.failure is Failure.BUSY and job.load is not None:  # it was not asked for this
+                fetch.peer.note_load(job.load.as_fast_as(self._own.now()), 0.0, now_ms)
+            self._peers.ended(fetch.peer, now_ms, failed=failed)
 
     def _report_failure(self, what: str, *, reason: str, **fields: Field) -> None:
         """Report a failure, unless one for this reason was reported a moment ago."""

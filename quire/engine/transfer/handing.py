@@ -15,12 +15,14 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.kv_transfer import KVTransfer
+from quire.base.prefill_load import PrefillLoad
 from quire.base.records import FinishReason, Request, RequestOutput
 from quire.base.report import Report
 from quire.base.sampling_params import SamplingParams
 from quire.cache.exchange_map import ExchangeMap
 from quire.engine.process.message_routing import STARTER
 from quire.engine.process.messages import Abort, Submit
+from quire.engine.transfer.own_load import OwnLoad
 from quire.scheduler.prefill.hand_over import HandOvers
 from quire.transfer.links.leases import LeaseBook
 from quire.transfer.links.messages import MessageError
@@ -37,11 +39,13 @@ class Handing:
         hand_overs: HandOvers,
         tier: ExchangeMap,
         leases: LeaseBook,
+        own: OwnLoad,
         vocab_size: int,
         now_ms: Callable[[], float],
         report: Report,
     ) -> None:
         self._hand_overs, self._tier, self._leases = hand_overs, tier, leases
+        self._own, self._load = own, own.now()
         self._vocab_size = vocab_size
         self._now_ms, self._report = now_ms, report
         self.wake: Callable[[], None] = lambda: None
@@ -101,7 +105,15 @@ class Handing:
         """See PrefillDesk."""
         self.wake()
 
+    def load(self) -> PrefillLoad:
+        """See PrefillDesk."""
+        return self._load
+
     # ---- the engine's thread
+
+    def note_step(self) -> None:
+        """Note that a step has ended, or a request has begun to wait: the load is another."""
+        self._load = self._own.now()
 
     def ordered(self) -> list[Submit | Abort]:
         """Return what other engines have ordered since this was called last."""

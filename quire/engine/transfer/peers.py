@@ -1,27 +1,56 @@
 """Peers: the prefill engines that a decode engine asks by itself, and which of them to ask next.
 
-The one with the fewest open transfers is asked. One that failed is left alone for a while, longer
-after each failure in a row. Knows addresses and times, no connection. Always holds: a peer is asked
-again in the end, because a failure fades.
+The one is asked at which a prompt is predicted to be there soonest. Each sends its load when a
+connection to it opens; from then on its queue shrinks with time and grows with what this engine
+asks of it, and after a while it counts as unknown, so that it is met again. One that failed is left
+alone for a while, longer after each failure in a row. Knows addresses and times, no connection.
+Always holds: a peer is asked again in the end, because a failure, a queue and a load fade.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from quire.base.prefill_load import PrefillLoad
 
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 1_000.0, 60_000.0
+# How long a load is believed.
+KNOWN_MS = 60_000.0
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One prefill engine. not_before_ms: when it may be asked again."""
+    """One prefill engine. not_before_ms: when it may be asked again.
+
+    load: as it was sent last, at known_ms; free_ms: when its queue is predicted to be empty.
+    """
 
     host: str
     port: int
     num_open: int = 0
     num_failures: int = 0
     not_before_ms: float = 0.0
+    load: PrefillLoad | None = None
+    known_ms: float = 0.0
+    free_ms: float = 0.0
+
+    def load_at(self, now_ms: float) -> PrefillLoad | None:
+        """Return its predicted load; None where it is not known, or no longer."""
+        if self.load is None or now_ms - self.known_ms > KNOWN_MS:
+            return None
+        return replace(self.load, queue_ms=max(self.free_ms - now_ms, 0.0))
+
+    def note_load(self, load: PrefillLoad, asked_ms: float, now_ms: float) -> None:
+        """Take in a load. asked_ms: of this engine's prompts that the load does not contain."""
+        self.load, self.known_ms = load, now_ms
+        self.free_ms = now_ms + load.queue_ms + asked_ms
+
+    def note_asked(self, start: int, end: int, now_ms: float) -> None:
+        """Note that a transfer begins, for which it computes positions start .. end - 1."""
+        self.num_open += 1
+        if self.load is not None:
+            self.free_ms = max(self.free_ms, now_ms) + self.load.prompt_ms(start, end)
 
 
 class Peers:
@@ -33,14 +62,15 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def choose(self, now_ms: float) -> Peer | None:
-        """Return the peer to ask, counted as open; None where all failed recently."""
+    def best(self, now_ms: float, delay_ms: Callable[[PrefillLoad | None], float]) -> Peer | None:
+        """Return the peer with the shortest delay, by its load; None where all failed recently.
+
+        Of equals, the one with the fewest open transfers.
+        """
         usable = [peer for peer in self._peers if peer.not_before_ms <= now_ms]
         if not usable:
             return None
-        peer = min(usable, key=lambda one: one.num_open)
-        peer.num_open += 1
-        return peer
+        return min(usable, key=lambda one: (delay_ms(one.load_at(now_ms)), one.num_open))
 
     def ended(self, peer: Peer, now_ms: float, *, failed: bool) -> None:
         """Note that a transfer has ended. failed: the peer is the cause."""
@@ -51,3 +81,4 @@ class Peers:
         pause_ms = min(FIRST_PAUSE_MS * 2.0**peer.num_failures, MAX_PAUSE_MS)
         peer.num_failures = min(peer.num_failures + 1, 16)
         peer.not_before_ms = now_ms + pause_ms
+        peer.load = None  # another process may be there next

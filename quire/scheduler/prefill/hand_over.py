@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from quire.base.records import Int32s, Request
 from quire.cache.chain import Chain
 from quire.cache.manager import CacheManager
@@ -32,12 +34,14 @@ class _HandOver:
 class HandOvers(StepExtension):
     """The prompts of one scheduler that are handed over, by request id.
 
-    A prompt may have two users: an engine that fetches its blocks, and a store.
+    A prompt may have two users: an engine that fetches its blocks, and a store. step_tokens: the
+    largest step.
     """
 
-    def __init__(self, batch: RunningBatch, cache: CacheManager) -> None:
+    def __init__(self, batch: RunningBatch, cache: CacheManager, *, step_tokens: int) -> None:
         assert cache.tiers is not None, "blocks are handed over through a tier"
         self._batch, self._cache = batch, cache
+        self.step_tokens = step_tokens
         self._tiers: TierTransfers = cache.tiers
         self._open: dict[str, _HandOver] = {}
 
@@ -56,6 +60,14 @@ class HandOvers(StepExtension):
         """Return the digests of the blocks after those that pool and tier have."""
         rest = self._cache.match(chain).rest
         return rest[len(self._tiers.run(rest)) :]
+
+    def generating(self) -> tuple[int, int]:
+        """Return how many running requests generate, and how many positions they attend to."""
+        goals, scheduled = (
+            one[self._batch.active] for one in (self._batch.goal, self._batch.scheduled)
+        )
+        generates = goals - scheduled <= 1
+        return int(np.count_nonzero(generates)), int(goals[generates].sum())
 
     def begin(self, request_id: str, chain: Chain) -> None:
         """Save the blocks of `chain`, a request's prompt, once they are computed or found."""

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.kv_transfer import Failure
+from quire.base.prefill_load import PrefillLoad
 from quire.transfer.links.block_server import BEAT_S, LOST_S
 from quire.transfer.links.channel import Channel, LinkTimeout
 from quire.transfer.links.checksum import checksum_of, copied
@@ -33,6 +34,7 @@ from quire.transfer.links.messages import (
     End,
     Fetch,
     Identity,
+    Load,
     MessageError,
     Prefill,
     Refusal,
@@ -67,12 +69,15 @@ class FetchJob:
 
     num_landed: leading blocks that are in their places. failure: why they are fewer; None where all
     are there, or the job was cancelled. receive_ms: time spent on their bytes. lock: held while a
-    place is written.
+    place is written. accepts: whether to go on at an engine with such a load; None: with any. load:
+    that of the other engine, once it is known.
     """
 
     source: Source
     digests: Sequence[bytes]
     places: Sequence[int]
+    accepts: Callable[[PrefillLoad], bool] | None = None
+    load: PrefillLoad | None = None
     began_s: float = field(default_factory=time.monotonic)
     num_landed: int = 0
     failure: Failure | None = None
@@ -213,7 +218,9 @@ class BlockClient:
         other = greet_as_fetcher(channel, self._security.key, self._identity)
         if source.engine_id and other.engine_id != source.engine_id:
             raise _Gave(Failure.EXPIRED, "another engine is at this address now; it was restarted")
-        reader = self._reader(channel, other)
+        way = self._way(channel, other)
+        self._take_load(job, channel)
+        reader = self._reader(way, channel, other)
         with contextlib.ExitStack() as ending:
             if reader is not None:
                 ending.callback(reader.close)
@@ -229,13 +236,29 @@ class BlockClient:
             with contextlib.suppress(OSError):
                 channel.send(Done(), within_s=LOST_S)
 
-    def _reader(self, channel: Channel, other: Identity) -> Reader | None:
-        """Read the other side's memory, where both can; None: bytes come on the connection."""
+    def _way(self, channel: Channel, other: Identity) -> str:
+        """Return how bytes travel. Raises Refused where both sides have no way in common."""
         way = way_of(handing=other, fetching=self._identity)
         if way is None:
             refusal = channel.receive(Refusal, within_s=LOST_S)
             assert isinstance(refusal, Refusal)
             raise Refused(refusal.reason)
+        return way
+
+    def _take_load(self, job: FetchJob, channel: Channel) -> None:
+        """Learn how busy the other engine is. Raises _Gave where the prompt is not asked for."""
+        said = channel.receive(Load, within_s=LOST_S)
+        assert isinstance(said, Load)
+        job.load = said.load
+        if job.accepts is None:
+            return
+        self._wake()  # the next prompt may be placed by it
+        if not job.accepts(said.load):
+            queue_ms = f"{said.load.queue_ms:.0f} ms"
+            raise _Gave(Failure.BUSY, f"its prompts take {queue_ms}; computing here is faster")
+
+    def _reader(self, way: str, channel: Channel, other: Identity) -> Reader | None:
+        """Read the other side's memory, where both can; None: bytes come on the connection."""
         opener = self._openers.get(way)
         if opener is None:
             return None

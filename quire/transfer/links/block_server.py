@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.base.prefill_load import PrefillLoad
 from quire.base.report import Report
 from quire.transfer.links import checksum
 from quire.transfer.links.channel import Channel, LinkClosed, LinkTimeout
@@ -32,6 +33,7 @@ from quire.transfer.links.messages import (
     End,
     Fetch,
     Identity,
+    Load,
     MessageError,
     Prefill,
     Refusal,
@@ -62,6 +64,9 @@ class PrefillDesk(Protocol):
 
     def settle(self) -> None:
         """Have the engine look at its leases soon."""
+
+    def load(self) -> PrefillLoad:
+        """Return how long prompts take here, as of the last step."""
 
 
 @dataclass(slots=True)
@@ -162,6 +167,7 @@ class BlockServer:
             )
             channel.send(Refusal(why), within_s=LOST_S)
             raise Refused(why)
+        channel.send(Load(self._desk.load()), within_s=LOST_S)
         if way in self._shared:
             channel.send(self._shared[way].message(), within_s=LOST_S)
         asked = channel.receive(Prefill, Fetch, Release, within_s=ASK_S)

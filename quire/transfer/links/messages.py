@@ -2,6 +2,7 @@
 
     Hello, Proof               version, nonces and proofs of the shared key
     Identity, Refusal          what computes the blocks on this side; why the other side is refused
+    Load                       how fast this side computes prompts, and how many come first
     Segment, Agent             where this side's blocks lie in shared memory, or for NIXL
     Prefill, Fetch             compute a prompt for me; send me the blocks with these digests
     Release                    nothing is fetched of a transfer, its lease can end
@@ -14,14 +15,16 @@ what `pack` gives, checks every length, and raises MessageError for anything els
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
 from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES
+from quire.base.prefill_load import PrefillLoad
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"QuireKVX"
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
@@ -425,6 +428,43 @@ class Agent:
         return cls(address, num_bytes, metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How long prompts take at the handing side, sent after each handshake."""
+
+    load: PrefillLoad
+
+    kind = 14
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<ddddIB")
+    max_bytes = LAYOUT.size
+
+    def pack(self) -> bytes:
+        """See Message."""
+        load = self.load
+        times_ms = (load.queue_ms, load.fixed_ms, load.token_ms, load.position_ms)
+        return self.LAYOUT.pack(*times_ms, load.step_tokens, load.is_measured)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Load:
+        """See Message."""
+        reader = _Reader(payload)
+        *times_ms, step_tokens, flag = reader.fields(cls.LAYOUT)
+        reader.end()
+        if not all(0.0 <= one < math.inf for one in times_ms) or step_tokens < 1 or flag > 1:
+            raise MessageError(f"a load has times of {times_ms} ms in steps of {step_tokens}")
+        queue_ms, fixed_ms, token_ms, position_ms = times_ms
+        return cls(
+            PrefillLoad(
+                queue_ms=queue_ms,
+                fixed_ms=fixed_ms,
+                token_ms=token_ms,
+                position_ms=position_ms,
+                step_tokens=step_tokens,
+                is_measured=bool(flag),
+            )
+        )
+
+
 AnyMessage = (
     Hello
     | Proof
@@ -439,9 +479,10 @@ AnyMessage = (
     | Done
     | Release
     | Agent
+    | Load
 )
 _ALL = (
     *(Hello, Proof, Identity, Refusal, Prefill, Fetch, Block, End),
-    *(Segment, Beat, Done, Release, Agent),
+    *(Segment, Beat, Done, Release, Agent, Load),
 )
 KINDS: Mapping[int, type[AnyMessage]] = {message.kind: message for message in _ALL}

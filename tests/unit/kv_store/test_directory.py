@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +114,36 @@ def test_what_is_no_file_is_no_value(tmp_path: Path) -> None:
     os.mkfifo(file_of(tmp_path, 3))
     assert [got(store, 2), got(store, 3)] == [None, None]
     assert store.exists([key(2), key(3)]) == [False, False]
+    # Which is no failure of the store: other values are stored and found.
+    (file_of(tmp_path, 2) / "what another program keeps there").touch()
+    store.remove(key(2))
+    assert put(store, 2, 3, 4) == [False, True, True]
+    assert [got(store, at) for at in (2, 3, 4)] == [None, value(3), value(4)]
+    assert not list((tmp_path / PARTIAL).iterdir())
+
+
+def test_directories_that_are_removed_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    assert store.claim(key(1), b"one")
+    for name in (BLOCKS, CLAIMS, PARTIAL):
+        shutil.rmtree(tmp_path / name)
+    store.renew(key(1), b"one")
+    store.release(key(1), b"one")
+    assert store.claims([]) == []
+    assert put(store, 1) == [True]
+    assert store.claim(key(1), b"one")
+    rename, removed = os.rename, iter((BLOCKS,))
+
+    def remove_first(*arguments: Any, **folders: Any) -> None:
+        for name in removed:  # once, between the making of a directory and its use
+            shutil.rmtree(tmp_path / name)
+        rename(*arguments, **folders)
+
+    monkeypatch.setattr(os, "rename", remove_first)
+    assert put(store, 2) == [True]
+    assert numbers_in(tmp_path) == [2]
 
 
 def test_files_that_others_may_write_are_not_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.block_copies import CopiesEnded, Tier, between, joined
-from quire.base.errors import WorkerError
+from quire.base.errors import DeviceLost, WorkerError
 from quire.base.records import StepPlan
 from quire.base.report import Field
 from quire.runner.model_runner import ModelRunner
@@ -384,17 +384,19 @@ def test_a_place_is_refilled_only_after_it_was_read() -> None:
     assert np.array_equal(pool.blocks[6], before)
 
 
+@pytest.mark.parametrize("error", [WorkerError("no memory"), DeviceLost("a rank is lost")])
 def test_a_failing_device_ends_its_copies_and_is_reported_once(
-    late: tuple[Rig, LatePool],
+    late: tuple[Rig, LatePool], error: WorkerError
 ) -> None:
+    """The mover leaves it to the engine to report a lost device, of which it ends."""
     rig, pool = late
     rig.save((1, 1))
     rig.ended(1)
-    pool.fails = WorkerError("the device is lost")
+    pool.fails = error
     rig.save((2, 2), (3, 3))
     rig.fetch((1, 4))
     found = rig.ended(3)
     assert any(copies.broken for copies in found)
     assert not any(copies.arrived.any() for copies in found)
-    assert len(rig.reports) == 1
+    assert len(rig.reports) == (not isinstance(error, DeviceLost))
     rig.mover.close()

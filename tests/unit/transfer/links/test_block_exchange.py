@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from quire.base.kv_transfer import Failure
+from quire.base.prefill_load import PrefillLoad
 from quire.transfer.links import block_client, block_server
 from quire.transfer.links.block_client import BlockClient, FetchJob, Source
 from quire.transfer.links.block_server import BlockServer
@@ -41,6 +42,7 @@ IDENTITY = Identity(
     kv_dtype="bf16",
     backends=("tcp",),
 )
+LOAD = PrefillLoad(queue_ms=7.0, token_ms=0.5, step_tokens=512, is_measured=True)
 GIVE_UP_S = 30.0
 
 
@@ -61,6 +63,9 @@ class Desk:
 
     def settle(self) -> None:
         pass
+
+    def load(self) -> PrefillLoad:
+        return LOAD
 
 
 class Pair:
@@ -126,9 +131,14 @@ class Pair:
         for place in range(first, last):
             self.leases.landed(DIGESTS[place], place)
 
-    def start(self, port: int = 0, **source: object) -> FetchJob:
+    def start(
+        self,
+        accepts: Callable[[PrefillLoad], bool] | None = None,
+        port: int = 0,
+        **source: object,
+    ) -> FetchJob:
         given = {"host": "127.0.0.1", "port": port or self.port, "transfer_id": TRANSFER}
-        job = FetchJob(Source(**{**given, **source}), DIGESTS, range(NUM_BLOCKS))  # type: ignore[arg-type]
+        job = FetchJob(Source(**{**given, **source}), DIGESTS, range(NUM_BLOCKS), accepts)  # type: ignore[arg-type]
         self.client.start(job)
         return job
 
@@ -196,6 +206,23 @@ def test_a_prompt_is_computed_on_request_and_given_up_with_its_connection(pair: 
     assert job.failure is None
     assert pair.desk.prefills == [(TRANSFER, "s", b"\1\0\0\0")]
     pair.until(lambda: pair.desk.cancelled == [TRANSFER])
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_prompt_is_asked_for_only_where_the_load_is_accepted(pair: Pair, accepts: bool) -> None:
+    pair.desk.on_prefill = lambda transfer_id: pair.lease()
+    seen: list[PrefillLoad] = []
+
+    def decide(load: PrefillLoad) -> bool:
+        seen.append(load)
+        return accepts
+
+    job = pair.finished(pair.start(decide, token_ids=b"\1\0\0\0"))
+    assert job.failure is (None if accepts else Failure.BUSY)
+    assert seen == [job.load] == [LOAD]
+    assert len(pair.desk.prefills) == accepts
+    pair.lease()
+    assert pair.finished(pair.start()).failure is None  # the server goes on
 
 
 def test_lost_blocks_end_a_transfer_after_those_before_them(pair: Pair) -> None:

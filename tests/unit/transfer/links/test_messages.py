@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 
 import pytest
 
+from quire.base.prefill_load import PrefillLoad
 from quire.transfer.links.messages import (
     KINDS,
     MAX_TEXT_BYTES,
@@ -19,6 +21,7 @@ from quire.transfer.links.messages import (
     Fetch,
     Hello,
     Identity,
+    Load,
     MessageError,
     Prefill,
     Proof,
@@ -42,6 +45,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Done(),
     Release(b"t" * 16),
     Agent(1 << 47, 1 << 40, b"metadata of NIXL"),
+    Load(PrefillLoad(queue_ms=1.5, token_ms=0.25, step_tokens=512, is_measured=True)),
 )
 
 
@@ -77,6 +81,17 @@ def test_long_texts_are_cut_when_packed_and_refused_when_read() -> None:
     assert Refusal.unpack(Refusal("x" + "ä" * 5000).pack()).reason[-1] == "ä"
     with pytest.raises(MessageError, match="at most"):
         Refusal.unpack(b"\xff\xff" + b"x" * 65535)
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_a_load_has_finite_times(at: int, value: float) -> None:
+    times_ms = [1.0] * 4
+    times_ms[at] = value
+    with pytest.raises(MessageError, match="a load has times"):
+        Load.unpack(Load.LAYOUT.pack(*times_ms, 512, 1))
+    with pytest.raises(MessageError, match="in steps of 0"):
+        Load.unpack(Load.LAYOUT.pack(*[1.0] * 4, 0, 1))
 
 
 def test_another_service_is_named_as_such() -> None:
