@@ -23,7 +23,6 @@ from quire.program.split import check_stages, layers_of_stages, split, split_fir
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.shared_pools import PoolShare
-from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, StageLinks, row_sizes
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.binding import bind
@@ -128,8 +127,6 @@ class PipelineExecutorClass(RankedExecutorClass):
             layers,
             poison=self.poison,
         )
-        if not isinstance(executor, PipelineExecutor):
-            return executor
         executor.early_experts = tuple(
             mixture.routing.width
             for stage in range(self.stages - 1)

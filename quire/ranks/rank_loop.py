@@ -51,6 +51,7 @@ class Rank(Protocol):
 
     recipe: str
     weights_digest: str
+    server: PoolServer | None
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does."""
@@ -75,8 +76,17 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         from quire.ranks.torch_kind import load_torch_rank  # one executor is loaded
 
         torch_rank = load_torch_rank(
-            start.torch, program, checkpoint, options, group, links, poison=start.poison
+            start.torch,
+            program,
+            checkpoint,
+            options,
+            group,
+            links,
+            poison=start.poison,
+            pool_file=start.pool_file,
         )
+        if (share := drafts_of(start)) is not None:
+            torch_rank.draft_by(share)
         return torch_rank, next_command
     if links is None:
         executor = RankExecutor(
@@ -114,7 +124,6 @@ def pool_server(start: RankStart, group: SharedMemoryRank, executor: Rank) -> Po
     shares the memory of the pool, or needs no blocks."""
     server = pool_server_of(start, group)
     if server is not None:
-        assert isinstance(executor, RankExecutor), "only native ranks link blocks"
         executor.server = server
     return server
 
