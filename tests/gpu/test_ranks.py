@@ -188,6 +188,8 @@ def test_draft_heads_change_no_answer(wholes: list[Model]) -> None:
     models = {"medusa": wholes[0], "eagle": DividedModel(wholes[0], divided(2))}
     for case in drafted_cases((case_for_ranks(number, 1) for number in count()), HEAD_KINDS, 1):
         model, alone = models[case.settings.proposer], AloneRuns()
+        if model is wholes[0]:  # hidden states of steps in flight are kept as well
+            case = replace(case, settings=replace(case.settings, plans_in_flight=2))
         for request in case.requests:
             alone.of(wholes[0], request)
         outcome = run_case(model, case, alone=alone)
