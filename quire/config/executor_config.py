@@ -167,24 +167,6 @@ class ExecutorConfig:
                 f"{self.ranks_text} and executor is reference: only the native executor and the "
                 "torch executor compute with several ranks; take one of them"
             )
-        if self.executor != "torch":
-            return
-        if self.context_parallel_size > 1:
-            raise SettingError(
-                f"context_parallel_size is {self.context_parallel_size} and executor is torch: "
-                "only the native executor divides positions; take --tensor-parallel-size, or "
-                "--executor native"
-            )
-        if self.enable_expert_parallel:
-            raise SettingError(
-                "enable_expert_parallel is given and executor is torch, which computes no mixtures "
-                "of experts: take --executor native, or leave it out"
-            )
-        if self.distributed_executor_backend == "ray":
-            raise SettingError(
-                "distributed_executor_backend is ray and executor is torch: Ray starts ranks of "
-                "the native executor; take mp or external_launcher, or --executor native"
-            )
 
     @property
     def disk_offload_bytes(self) -> int | None:

@@ -448,10 +448,6 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         """Raise SettingError for what several ranks do not support yet."""
         given = self.executor.ranks_text
-        if self.cache.has_tier:
-            self._check_tier_of_ranks(given)
-        if self.executor.executor == "torch":
-            self._check_drafts(f"{given} and executor is torch", "which its ranks do not have yet")
         if self.executor.context_parallel_size > 1 and PIECE_TOKENS % self.cache.block_size:
             raise SettingError(
                 f"{given} and block_size is {self.cache.block_size}; ranks have whole pieces of "
@@ -463,15 +459,6 @@ class EngineConfig:
             raise SettingError(
                 f"{given} and num_threads is {threads}, which are divided over the ranks: give at "
                 "least one for each, or leave num_threads out"
-            )
-
-    def _check_tier_of_ranks(self, given: str) -> None:
-        """Raise SettingError where blocks of several ranks cannot go to a tier."""
-        given = f"{given}, and a KV tier is given (kv_tier_path or kv_tier_host_bytes)"
-        if self.executor.executor == "torch":
-            raise SettingError(
-                f"{given} and executor is torch: ranks on it have no whole blocks for "
-                "a tier yet; take --executor native, or leave the tier out"
             )
 
     def _check_drafts(self, given: str, reason: str) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from quire.program.batch import CacheRows, ForwardBatch, Int32s
+from quire.program.forms import IdSource
+from quire.program.ops import Embed
+from quire.program.program import Program
 
 
 def check_batch(
@@ -60,3 +63,14 @@ def check_range(name: str, values: Int32s, low: int, end: int) -> None:
     if wrong.any():
         index = int(wrong.argmax())
         raise ValueError(f"{name}[{index}] is {values[index]}; allowed are {low} to {end - 1}")
+
+
+def num_ids(program: Program) -> int:
+    """Return how many token ids a batch may have: the rows of the table that they are looked up
+    in."""
+    tables = [
+        program.weights[op.weight].rows
+        for op in program.segments["trunk"]
+        if isinstance(op, Embed) and op.ids is IdSource.TOKENS
+    ]
+    return min(tables, default=program.vocab_size)

@@ -20,7 +20,7 @@ from quire.base.errors import CapacityError, SettingError, WorkerError
 from quire.comm.communicator import Communicator, RowLink
 from quire.config.machine import MachineMemory, machine_memory
 from quire.execute import reference_ops as ops
-from quire.execute.batch_check import check_batch, check_range
+from quire.execute.batch_check import check_batch, check_range, num_ids
 from quire.execute.executor import (
     HEAD_ROWS,
     PART_LIMITS,
@@ -310,7 +310,7 @@ class ReferenceExecutor:
         has_cache = num_caches > 0
         check_batch(
             batch if has_cache else replace(batch, caches=()),
-            vocab_size=_num_ids(self._program),
+            vocab_size=num_ids(self._program),
             num_blocks=self._num_blocks if has_cache else 1,
             block_size=self._block_size,
         )
@@ -568,16 +568,6 @@ class ReferenceExecutor:
     def _gather_rows(self, op: GatherRows) -> None:
         x = self._read(op.x)
         self._write(op.y, ops.gather_rows(x, self._sample_rows))
-
-
-def _num_ids(program: Program) -> int:
-    """Token ids that a batch may have: the rows of the table that they are looked up in."""
-    tables = [
-        program.weights[op.weight].rows
-        for op in program.segments["trunk"]
-        if isinstance(op, Embed) and op.ids is IdSource.TOKENS
-    ]
-    return min(tables, default=program.vocab_size)
 
 
 def _counts(batch: ForwardBatch) -> dict[Rows, int]:

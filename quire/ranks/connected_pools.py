@@ -30,7 +30,7 @@ Bytes = NDArray[np.uint8]
 
 # Parts of blocks go in pieces of at most so many bytes.
 _PIECES = LinkSizes(slot_bytes=1 << 18, slots=4)
-_ASK = struct.Struct("<5q")
+_ASK = struct.Struct("<6q")
 _ASKS = LinkSizes(slot_bytes=64, slots=4)
 _ALIGNMENT = 64
 _LOOK_S = 0.25  # how often a wait for a pool looks whether the group is lost
@@ -48,17 +48,19 @@ class Kind(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Ask:
     """kind; allocation: which of the rank's caches it is about, by number; then the number of a
-    block, or a layer of the pool with the first and the end of its blocks."""
+    block, or a layer of the pool with the first and the end of its blocks. section: which of the
+    arrays that a pool is made of."""
 
     kind: Kind
     allocation: int
     at: int = 0
     first: int = 0
     end: int = 0
+    section: int = 0
 
     def packed(self) -> bytes:
         """Return the message."""
-        return _ASK.pack(self.kind, self.allocation, self.at, self.first, self.end)
+        return _ASK.pack(self.kind, self.allocation, self.at, self.first, self.end, self.section)
 
 
 def read_ask(message: bytes) -> Ask:
@@ -137,7 +139,8 @@ class ConnectedPools:
 
     own: of rank 0 [layers, blocks, bytes]. shares: of each rank. head_bytes, blocks_of_each: as in
     SharedPools. allocation: how often caches have been allocated. lost: ends the group and returns
-    the error to raise.
+    the error to raise. section, lock: of pools of several arrays, which of them this is, and what
+    all of them ask by turns with.
     """
 
     def __init__(
@@ -151,14 +154,16 @@ class ConnectedPools:
         blocks_of_each: int,
         allocation: int,
         lost: Callable[[str], DeviceLost],
+        section: int = 0,
+        lock: threading.Lock | None = None,
     ) -> None:
         self._own = own.reshape(len(own), num_blocks, -1)
         self._ends, self._shares, self._lost = ends, shares, lost
         self._shape = whole_shape(shares, blocks_of_each, head_bytes)
-        self._allocation = allocation
+        self._allocation, self._section = allocation, section
         self._parts = {rank: np.empty(self._part_shape(rank), np.uint8) for rank in ends}
         self._ack = np.empty(1, np.uint8)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock() if lock is None else lock
 
     @property
     def block_bytes(self) -> int:
@@ -170,7 +175,7 @@ class ConnectedPools:
         whole = out.reshape(self._shape)
         with self._asking():
             for end in self._ends.values():
-                end.asks.send(Ask(Kind.EXPORT, self._allocation, block).packed())
+                end.asks.send(self._ask(Kind.EXPORT, block))
             own = self._own[:, block].reshape(self._part_shape(0))
             whole[self._shares[0].place] = own
             for rank, end in self._ends.items():
@@ -183,7 +188,7 @@ class ConnectedPools:
         whole = raw.reshape(self._shape)
         with self._asking():
             for rank, end in self._ends.items():
-                end.asks.send(Ask(Kind.IMPORT, self._allocation, block).packed())
+                end.asks.send(self._ask(Kind.IMPORT, block))
                 self._parts[rank][:] = whole[self._shares[rank].place]
                 end.send(self._parts[rank].reshape(-1))
             self._own[:, block] = whole[self._shares[0].place].reshape(len(self._own), -1)
@@ -201,11 +206,15 @@ class ConnectedPools:
                 if rank == 0:
                     touch_pages(self._own[layer - start, first:last])
                     continue
-                ask = Ask(Kind.TOUCH, self._allocation, layer - start, first, last)
-                self._ends[rank].asks.send(ask.packed())
+                ask = self._ask(Kind.TOUCH, layer - start, first, last)
+                self._ends[rank].asks.send(ask)
                 asked.append(self._ends[rank])
             for one in asked:
                 one.receive(self._ack)
+
+    def _ask(self, kind: Kind, at: int, first: int = 0, end: int = 0) -> bytes:
+        ask = Ask(kind, self._allocation, at, first, end, self._section)
+        return ask.packed()
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -228,7 +237,7 @@ class PoolServer:
 
     def __init__(self, group: SharedMemoryRank, end: BlockEnd) -> None:
         self._group, self._end = group, end
-        self._pool: Bytes = np.empty((0, 0, 0), np.uint8)
+        self._pools: tuple[Bytes, ...] = ()
         self._allocation = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="quire-blocks", daemon=True)
@@ -237,11 +246,11 @@ class PoolServer:
         """Answer from now on; the group is connected."""
         self._thread.start()
 
-    def set_pool(self, pool: Bytes) -> None:
-        """Answer from another pool [layers, blocks of the engine, bytes]: its cache was allocated
-        anew."""
+    def set_pool(self, *pools: Bytes) -> None:
+        """Answer from another pool, made of arrays [layers, blocks of the engine, bytes]: its cache
+        was allocated anew."""
         with self._changed:
-            self._pool = pool
+            self._pools = pools
             self._allocation += 1
             self._changed.notify_all()
 
@@ -264,7 +273,7 @@ class PoolServer:
         """Do what is asked; return whether more may follow."""
         if ask.kind is Kind.END:
             return False
-        pool, ack = self._pool_of(ask.allocation), np.zeros(1, np.uint8)
+        pool, ack = self._pools_of(ask.allocation)[ask.section], np.zeros(1, np.uint8)
         if ask.kind is Kind.EXPORT:
             self._end.send(np.ascontiguousarray(pool[:, ask.at]).reshape(-1))
             return True
@@ -277,14 +286,14 @@ class PoolServer:
         self._end.send(ack)
         return True
 
-    def _pool_of(self, allocation: int) -> Bytes:
-        """Return the pool of an allocation, which the rank may not have made yet."""
+    def _pools_of(self, allocation: int) -> tuple[Bytes, ...]:
+        """Return the arrays of an allocation, which the rank may not have made yet."""
         with self._changed:
             while self._allocation < allocation:
                 self._changed.wait(_LOOK_S)
                 if self._group.native.is_aborted:
                     raise DeviceLost("the group has ended")
-            return self._pool
+            return self._pools
 
 
 def _pieces(part: Bytes) -> Bytes:

@@ -48,7 +48,6 @@ from quire.ranks.leading import LeadingExecutor
 from quire.ranks.other_ranks import OtherRanks, RankSite
 from quire.ranks.placement import cpus_of_ranks, run_on
 from quire.ranks.processes import RankProcesses
-from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import PoolShare, create_file
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of, with_drafts
@@ -202,16 +201,15 @@ class RankedExecutorClass:
                     others.start(with_drafts(start, shares[rank]) if shares else start, segment)
                 undo.callback(unbind := run_on(cpus[site.local]))
                 executor = self._rank_zero(parts, checkpoint, options, group, sizes)
-                if isinstance(executor, MirroredExecutor):
-                    executor.own_block_size = self.block_size
-                    if self.shares_blocks:
-                        executor.share_blocks(
-                            self.pool_shares(program),
-                            pool_file=pool_file,
-                            ends=self._block_ends(group, sizes),
-                        )
-                    if shares:
-                        executor.draft_by(shares[0])
+                executor.own_block_size = self.block_size
+                if self.shares_blocks:
+                    executor.share_blocks(
+                        self.pool_shares(program),
+                        pool_file=pool_file,
+                        ends=self._block_ends(group, sizes),
+                    )
+                if shares:
+                    executor.draft_by(shares[0])
                 self._compare(executor, others.ready())
                 undo.pop_all()
         finally:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.config.machine import MachineMemory
-from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
+from quire.execute.executor import ExecutorClass, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
 from quire.program.program import Program
-from quire.ranks.leading import LeadingExecutor
+from quire.ranks.leading import LeadingExecutor, LeadingStages
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLinks
@@ -48,6 +48,9 @@ class RankKind(Protocol):
     def plans_in_flight(self) -> int:
         """See ExecutorClass."""
 
+    def class_beside(self) -> ExecutorClass:
+        """The class of executors of other models beside rank 0's: they are not divided."""
+
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """What a rank's start says of its executor; None for the native one."""
 
@@ -71,7 +74,7 @@ class RankKind(Protocol):
         layers: tuple[int, ...],
         *,
         poison: bool,
-    ) -> LeadingExecutor:
+    ) -> LeadingStages:
         """Load the executor of rank 0 of a pipeline; layers: how many each stage has."""
 
     def remove_files(self) -> None:
@@ -95,6 +98,10 @@ class NativeRanks(NativeSizing):
     def plans_in_flight(self) -> int:
         """See RankKind."""
         return NativeExecutor.plans_in_flight()
+
+    def class_beside(self) -> ExecutorClass:
+        """See RankKind."""
+        return NativeExecutor
 
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """See RankKind."""
@@ -121,7 +128,7 @@ class NativeRanks(NativeSizing):
         layers: tuple[int, ...],
         *,
         poison: bool,
-    ) -> LeadingExecutor:
+    ) -> LeadingStages:
         """See RankKind."""
         return PipelineExecutor(
             program, checkpoint, options, links.group, links, layers, poison=poison

@@ -7,7 +7,7 @@ rank 0 does the same, with no other between them; after a loss nothing is sent a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -15,7 +15,18 @@ from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import Executor, StepMemoryError
 from quire.ranks.commands import Command, Stop, command_wire
+from quire.ranks.connected_pools import BlockEnd
+from quire.ranks.draft_share import DraftShare
 from quire.ranks.other_ranks import OtherRanks
+from quire.ranks.shared_pools import PoolShare
+from quire.ranks.stage_loads import StageLoads
+
+
+class FirstLayers(Executor, Protocol):
+    """An Executor of a model's first layers, with its weights and its cache."""
+
+    def share_cache(self) -> None:
+        """Take over the cache that the model has allocated."""
 
 
 class LeadingExecutor(Executor, Protocol):
@@ -23,9 +34,30 @@ class LeadingExecutor(Executor, Protocol):
 
     processes: OtherRanks
 
+    own_block_size: int  # of a block in the pool, where blocks of the engine are divided
+
     @property
     def lead(self) -> Lead:
         """What it sends commands by."""
+
+    def draft_by(self, share: DraftShare) -> None:
+        """Have the first layers too, before the cache is allocated; they draft."""
+
+    def first_layers(self, num_threads: int = 0) -> FirstLayers:
+        """Return an executor of the first layers, which the caller closes. num_threads: of its own;
+        0: the model's."""
+
+    def share_blocks(
+        self, shares: Sequence[PoolShare], *, pool_file: int, ends: Mapping[int, BlockEnd]
+    ) -> None:
+        """Have whole blocks here, before the cache is allocated: of the pools of all ranks in a
+        file, or over links to them. shares: of each rank. ends: of the links, by rank."""
+
+
+class LeadingStages(LeadingExecutor, Protocol):
+    """That of a pipeline. early_loads: of the experts before its own stage."""
+
+    early_loads: StageLoads
 
 
 class Lead:

@@ -23,7 +23,6 @@ from quire.program.split import check_stages, layers_of_stages, split, split_fir
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.shared_pools import PoolShare
-from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLayout, StageLinks, row_sizes
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
@@ -121,18 +120,17 @@ class PipelineExecutorClass(RankedExecutorClass):
         layers = tuple(
             programs[layout.rank_at(stage, 0)].caches[0].layers for stage in range(self.stages)
         )
+        links = StageLinks(group, layout, rows, sizes)
         executor = self.kind.leading_stages(
             programs[0],
             checkpoint,
             replace(options, num_threads=self._threads(options), beside=None),
-            StageLinks(group, layout, rows, sizes),
+            links,
             layers,
             poison=self.poison,
         )
-        if not isinstance(executor, PipelineExecutor):
-            return executor
         executor.early_loads = StageLoads(
-            executor.links.loads,
+            links.loads,
             [
                 [one.routing.width for one in mixtures(programs[layout.rank_at(stage, 0)])]
                 for stage in range(self.stages - 1)

@@ -47,6 +47,7 @@ from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import PoolShare, SharedPools, make_room, mapped, span_bytes
+from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 
 
@@ -58,6 +59,7 @@ class RankExecutor(NativeExecutor):
     """
 
     own_block_size = 16
+    links: StageLinks | None = None  # in a pipeline
 
     def __init__(
         self,

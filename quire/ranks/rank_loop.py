@@ -21,6 +21,7 @@ from quire.ranks.connected_pools import PoolServer
 from quire.ranks.rank_executor import RankExecutor
 from quire.ranks.stage_executor import StageExecutor
 from quire.ranks.stage_loads import LoadServer
+from quire.ranks.stages import StageLinks
 from quire.ranks.start import (
     RankStart,
     drafts_of,
@@ -52,6 +53,16 @@ class Rank(Protocol):
 
     recipe: str
     weights_digest: str
+    group: SharedMemoryRank
+    server: PoolServer | None
+
+    @property
+    def links(self) -> StageLinks | None:
+        """What its rows go through in a pipeline."""
+
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """How often rows have chosen each expert of its own mixtures. Any thread may read it."""
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does."""
@@ -76,8 +87,17 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         from quire.ranks.torch_kind import load_torch_rank  # one executor is loaded
 
         torch_rank = load_torch_rank(
-            start.torch, program, checkpoint, options, group, links, poison=start.poison
+            start.torch,
+            program,
+            checkpoint,
+            options,
+            group,
+            links,
+            poison=start.poison,
+            pool_file=start.pool_file,
         )
+        if (share := drafts_of(start)) is not None:
+            torch_rank.draft_by(share)
         return torch_rank, next_command
     if links is None:
         executor = RankExecutor(
@@ -115,7 +135,6 @@ def pool_server(start: RankStart, group: SharedMemoryRank, executor: Rank) -> Po
     shares the memory of the pool, or needs no blocks."""
     server = pool_server_of(start, group)
     if server is not None:
-        assert isinstance(executor, RankExecutor), "only native ranks link blocks"
         executor.server = server
     return server
 
@@ -123,7 +142,11 @@ def pool_server(start: RankStart, group: SharedMemoryRank, executor: Rank) -> Po
 def load_server(executor: Rank) -> LoadServer | None:
     """Return what answers rank 0's asks for counts of experts, not started; None where it asks this
     rank for none."""
-    return executor.load_server() if isinstance(executor, StageExecutor) else None
+    links = executor.links
+    if links is None or not links.loads or not executor.expert_loads:
+        return None
+    (end,) = links.loads.values()
+    return LoadServer(executor.group, end, lambda: executor.expert_loads)
 
 
 def do_commands(executor: Rank, next_command: NextCommand) -> None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +125,9 @@ class _Pool:
 class SharedPools:
     """The pools as rank 0 sees them. shares: of each rank; a head may be at several. span: bytes of
     the file for each rank. head_bytes: of a head of a pool's block in one layer. blocks_of_each:
-    a pool's blocks for each of num_blocks blocks, where these are divided by positions."""
+    a pool's blocks for each of num_blocks blocks, where these are divided by positions; twice as
+    many where keys come before values. first_bytes: where each rank's pool begins in its span.
+    """
 
     def __init__(
         self,
@@ -135,13 +138,15 @@ class SharedPools:
         num_blocks: int,
         head_bytes: int,
         blocks_of_each: int = 1,
+        first_bytes: Sequence[int] = (),
     ) -> None:
         self._shape = whole_shape(shares, blocks_of_each, head_bytes)
         self._pools = []
-        for rank, share in enumerate(shares):
+        begins = first_bytes or (0,) * len(shares)
+        for rank, (share, begin) in enumerate(zip(shares, begins, strict=True)):
             num_bytes = share.num_bytes(num_blocks * blocks_of_each, head_bytes)
             (first, end), (first_head, end_head) = share.layers, share.heads
-            blocks = mapped(descriptor, rank, span)[:num_bytes].reshape(
+            blocks = mapped(descriptor, rank, span)[begin : begin + num_bytes].reshape(
                 end - first, num_blocks, blocks_of_each, end_head - first_head, head_bytes
             )
             self._pools.append(_Pool(blocks, share.place))
@@ -169,3 +174,46 @@ class SharedPools:
             layers = pool.part[0]
             if layers.start <= layer < layers.stop:
                 touch_pages(pool.blocks[layer - layers.start, first:last])
+
+
+class WholeBlocks(Protocol):
+    """Blocks of the pools of all ranks, as rank 0 has them."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block over all layers."""
+
+    def export_block(self, block: int, out: Bytes) -> None:
+        """Copy a whole block to out [block_bytes]."""
+
+    def import_block(self, block: int, raw: Bytes) -> None:
+        """Make a block what export_block gave, here or in an engine of another layout."""
+
+
+class JoinedPools:
+    """The WholeBlocks of pools of several arrays, such as values and their scales: a block is what
+    each has of it, one after the other."""
+
+    def __init__(self, parts: Sequence[WholeBlocks]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def block_bytes(self) -> int:
+        """See WholeBlocks."""
+        return sum(part.block_bytes for part in self._parts)
+
+    def export_block(self, block: int, out: Bytes) -> None:
+        """See WholeBlocks."""
+        for part, own in self._cut(out):
+            part.export_block(block, own)
+
+    def import_block(self, block: int, raw: Bytes) -> None:
+        """See WholeBlocks."""
+        for part, own in self._cut(raw):
+            part.import_block(block, own)
+
+    def _cut(self, whole: Bytes) -> Iterator[tuple[WholeBlocks, Bytes]]:
+        first = 0
+        for part in self._parts:
+            yield part, whole[first : first + part.block_bytes]
+            first += part.block_bytes

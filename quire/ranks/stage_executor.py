@@ -21,13 +21,15 @@ from quire.program.program import Program
 from quire.ranks.commands import Command, CopyBlocks, Run
 from quire.ranks.rank_executor import MirroredExecutor, RankExecutor
 from quire.ranks.stage_lead import StageLead
-from quire.ranks.stage_loads import LoadServer, StageLoads
+from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 
 
 class StageExecutor(RankExecutor):
     """A RankExecutor of a rank above 0, with the links its rows go through."""
+
+    links: StageLinks
 
     def __init__(
         self,
@@ -45,14 +47,6 @@ class StageExecutor(RankExecutor):
         """See RankExecutor; and what rows go through."""
         super().connect(native)
         native.set_links(*self.links.ends)
-
-    def load_server(self) -> LoadServer | None:
-        """Return what answers rank 0's asks for counts of experts, not started; None at a rank that
-        is not asked."""
-        if not self.links.loads or not self.expert_loads:
-            return None
-        (end,) = self.links.loads.values()
-        return LoadServer(self.group, end, lambda: self.expert_loads)
 
     def do(self, command: Command) -> None:
         """Do what rank 0 does, or will do."""
@@ -73,6 +67,8 @@ class PipelineExecutor(MirroredExecutor):
 
     A PipelinedExecutor (see quire/execute/executor.py).
     """
+
+    links: StageLinks
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
-from quire.ranks.leading import LeadingExecutor
+from quire.ranks.leading import LeadingExecutor, LeadingStages
 from quire.ranks.stages import StageLinks
 from quire.ranks.torch_executor import MirroredTorch, TorchPipeline, TorchRank
 from quire.weights.checkpoint import Checkpoint
@@ -145,6 +145,16 @@ class TorchRanks:
         """See RankKind."""
         return self._sizing().plans_in_flight()
 
+    def class_beside(self) -> TorchExecutorClass:
+        """See RankKind: on the device of rank 0."""
+        settings = self.settings
+        return TorchExecutorClass(
+            device_of(settings.device),
+            exact=settings.exact,
+            has_fp8=settings.has_fp8,
+            captures=settings.captures,
+        )
+
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """See RankKind."""
         device = device_after(self.settings.device, rank)
@@ -175,7 +185,7 @@ class TorchRanks:
         layers: tuple[int, ...],
         *,
         poison: bool,
-    ) -> LeadingExecutor:
+    ) -> LeadingStages:
         """See RankKind."""
         made = self.settings.made(
             TorchPipeline, program, checkpoint, options, links.group, links, poison=poison
@@ -230,7 +240,10 @@ def load_torch_rank(
     links: StageLinks | None,
     *,
     poison: bool,
+    pool_file: int,
 ) -> TorchRank:
-    """Load the executor of a rank above 0, as its start says."""
+    """Load the executor of a rank above 0, as its start says. pool_file: see TorchRank."""
     settings = TorchSettings(**fields)
-    return settings.made(TorchRank, program, checkpoint, options, group, links, poison=poison)
+    rank = settings.made(TorchRank, program, checkpoint, options, group, links, poison=poison)
+    rank.pool_file = pool_file
+    return rank

@@ -29,10 +29,16 @@ from quire.runner.step_run import RunnerResources, StepRun
 
 
 class AsyncSteps:
-    """Steps of one runner. apply: takes a plan over into the tables, before its rows are read."""
+    """Steps of one runner. apply: takes a plan over into the tables, before its rows are read.
+    make_run: as StepRun."""
 
-    def __init__(self, resources: RunnerResources, apply: Callable[[StepPlan], None]) -> None:
-        self._resources, self._apply = resources, apply
+    def __init__(
+        self,
+        resources: RunnerResources,
+        apply: Callable[[StepPlan], None],
+        make_run: Callable[..., StepRun] = StepRun,
+    ) -> None:
+        self._resources, self._apply, self._make_run = resources, apply, make_run
         self._out: deque[_Out] = deque()  # not finished, oldest first
 
     def submit(self, plan: StepPlan) -> _Out:
@@ -43,7 +49,7 @@ class AsyncSteps:
             self._apply(plan)
             if len(plan.slots):
                 knows = not self._out
-                out.run = StepRun(plan, self._resources, knows_tokens=knows, is_late=True)
+                out.run = self._make_run(plan, self._resources, knows_tokens=knows, is_late=True)
                 out.run.begin()
         except Exception as error:  # noqa: BLE001  raised by the outcome
             out.fail(error)

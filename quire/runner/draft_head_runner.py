@@ -93,7 +93,9 @@ class DraftHeadRunner:
         for first in range(0, num_rows, most):
             part = slice(first, min(first + most, num_rows))
             slots = rows.slots[part]
-            logits = self._spread(executor.run_head(batch, first, len(slots)))
+            logits = executor.run_head(batch, first, len(slots))
+            if self._vocabulary is not None:
+                logits = self._spread(self._output(executor, len(slots), "logits"))
             choice = executor.sample(
                 logits, self._sampling.of(slots, rows.positions[part], NO_MASK)
             )
@@ -138,16 +140,14 @@ class DraftHeadRunner:
         )
 
     @staticmethod
-    def _output(executor: Executor, num_rows: int) -> Float32s:
-        """Return rows of the hidden states that an executor computed, until its next run."""
+    def _output(executor: Executor, num_rows: int, name: str = FED_BACK) -> Float32s:
+        """Return rows on the host of what an executor computed, until its next run."""
         assert isinstance(executor, TappedExecutor), "heads run on such executors only"
-        rows: Float32s = executor.output(FED_BACK, num_rows)
+        rows: Float32s = executor.output(name, num_rows)
         return rows
 
     def _spread(self, logits: Float32s) -> Float32s:
         """Return logits of all tokens, -inf for those that the head does not know."""
-        if self._vocabulary is None:
-            return logits
         spread = np.full((len(logits), self._vocab_size), -np.inf, np.float32)
         spread[:, self._vocabulary] = logits
         return spread

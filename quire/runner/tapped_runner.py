@@ -9,6 +9,7 @@ kept in the order of the plans; parts of prompts that are computed by layers lea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from quire.base.errors import ModelError
 from quire.base.records import StepPlan, StepResult
 from quire.execute.executor import Executor, TappedExecutor
 from quire.program.taps import HEAD_INPUT, TAPS
+from quire.runner.async_steps import AsyncSteps
 from quire.runner.batch_builder import Index, Int32s
 from quire.runner.grammar_rows import Masks
 from quire.runner.model_runner import ModelRunner
@@ -44,11 +46,13 @@ class TappedRunner(ModelRunner):
         _check(executor)
         super().__init__(executor, **settings)
         self._taps = taps
+        if self._overlap is not None:
+            self._overlap = AsyncSteps(self._resources, self._apply, partial(_TappedRun, taps=taps))
 
     def _rows_result(self, plan: StepPlan) -> StepResult:
         if len(plan.slots) == 0:
             return no_rows(plan)
-        run = _TappedRun(plan, self._resources, self._taps)
+        run = _TappedRun(plan, self._resources, taps=self._taps)
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
 
 
@@ -63,7 +67,7 @@ class TappedPipelinedRunner(PipelinedRunner):
 
     def run_of(self, plan: StepPlan) -> StepRun:
         """See PipelinedRunner."""
-        return _TappedRun(plan, self._resources, self._taps)
+        return _TappedRun(plan, self._resources, taps=self._taps)
 
 
 def _check(executor: Executor) -> None:
@@ -77,8 +81,10 @@ def _check(executor: Executor) -> None:
 class _TappedRun(StepRun):
     """A StepRun that keeps hidden states as soon as they are computed."""
 
-    def __init__(self, plan: StepPlan, resources: RunnerResources, taps: Taps) -> None:
-        super().__init__(plan, resources)
+    def __init__(
+        self, plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
+    ) -> None:
+        super().__init__(plan, resources, **settings)
         self._taps = taps
 
     def begin(self) -> None:

@@ -14,8 +14,7 @@ from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.program.program import Program
 from quire.ranks.draft_share import DraftLayers
 from quire.ranks.executor_class import RankedExecutorClass
-from quire.ranks.kinds import NATIVE
-from quire.ranks.rank_executor import MirroredExecutor
+from quire.ranks.leading import LeadingExecutor
 from tests.exact.heads import Heads
 from tests.exact.rig import (
     MAX_ROWS,
@@ -59,9 +58,14 @@ class DividedModel(Model):
         """Return the first layers of all processes."""
         key = 1, is_beside, False
         if key not in self._first_layers:
-            leading = cast(MirroredExecutor, self.executor(1))
+            leading = cast(LeadingExecutor, self.executor(1))
             self._first_layers[key] = leading.first_layers(int(is_beside))
         return self._first_layers[key]
+
+    @property
+    def has_heads(self) -> bool:
+        """Return that of the model in one process."""
+        return self.whole.has_heads
 
     def heads(self, kind: str) -> Heads:
         """Return the heads of the model in one process: they are not divided."""
@@ -76,10 +80,7 @@ class DividedModel(Model):
 
     def make_executor(self, num_threads: int) -> Executor:
         """Start the processes."""
-        made = self._class
-        if made.kind == NATIVE:
-            made = replace(made, drafts=self._drafts)
-        return self._started(made, self.program)
+        return self._started(replace(self._class, drafts=self._drafts), self.program)
 
     def _started(self, made: RankedExecutorClass, program: Program) -> Executor:
         return made(program, self.checkpoint, ExecutorOptions(limits=LIMITS, num_threads=1))

@@ -198,6 +198,11 @@ class Model:
         self._heads: dict[str, Heads] = {}
         self._tapped: dict[tuple[str, int], Executor] = {}
 
+    @property
+    def has_heads(self) -> bool:
+        """Whether heads draft for it: they run on executors that _make creates."""
+        return isinstance(self.executor(1), NativeExecutor)
+
     def heads(self, kind: str) -> Heads:
         """Return draft heads for this model, created on first use."""
         if kind not in self._heads:
@@ -427,7 +432,7 @@ def make_drafts(model: Model, case: Case, alone: AloneRuns) -> tuple[Drafter | N
         drafts = model_proposer(model.draft_executor(), settings, settings.max_model_len)
     if settings.proposer == "self":
         drafts = self_proposer(first_layers_of(model, settings), settings, settings.max_model_len)
-    if settings.proposer in HEADS and isinstance(model.executor(1), NativeExecutor):
+    if settings.proposer in HEADS and model.has_heads:
         drafts, taps = model.heads(settings.proposer).proposer(settings, settings.max_model_len)
     return draft_source(settings, lambda request: answers[request.request_id], drafts), taps
 

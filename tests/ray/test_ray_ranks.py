@@ -58,6 +58,21 @@ def test_ranks_on_two_nodes_answer_as_one_process(
         check_tier(server)
 
 
+def test_ranks_of_torch_tensors_on_two_nodes_answer_as_one_process(
+    model: Path, cluster: Nodes, tmp_path: Path
+) -> None:
+    """Skipped without PyTorch, which neither Ray nor its test environment needs."""
+    pytest.importorskip("torch")
+    asked = (*SMALL, "--executor", "torch", "--device", "cpu")
+    with RunningServer(model, *asked, fresh=True) as alone:
+        wanted = answer_of(alone)
+    tier = (*TIER, "--kv-tier-path", str(tmp_path / "tier"))
+    flags = ("-tp", "2", *RAY, *asked, *tier)
+    with RunningServer(model, *flags, fresh=True, environment=cluster.environment) as server:
+        assert answer_of(server) == wanted
+        check_tier(server)
+
+
 def test_a_lost_node_ends_open_streams_with_its_reason_and_a_new_start_works(
     model: Path, cluster: Nodes
 ) -> None:

@@ -7,6 +7,7 @@ model. Always holds: one executor is imported, since each takes a noticeable par
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from quire.base.log import Log
 from quire.base.user_path import user_path
@@ -15,6 +16,9 @@ from quire.config.groups import EngineConfig
 from quire.engine.assembly.sizing import buffer_bytes
 from quire.execute.executor import ExecutorClass
 from quire.weights.pack_cache import PackCache
+
+if TYPE_CHECKING:
+    from quire.ranks.executor_class import RankedExecutorClass
 
 
 def choose_executor_class(config: EngineConfig) -> ExecutorClass:
@@ -50,9 +54,7 @@ def class_beside(config: EngineConfig, executor_class: ExecutorClass) -> Executo
     beside several ranks they are not divided, and rank 0 has them."""
     if config.executor.num_ranks == 1:
         return executor_class
-    from quire.execute.native import NativeExecutor
-
-    return NativeExecutor
+    return cast("RankedExecutorClass", executor_class).kind.class_beside()
 
 
 def _bytes_beside(config: EngineConfig, token_bytes: int) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from quire.base.engine_stats import EXPERT_TOKENS, EngineStats
 from quire.base.errors import SettingError
 from quire.base.regular_file import read_regular
 from quire.base.user_path import user_path
 from quire.execute.executor import Executor
-from quire.execute.native import NativeExecutor
 
 EVERY_MS = 1_000.0
 MAX_FILE_BYTES = 64 << 20
@@ -24,10 +24,19 @@ _LABEL = re.compile(r'(layer|expert)="([0-9]{1,6})"')
 Loads = tuple[tuple[int, ...], ...]
 
 
+@runtime_checkable
+class CountingExecutor(Protocol):
+    """An Executor that counts how often rows choose each expert, by mixture."""
+
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """Rows by mixture and expert, since the executor was made."""
+
+
 class ExpertLoads:
     """Returns loads for the engine's counters: once a second, and when nothing runs; else ()."""
 
-    def __init__(self, executor: NativeExecutor) -> None:
+    def __init__(self, executor: CountingExecutor) -> None:
         self._executor = executor
         self._at_first = executor.expert_loads  # of steps that warmed the engine up
         self._next_ms = 0.0
@@ -44,7 +53,7 @@ class ExpertLoads:
 
 def expert_loads_of(executor: Executor) -> ExpertLoads | None:
     """Return what reports the loads; None without experts, or where they are not counted."""
-    if isinstance(executor, NativeExecutor) and executor.expert_loads:
+    if isinstance(executor, CountingExecutor) and executor.expert_loads:
         return ExpertLoads(executor)
     return None
 

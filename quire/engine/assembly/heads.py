@@ -18,7 +18,7 @@ from typing import assert_never
 
 import numpy as np
 
-from quire.base.errors import ModelError, SettingError
+from quire.base.errors import ModelError
 from quire.base.token_table import TokenTable
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds
@@ -187,11 +187,6 @@ def sized_heads(
     target: the model's checkpoint; None where heads are only sized. Raises ModelError or
     SettingError for heads that cannot be used.
     """
-    if config.executor.executor == "torch":
-        raise SettingError(
-            f"{name} heads need hidden states of the model, which --executor torch does not hand "
-            "out; take --executor native, or another value of --speculate"
-        )
     folder = draft_folder(config, name)
     files = read_heads(name, folder, program, target, compute_dtype(spec, config.model.dtype))
     max_num_seqs = config.scheduler.max_num_seqs

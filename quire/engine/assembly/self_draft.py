@@ -121,9 +121,9 @@ def _pass_bytes(
 def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -> Executor:
     """Return an executor of the first layers. num_threads: of its own; 0: the model's."""
     if draft.has_ranks:
-        from quire.ranks.rank_executor import MirroredExecutor
+        from quire.ranks.leading import LeadingExecutor
 
-        of_ranks = cast(MirroredExecutor, model).first_layers(num_threads)
+        of_ranks = cast(LeadingExecutor, model).first_layers(num_threads)
         of_ranks.share_cache()
         return of_ranks
     if model.name == "native":

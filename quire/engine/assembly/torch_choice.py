@@ -85,6 +85,12 @@ def torch_ranks(config: EngineConfig) -> RankKind:
     one, settings = torch_class(config), config.executor
     from quire.ranks.torch_kind import ranks_like  # behind what says that PyTorch is missing
 
+    if config.cache.has_tier and one.device.type != "cpu":
+        raise SettingError(
+            f"{settings.ranks_text}, on GPUs, and a KV tier is given (kv_tier_path or "
+            "kv_tier_host_bytes): ranks on GPUs have no whole blocks for a tier yet; take one GPU, "
+            "or leave the tier out"
+        )
     is_here = settings.distributed_executor_backend == "mp"
     if settings.distributed_executor_backend == "external_launcher":
         launched = read_launch_environment(os.environ)

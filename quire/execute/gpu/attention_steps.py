@@ -183,10 +183,10 @@ class AttentionSteps:
 def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
     """By query heads of a KV head, of all attention operations."""
     found: dict[int, Geometry] = {}
-    itemsize = program.caches[0].dtype.itemsize  # of queries too
     for ops in program.segments.values():
         for op in ops:
             if isinstance(op, Attention):
+                itemsize = program.caches[op.cache].dtype.itemsize  # of queries too
                 group = op.heads // op.kv_heads
                 found[group] = Geometry(
                     group=group,

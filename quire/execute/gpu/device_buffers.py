@@ -15,14 +15,15 @@ from quire.execute.executor import StepLimits
 from quire.execute.gpu.load import TORCH_TYPES
 from quire.execute.layout import lay_out
 from quire.execute.rope_table import CHUNK_POSITIONS, RopeTable
-from quire.program.declarations import RopeSpec
+from quire.program.declarations import PIECE_POSITIONS, CacheSpec, RopeSpec
 from quire.program.program import Program
 
 if TYPE_CHECKING:
     from quire.execute.gpu.attention_steps import AttentionSteps
 
-# Blocks of the smallest size cover a request's positions; a step's tables have so many columns.
-SMALLEST_BLOCK = 16
+# Blocks of the smallest size cover a request's positions; a step's tables have so many columns,
+# which a GPU gets with each step.
+SMALLEST_BLOCK, SMALLEST_GPU_BLOCK = 4, 16
 
 
 def attention_steps(
@@ -36,13 +37,24 @@ def attention_steps(
     return steps
 
 
-def step_sizes(program: Program, limits: StepLimits) -> dict[str, int]:
+def step_sizes(program: Program, limits: StepLimits, device: torch.device) -> dict[str, int]:
     """Of the buffers for a step's numbers."""
+    smallest = SMALLEST_BLOCK if device.type == "cpu" else SMALLEST_GPU_BLOCK
     return {
         "max_tokens": max(limits.max_tokens, limits.max_samples),
         "max_sequences": limits.max_sequences,
-        "max_columns": -(-program.max_positions // SMALLEST_BLOCK) + 1,
+        "max_columns": max(
+            [_columns(program, cache, smallest) for cache in program.caches], default=0
+        ),
     }
+
+
+def _columns(program: Program, cache: CacheSpec, smallest: int) -> int:
+    """Columns of a table of blocks; where ranks divide positions, those of other ranks too."""
+    if cache.ranks == 1:
+        return -(-program.max_positions // smallest) + 1
+    of_engine = cache.ranks * PIECE_POSITIONS
+    return -(-program.max_positions // of_engine) * of_engine // smallest
 
 
 def step_arena(

@@ -41,6 +41,10 @@ class Exchange(Protocol):
     def all_gather(self, own: Tensor, every: Tensor) -> None:
         """Fill every [degree, ...] with the contiguous `own` of all ranks, in their order."""
 
+    def all_to_all(self, own: Tensor, every: Tensor) -> None:
+        """Give each rank r its part own[r] of own [degree, ...]; fill every [degree, ...] with the
+        parts of all ranks for this one, in their order. Both are contiguous, of one size."""
+
     def broadcast(self, values: Tensor) -> None:
         """Make contiguous values those of the first rank."""
 
@@ -93,6 +97,13 @@ class HostExchange:
         if own.numel():
             gathered = self._group.all_gather(_bytes_of(own))
             every.copy_(torch.from_numpy(gathered).view(own.dtype).view(every.shape))
+
+    def all_to_all(self, own: Tensor, every: Tensor) -> None:
+        """See Exchange; the parts for other ranks come too, since groups only gather."""
+        if own.numel():
+            gathered = torch.from_numpy(self._group.all_gather(_bytes_of(own)))
+            parts = gathered.view(own.dtype).view(self.degree, *own.shape)
+            every.copy_(parts[:, self.rank])
 
     def broadcast(self, values: Tensor) -> None:
         """See Exchange."""

@@ -8,7 +8,7 @@ from captured graphs (graphs.py). Knows nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, WorkerError
 from quire.config.memory import mib
-from quire.execute.batch_check import check_batch, check_range
+from quire.execute.batch_check import check_batch, check_range, num_ids
 from quire.execute.executor import StepLimits
 from quire.execute.gpu.block_port import BlockPort
 from quire.execute.gpu.device import device_errors, first_line
@@ -32,11 +32,13 @@ from quire.execute.gpu.load import Loaded
 from quire.execute.gpu.offload import LayerStream, parts_of
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan
 from quire.execute.gpu.ops import bind_plain, products_of
-from quire.execute.gpu.place import Call, GatherBuffers, Place
+from quire.execute.gpu.place import Call, GatherBuffers, Place, no_loads
 from quire.execute.gpu.step_buffers import Counts, StepBuffers
 from quire.execute.gpu.step_sizes import Size, Sizes, max_mixed
 from quire.execute.gpu.stream import Stream, stream_of
 from quire.program.batch import ForwardBatch
+from quire.program.forms import IdSource
+from quire.program.ops import Embed, Feed
 from quire.program.program import Program
 from quire.program.tensors import Rows
 from quire.sampling.batch import SampleBatch, TokenChoice
@@ -93,12 +95,15 @@ class TorchExecutor:
         self.weights_digest, self.coarse_rows = weights.digest, weights.coarse_rows
         self._num_done = 0
         self._program, self._device, self._poison = program, device, poison
-        self._limits = limits
+        self._limits, self._num_ids = limits, num_ids(program)
+        self._has_positions = bool(program.ropes) or any(
+            isinstance(op, Embed) and op.ids is IdSource.POSITIONS for op in program.operations()
+        )
         self._arena, buffers = step_arena(program, limits, device)
         runs_kernels = device.type != "cpu" if launch.kernels is None else launch.kernels
         self._attention = attention_steps(program, limits, device, exact) if runs_kernels else None
         self._step = StepBuffers(
-            **step_sizes(program, limits),
+            **step_sizes(program, limits, device),
             device=device,
             others={} if self._attention is None else self._attention.sizes(),
             stream=self._stream,
@@ -120,6 +125,7 @@ class TorchExecutor:
             exact=exact,
             ends=launch.ends,
             room=GatherBuffers.of(program, limits, device),
+            loads=no_loads(program, device),
         )
         bind_segment = self._binder(limits)
         self._calls: dict[str, list[Call]] = {
@@ -130,14 +136,13 @@ class TorchExecutor:
         self._head_of: tuple[ForwardBatch, int] | None = None  # its logits are computed already
         self.sizes = Sizes(limits, mixed=max_mixed(program, len(self._calls["trunk"])))
         capture = launch.capture if launch.ends.is_captured else None
+        if any(isinstance(op, Feed) for op in program.operations()):
+            capture = None  # features come from the host with each step
         self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Make the KV pool of zeros."""
-        if self._graphs is not None:
-            self._graphs.clear()
-        self._port = None
-        self._pool.allocate(num_blocks, block_size)
+        self._allocate(num_blocks, block_size)
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """Nothing: a device's memory is there when it is allocated."""
@@ -230,19 +235,26 @@ class TorchExecutor:
             pooled: Float32s = rows.float().cpu().numpy().copy()
         return pooled
 
-    def output(self, name: str) -> Float32s:
-        """The rows of a named output of the trunk, copied."""
+    def output(self, name: str, num_rows: int) -> Float32s:
+        """See TappedExecutor: an array on the host; waits for the device."""
         assert self._counts is not None, "nothing has run"
-        self._stream.mark().wait()
-        values: Float32s = (
-            self._place.of(self._program.outputs[name], self._counts).float().cpu().numpy().copy()
-        )
+        view = self._program.outputs[name]
+        with device_errors("hidden states"), self._stream.here():
+            self._stream.mark().wait()
+            rows = self._place.buffers[view.buffer.index][:num_rows]
+            columns = rows[:, view.offset : view.offset + view.width]
+            values: Float32s = columns.float().cpu().numpy().copy()
         return values
 
     @property
     def ops_done(self) -> int:
         """See Executor."""
         return self._num_done
+
+    @property
+    def expert_loads(self) -> list[list[int]]:
+        """How often rows have chosen each expert, by mixture."""
+        return [load.tolist() for load in self._place.loads.values()]
 
     @property
     def steps_replayed(self) -> int:
@@ -318,11 +330,22 @@ class TorchExecutor:
         self._pool.free()
         self._port = self._attention = self._graphs = self.layer_stream = None
         self._calls, self._counts, self._head_of = {}, None, None
-        if (exchange := self._place.ends.exchange) is not None:
-            exchange.close()
+        self._leave()
         del self._place, self._arena, self._step, self._last
 
     # ---- private
+
+    def _leave(self) -> None:
+        """Leave the other ranks."""
+        if (exchange := self._place.ends.exchange) is not None:
+            exchange.close()
+
+    def _allocate(self, num_blocks: int, block_size: int, memory: Bytes | None = None) -> None:
+        """Make the KV pool; memory: see KvPool."""
+        if self._graphs is not None:
+            self._graphs.clear()
+        self._port = None
+        self._pool.allocate(num_blocks, block_size, memory)
 
     def _moving(self) -> BlockPort:
         if self._port is None:
@@ -440,17 +463,18 @@ class TorchExecutor:
             self._run("head", counts)
 
     def _check(self, batch: ForwardBatch) -> None:
-        pool = self._pool
+        has_cache, pool = bool(self._program.caches), self._pool
         self._check_fits(Rows.TOKENS, len(batch.token_ids))
         self._check_fits(Rows.SEQUENCES, len(batch.seq_starts) - 1)
         check_batch(
-            batch,
-            vocab_size=self._program.vocab_size,
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
+            batch if has_cache else replace(batch, caches=()),
+            vocab_size=self._num_ids,
+            num_blocks=pool.num_blocks if has_cache else 1,
+            block_size=pool.block_size if has_cache else 1,
             num_slots=len(self._last),
         )
-        check_range("rope_positions", batch.rope_positions, 0, self._program.max_positions)
+        if self._has_positions:
+            check_range("rope_positions", batch.rope_positions, 0, self._program.max_positions)
 
     def _check_fits(self, rows: Rows, count: int) -> None:
         if not self._calls:

@@ -16,6 +16,7 @@ from quire.execute.gpu.device import lacks_memory
 from quire.execute.gpu.device_buffers import step_sizes
 from quire.execute.gpu.exchange import ALONE, RankEnds
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
+from quire.execute.gpu.expert_ops import scratch_bytes
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.limits import FULL_STEP_TOKENS
 from quire.execute.gpu.load import IntWeight, Pack, load
@@ -78,8 +79,9 @@ class TorchExecutorClass:
             weights_bytes=self._weight_bytes(program),
             step_bytes=lay_out(program, limits).arena_bytes
             + rope_bytes(program)
-            + StepBuffers.num_bytes(**step_sizes(program, limits))
+            + StepBuffers.num_bytes(**step_sizes(program, limits, self.device))
             + GatherBuffers.num_bytes(program, limits)
+            + scratch_bytes(program, limits)
             + self._kernel_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )

@@ -39,7 +39,10 @@ class TorchFirstLayers(TorchExecutor):
             exact=model._place.exact,
             limits=limits,
             launch=LaunchOptions(
-                kernels=model._attention is not None, capture=capture, stream=model._stream
+                kernels=model._attention is not None,
+                capture=capture,
+                stream=model._stream,
+                ends=model._place.ends,
             ),
             poison=poison,
             pool=model._pool,
@@ -58,3 +61,6 @@ class TorchFirstLayers(TorchExecutor):
         """Let go of buffers; the model stays open."""
         self._pool = KvPool(self._program, self._device, self._stream)
         super().close()
+
+    def _leave(self) -> None:
+        """Nothing: the ends of a rank are the model's."""

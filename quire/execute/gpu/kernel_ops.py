@@ -21,6 +21,7 @@ from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
 from quire.execute.gpu.kernels.byte_rows import ByteRows
+from quire.execute.gpu.ops import bind_feed
 from quire.execute.gpu.place import Call, Place, num_rows
 from quire.execute.gpu.products import Products
 from quire.execute.gpu.rank_ops import bind_rank_op
@@ -92,7 +93,9 @@ class KernelOps:
                 return partial(_gather_rows, self, step)
             case AllGather() | AllReduce() | Send() | Recv():
                 return bind_rank_op(step, self.place)
-            case Feed() | Route() | Experts():
+            case Feed():
+                return bind_feed(step, self.place)
+            case Route() | Experts():
                 raise AssertionError(f"{step.kind}: check_program rejects programs with it")
             case _:
                 assert_never(step)

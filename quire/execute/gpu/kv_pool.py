@@ -19,6 +19,7 @@ from quire.execute.gpu.memory import check_left, give_back
 from quire.execute.gpu.stream import Stream
 from quire.program.program import Program
 
+Bytes = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
 
 
@@ -26,7 +27,7 @@ class KvPool:
     """Of one program on one device; without blocks until they are allocated."""
 
     def __init__(self, program: Program, device: torch.device, stream: Stream) -> None:
-        self._spec, self._device, self._stream = program.caches[0], device, stream
+        self._specs, self._device, self._stream = program.caches, device, stream
         self._blocks: CachePool | None = None
 
     @property
@@ -50,9 +51,10 @@ class KvPool:
             raise WorkerError("the cache has not been allocated, or the executor is closed")
         return self._blocks
 
-    def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Blocks of zeros, in place of others. Raises CapacityError."""
-        spec = self._spec
+    def allocate(self, num_blocks: int, block_size: int, memory: Bytes | None = None) -> None:
+        """Blocks of zeros, in place of others. memory: zeros that they lie in; None: new memory.
+        Raises CapacityError."""
+        (spec,) = self._specs  # a program without a cache, such as a draft head, allocates none
         self._blocks = None  # first: there may be no room for both
         give_back(self._device)  # what loading took for a while
         try:
@@ -64,6 +66,7 @@ class KvPool:
                 block_size=block_size,
                 head_dim=spec.head_dim,
                 device=self._device,
+                memory=None if memory is None else torch.from_numpy(memory),
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise CapacityError(
@@ -90,6 +93,14 @@ class KvPool:
     def free(self) -> None:
         """Let go of the blocks."""
         self._blocks = None
+
+    def arrays(self, num_blocks: int) -> list[Bytes]:
+        """The parts of a pool on the CPU as bytes [layers, num_blocks, bytes of one]; a block of
+        these may be several of the pool."""
+        return [
+            part.flatten(1).view(torch.uint8).numpy().reshape(len(part), num_blocks, -1)
+            for part in self.parts()
+        ]
 
     def parts(self) -> list[Tensor]:
         """Values and, where there are, scales: [layers, blocks, ...] each."""

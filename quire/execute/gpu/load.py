@@ -106,8 +106,8 @@ class Fp8Weight:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """All weights by name, those in few bits by themselves, integers as the operations that compute
-    packs them; the digest of what they were made of; rows that 8 bits are too coarse for, by
-    weight."""
+    packs them, of a weight with an expert axis one for each expert; the digest of what they were
+    made of; rows that 8 bits are too coarse for, by weight."""
 
     plain: Mapping[str, Tensor]
     few: Mapping[str, Any]
@@ -145,9 +145,7 @@ def load(
             elif weight.quantized.is_float:
                 few[name] = _fp8(weight, weight.quantized, binding, device, upload)
             else:
-                matrix, count = quantize_weight(weight, binding)
-                assert isinstance(matrix, IntMatrix), f"{name} is of integers"
-                few[name] = pack(matrix, device)
+                few[name], count = _integers(weight, binding, device, pack)
                 if count:
                     coarse[name] = count
             found = few if name in few else plain
@@ -160,6 +158,20 @@ def load(
         for source in program.elsewhere:  # of which other ranks have all rows
             digesting.add_source(source)
         return Loaded(plain, few, digesting.text(is_part=program.is_part), coarse)
+
+
+def _integers(
+    weight: Weight, binding: Binding, device: torch.device, pack: Pack
+) -> tuple[Any, int]:
+    """A weight of integers, one for each expert where it has some; and how many of its rows 8 bits
+    are too coarse for."""
+    packed, coarse = [], 0
+    for one in weight.by_expert() or [weight]:
+        matrix, count = quantize_weight(one, binding)
+        assert isinstance(matrix, IntMatrix), f"{weight.name} is of integers"
+        packed.append(pack(matrix, device))
+        coarse += count
+    return (tuple(packed) if weight.experts else packed[0]), coarse
 
 
 class _Digesting:

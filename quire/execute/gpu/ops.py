@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
 import torch
 
 from quire.execute.gpu import plain, plain_attention
+from quire.execute.gpu.expert_ops import bind_experts, bind_route
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight
 from quire.execute.gpu.place import Call, Place
-from quire.execute.gpu.rank_ops import bind_rank_op
+from quire.execute.gpu.plain_context import context_attention
+from quire.execute.gpu.rank_ops import bind_rank_op, exchange_of
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
@@ -47,6 +49,19 @@ def bind_plain(segment: str, place: Place) -> list[Call]:
     return [_bound(op, place) for op in ops]
 
 
+def bind_feed(op: Feed, place: Place) -> Call:
+    """Return the call that takes the features of a batch."""
+
+    def call(counts: Counts) -> None:
+        read, shape = counts.batch.features, (counts.tokens, op.y.width)
+        if read is None or read.shape != shape:
+            found = None if read is None else list(read.shape)
+            raise ValueError(f"features are {found}; {list(shape)} are read")
+        place.of(op.y, counts).copy_(torch.from_numpy(read))
+
+    return call
+
+
 def products_of(ops: Sequence[Op]) -> list[str | None]:
     """Return the weight of each operation that is a product, None for the others."""
     return [op.weight if isinstance(op, Linear) else None for op in ops]
@@ -65,6 +80,8 @@ def _bound(op: Op, place: Place) -> Call:
         case StoreKV():
             return partial(_store_kv, op, place)
         case Attention():
+            if op.degree > 1:
+                exchange_of(op, place.ends)
             return partial(_attention, op, place)
         case Activation():
             return partial(_activation, op, place)
@@ -80,8 +97,12 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_gather_rows, op, place)
         case AllGather() | AllReduce() | Send() | Recv():
             return bind_rank_op(op, place)
-        case Feed() | Route() | Experts():
-            raise AssertionError(f"{op.kind}: check_program rejects programs with it")
+        case Route():
+            return bind_route(op, place)
+        case Experts():
+            return bind_experts(op, place)
+        case Feed():
+            return bind_feed(op, place)
         case _:
             assert_never(op)
 
@@ -148,18 +169,21 @@ def _store_kv(op: StoreKV, place: Place, counts: Counts) -> None:
 
 
 def _attention(op: Attention, place: Place, counts: Counts) -> None:
-    y = plain_attention.attention(
-        place.of(op.q, counts),
-        place.pool().layer(op.layer),
-        seq_starts=counts.batch.seq_starts.tolist(),
-        positions=counts.batch.positions.tolist(),
-        block_tables=place.step.block_tables,
-        heads=op.heads,
-        scale=op.scale,
-        window=op.window,
-        soft_cap=op.soft_cap,
-        dtype=TORCH_TYPES[place.program.caches[0].dtype],
-    )
+    q, cache = place.of(op.q, counts), place.pool().layer(op.layer)
+    of_rows: dict[str, Any] = {
+        "seq_starts": counts.batch.seq_starts.tolist(),
+        "positions": counts.batch.positions.tolist(),
+        "block_tables": place.step.block_tables,
+        "heads": op.heads,
+        "scale": op.scale,
+        "window": op.window,
+        "soft_cap": op.soft_cap,
+        "dtype": TORCH_TYPES[place.program.caches[0].dtype],
+    }
+    if op.degree > 1:
+        y = context_attention(op, q, cache, exchange_of(op, place.ends), **of_rows)
+    else:
+        y = plain_attention.attention(q, cache, **of_rows)
     place.of(op.y, counts).copy_(y)
 
 

@@ -1,8 +1,8 @@
 """ProcessGroupExchange: the exchange of tensors by torch.distributed, NCCL between GPUs or Gloo.
 
 Knows no program. The ranks meet at a file, which only one machine's ranks share, when they connect;
-none waits for another before. Always holds: only gathers and broadcasts are used, which move bytes;
-a failure of the library is DeviceLost; `abort` ends what waits in it.
+none waits for another before. Always holds: only calls that move bytes are used (gathers,
+broadcasts, all_to_all); a failure of the library is DeviceLost; `abort` ends what waits in it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ class ProcessGroupExchange:
             group = self._connected()
             with self._lost("an exchange of columns"):
                 group._allgather_base(every.view(-1), own.view(-1)).wait()
+
+    def all_to_all(self, own: Tensor, every: Tensor) -> None:
+        """See Exchange."""
+        if own.numel():
+            group = self._connected()
+            with self._lost("an exchange of parts"):
+                group.alltoall_base(every.view(-1), own.view(-1), [], []).wait()
 
     def broadcast(self, values: Tensor) -> None:
         """See Exchange."""

@@ -11,10 +11,12 @@ from functools import partial
 
 import torch
 
-from quire.execute.gpu.exchange import RankEnds
+from quire.execute.gpu.exchange import Exchange, RankEnds
 from quire.execute.gpu.place import Call, Place, widest_share
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce, share_of
+from quire.program.expert_ops import Experts
+from quire.program.ops import Attention
 from quire.program.stage_ops import Recv, Send
 
 RankOp = AllGather | AllReduce | Send | Recv
@@ -25,10 +27,10 @@ def bind_rank_op(op: RankOp, place: Place) -> Call:
     ends = place.ends
     match op:
         case AllGather():
-            _check_group(op, ends)
+            exchange_of(op, ends)
             return partial(_all_gather, op, place)
         case AllReduce():
-            _check_group(op, ends)
+            exchange_of(op, ends)
             return partial(_all_reduce, op, place)
         case Send():
             if (target := ends.target) is None:
@@ -40,15 +42,20 @@ def bind_rank_op(op: RankOp, place: Place) -> Call:
             return lambda counts: source.receive(place.of(op.y, counts))
 
 
-def _check_group(op: AllGather | AllReduce, ends: RankEnds) -> None:
+def exchange_of(op: AllGather | AllReduce | Experts | Attention, ends: RankEnds) -> Exchange:
+    """Return what an operation exchanges through. Raises ValueError where there are no such
+    ranks; those of attention are some consecutive ones of a group."""
     exchange = ends.exchange
-    if exchange is None or (exchange.rank, exchange.degree) != (op.rank, op.degree):
+    is_there = exchange is not None and (exchange.rank, exchange.degree) == (op.rank, op.degree)
+    if isinstance(op, Attention) and exchange is not None:
+        is_there = exchange.degree % op.degree == 0 and exchange.rank % op.degree == op.rank
+    if exchange is None or not is_there:
         raise ValueError(f"{op.kind}: there are no ranks, or others, to exchange with")
+    return exchange
 
 
 def _all_gather(op: AllGather, place: Place, counts: Counts) -> None:
-    exchange = place.ends.exchange
-    assert exchange is not None, "bound with one"
+    exchange = exchange_of(op, place.ends)
     x, shares = place.of(op.x, counts), _shares(op)
     widest = widest_share(op)
     own, every = place.room.parts(len(x), widest, op.degree, x.dtype)
@@ -63,8 +70,7 @@ def _all_gather(op: AllGather, place: Place, counts: Counts) -> None:
 
 
 def _all_reduce(op: AllReduce, place: Place, counts: Counts) -> None:
-    exchange = place.ends.exchange
-    assert exchange is not None, "bound with one"
+    exchange = exchange_of(op, place.ends)
     x = place.of(op.x, counts)
     own, every = place.room.parts(len(x), x.shape[1], op.degree, x.dtype)
     own.copy_(x)

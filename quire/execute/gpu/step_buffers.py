@@ -45,7 +45,8 @@ class Counts:
 class StepBuffers:
     """Tensors int32: token_ids, late_slots, positions, rope_positions, kv_slots [max_tokens],
     seq_starts [max_sequences + 1], sample_rows [max_tokens], block_tables [max_sequences,
-    max_columns], and `others` by name, for what is planned from a batch."""
+    max_columns], and `others` by name, for what is planned from a batch. max_columns
+    is 0 where there is no cache."""
 
     def __init__(
         self,
@@ -124,7 +125,8 @@ class StepBuffers:
         starts[sequences + 1 : rows + 1] = tokens  # no sequence has the rows beyond
         columns = cache.block_tables.shape[1]
         tables = self._host[self._first["block_tables"] :][: sequences * self.max_columns]
-        tables.reshape(sequences, self.max_columns)[:, :columns] = cache.block_tables
+        if self.max_columns:  # else the program has no cache
+            tables.reshape(sequences, self.max_columns)[:, :columns] = cache.block_tables
         if self._stream.is_beside:
             used = self._first["block_tables"] + len(tables)
             self._stream.copy(self._hosts[self._turn][:used], self._device[:used])

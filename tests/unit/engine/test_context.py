@@ -57,7 +57,6 @@ def test_two_ranks_with_pieces_answer_as_one_process(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"executor": "reference"}, "context_parallel_size is 2 and executor is reference: only"),
-        ({"executor": "torch"}, "executor is torch: only the native executor"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         ({"block_size": 48}, "block_size is 48; ranks have whole pieces of 256 tokens, which 4"),
         (

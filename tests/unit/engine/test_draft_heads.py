@@ -16,8 +16,6 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, ModelError, QuireError, SettingError, WeightsError
 from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
-from quire.config.flags import engine_config
-from quire.engine.assembly.heads import sized_heads
 from quire.models.eagle import TAP_KEY
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.draft_balance import DraftBalance
@@ -372,11 +370,6 @@ def test_the_memory_of_an_eagle_head_is_planned(deep_model: Path, eagle: Path) -
     with LLM(deep_model, speculate="eagle", draft_model=str(eagle), **SETTINGS) as llm:
         assert "draft heads: weights" in llm.memory_text
         assert "draft heads: KV cache (" in llm.memory_text
-    with pytest.raises(SettingError, match="hidden states of the model, which --executor torch"):
-        sized_heads(
-            engine_config({"model": str(deep_model), "executor": "torch"}),
-            *("eagle", None, None, None, None),  # type: ignore[arg-type]
-        )
 
 
 def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.MonkeyPatch) -> None:

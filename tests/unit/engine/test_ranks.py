@@ -48,19 +48,6 @@ def test_two_ranks_answer_as_one_process() -> None:
     [
         ({"executor": "reference"}, "executor is reference: only the native executor"),
         ({"executor": "torch", "cpu_offload_gb": "1"}, "only one rank keeps layers in host"),
-        (
-            {"executor": "torch", "enable_expert_parallel": True},
-            "executor is torch, which computes no mixtures",
-        ),
-        (
-            {"executor": "torch", "distributed_executor_backend": "ray"},
-            "executor is torch: Ray starts ranks of the native executor",
-        ),
-        ({"executor": "torch", "kv_tier_path": "tier"}, "ranks on it have no whole blocks"),
-        ({"executor": "torch", "kv_tier_host_bytes": 1 << 20}, "ranks on it have no whole blocks"),
-        ({"executor": "torch", "draft_model": "draft"}, "torch, and a draft model.* ngram or off"),
-        ({"executor": "torch", "speculate": "eagle"}, "torch, and a draft model, draft heads"),
-        ({"executor": "torch", "self_draft_layers": 1}, "torch, and a draft model, draft heads"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from quire.base.errors import CapacityError
 from quire.program.degrees import kv_span
 from quire.ranks.shared_pools import (
+    JoinedPools,
     PoolShare,
     SharedPools,
     create_file,
@@ -104,6 +105,45 @@ def test_a_block_divided_by_positions_is_its_pieces_in_order() -> None:
         assert np.array_equal(whole[:, share.piece, :, share.heads[0]], own[:, 3, :, 0])
     pools.import_block(1, out)
     assert all(np.array_equal(own[:, 1], own[:, 3]) for own in owns)
+
+
+def test_pools_of_two_arrays_give_blocks_with_the_one_after_the_other() -> None:
+    """Keys before values, and scales after all of them, as the torch executor lays them out."""
+    sizes, sides = (HEAD_BYTES, 4), 2
+    shares = [PoolShare((0, LAYERS), (rank, rank + 1)) for rank in range(2)]
+    begin = sides * shares[0].num_bytes(BLOCKS, sizes[0])
+    num_bytes = begin + sides * shares[0].num_bytes(BLOCKS, sizes[1])
+    span, descriptor = span_bytes(num_bytes), create_file()
+    make_room(descriptor, span, len(shares))
+    joined = JoinedPools(
+        [
+            SharedPools(
+                descriptor,
+                shares,
+                span=span,
+                num_blocks=BLOCKS,
+                head_bytes=size,
+                blocks_of_each=sides,
+                first_bytes=[first] * len(shares),
+            )
+            for size, first in zip(sizes, (0, begin), strict=True)
+        ]
+    )
+    draw = np.random.default_rng(8)
+    whole = [draw.integers(0, 256, (LAYERS, BLOCKS, sides, 2, size), np.uint8) for size in sizes]
+    for rank in range(2):
+        own = mapped(descriptor, rank, span)
+        for part, size, first in zip(whole, sizes, (0, begin), strict=True):
+            used = own[first : first + sides * shares[0].num_bytes(BLOCKS, size)]
+            used.reshape(LAYERS, BLOCKS, sides, 1, size)[:] = part[:, :, :, rank : rank + 1]
+    os.close(descriptor)
+    out = np.zeros(joined.block_bytes, np.uint8)
+    joined.export_block(3, out)
+    assert np.array_equal(out, np.concatenate([part[:, 3].reshape(-1) for part in whole]))
+    joined.import_block(1, out)
+    again = np.zeros(joined.block_bytes, np.uint8)
+    joined.export_block(1, again)
+    assert np.array_equal(again, out)
 
 
 def test_touching_writes_zeros_to_blocks_of_every_rank() -> None:

@@ -10,6 +10,7 @@ a head's row is its values times its scale. Knows no requests and no tables.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -63,13 +64,22 @@ class CachePool:
         block_size: int,
         head_dim: int,
         device: torch.device | str,
+        memory: torch.Tensor | None = None,
     ) -> CachePool:
-        """A pool of zeros. precision: "f32", "bf16", "fp8" or "int8"."""
-        shape = (layers, blocks, 2, kv_heads, block_size, head_dim)
-        values = torch.zeros(shape, dtype=VALUE_TYPES[precision], device=device)
+        """A pool of zeros. precision: "f32", "bf16", "fp8" or "int8". memory: bytes that are zeros,
+        in which values come before scales; None: new memory."""
+        shape, kind = (layers, blocks, 2, kv_heads, block_size, head_dim), VALUE_TYPES[precision]
+        if memory is None:
+            values = torch.zeros(shape, dtype=kind, device=device)
+        else:
+            num_bytes = math.prod(shape) * kind.itemsize
+            values, memory = memory[:num_bytes].view(kind).view(shape), memory[num_bytes:]
         if precision not in SCALED:
             return cls(values, None)
-        return cls(values, torch.zeros(shape[:-1], dtype=torch.float32, device=device))
+        if memory is None:
+            return cls(values, torch.zeros(shape[:-1], dtype=torch.float32, device=device))
+        scale_bytes = math.prod(shape[:-1]) * SCALE_BYTES
+        return cls(values, memory[:scale_bytes].view(torch.float32).view(shape[:-1]))
 
     def layer(self, index: int) -> LayerCache:
         """One layer, views."""
