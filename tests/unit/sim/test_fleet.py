@@ -66,8 +66,10 @@ def test_an_engine_finds_what_another_computed_before() -> None:
 
 
 def test_one_engine_computes_what_another_one_claims_and_fetches() -> None:
-    long = [replace(one, prompt_tokens=17 * BLOCK, block_ids=tuple(range(17))) for one in
-            (alike(0.0), alike(1.0))]
+    long = [
+        replace(one, prompt_tokens=17 * BLOCK, block_ids=tuple(range(17)))
+        for one in (alike(0.0), alike(1.0))
+    ]
     runs, _ = run_fleet(long, FAST)
     stores = [run.stats.kv_store for run in runs]
     assert all(stores)
