@@ -106,7 +106,9 @@ class LinkedReplay(TraceReplay):
                     self._add(request)
             elif isinstance(message, Abort):
                 for output in self._core.abort(message.request_ids):
-                    self._shown(StepOutputs(step=-1, request_ids=[], token_ids=NO_INTS, events=(output,)))
+                    self._shown(
+                        StepOutputs(step=-1, request_ids=[], token_ids=NO_INTS, events=(output,))
+                    )
         return num_arrived > 0
 
     def _plan_own(self, request: Request) -> None:

@@ -136,6 +136,8 @@ def test_a_simulated_fleet_counts_what_engines_do(tmp_path: Path, key: Path) -> 
                 decode[number % 2].finish([request.request_id])
                 for engine, counts in zip(engines, wanted, strict=True):
                     reached(engine, counts, f"after request {number}")
+    for name in ("received blocks", "fetched blocks", "put blocks", "hit tokens"):
+        assert sum(counts[name] for counts in wanted), name
 
 
 def reached(engine: Engine, wanted: dict[str, int], when: str) -> None:
