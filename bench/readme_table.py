@@ -2,7 +2,8 @@
 
 They are the README's chart and summary, docs/measured.md, the tables of docs/simulate.md and of
 docs/disaggregation.md, and the charts. `python -m bench.readme_table` rewrites them; `--check`
-exits 1 where a page is not current. No page has a number that is not in a file under bench/results/.
+exits 1 where a page is not current. No page has a number that is not in a file under
+bench/results/.
 """
 
 from __future__ import annotations

@@ -86,16 +86,21 @@ def shared_store_rows(result: dict[str, Any]) -> list[str]:
 
 def simulated_store_rows(result: dict[str, Any]) -> list[str]:
     """Return hits and first tokens with and without a shared store, simulated."""
-    settings = result["settings"]
     rows = []
     for run in result["runs"]:
-        summary = run["summary"]
+        summary, roles = run["summary"], run["roles"]
+        what = f"of both roles, routed by {run['routing']}"
+        if roles is not None:
+            what = (
+                f"{roles['num_prefill']} for prompts and {roles['num_decode']} for answers, "
+                f"brought together by the {roles['prefill_by'].replace('-', ' ')}"
+            )
         store = "with" if run["store"] else "without"
         rows += [
-            f"| simulated ({settings['num_engines']} engines, {settings['machine']}, "
-            f"{settings['num_requests']:,} requests of a trace), routed by {run['routing']}, "
-            f"{store} a store: hits; mean time to first token "
-            f"| {100 * summary['hit_share']:.0f} %; {summary['ttft_mean_s']:.2f} s | |"
+            f"| simulated ({result['engines']} engines, {result['shape']}, "
+            f"{run['num_requests']:,} requests of a trace), {what}, {store} a store: hits; time to "
+            f"first token, mean and p99 | {100 * run['found_share']:.0f} %; "
+            f"{summary['ttft_mean_s']:.2f} s, {summary['ttft_s']['p99']:.1f} s | |"
         ]
     return rows
 

@@ -123,9 +123,9 @@ def _serving(measured: Mapping[str, Any]) -> list[str]:
         f"{serving['prompt']:,} tokens beside {measured['decoding']} streams"
         f"{_mark(measured, serving)}: gaps of {one['tpot_ms']['p50']:.0f} ms at p50 and "
         f"{one['tpot_ms']['p99']:.0f} ms at p99 with one engine, {two['tpot_ms']['p50']:.0f} ms "
-        f"and {two['tpot_ms']['p99']:.0f} ms with the pair; first tokens after {one['ttft_s']:.1f} s "
-        f"and {two['ttft_s']:.1f} s. {two['received_bytes'] / 1e9:.2f} GB came over the link at "
-        f"{two['gb_per_s']:.2f} GB/s.{hidden}"
+        f"and {two['tpot_ms']['p99']:.0f} ms with the pair; first tokens after "
+        f"{one['ttft_s']:.1f} s and {two['ttft_s']:.1f} s. {two['received_bytes'] / 1e9:.2f} GB "
+        f"came over the link at {two['gb_per_s']:.2f} GB/s.{hidden}"
     )
     return [_wrapped(text)]
 
