@@ -15,7 +15,6 @@ import numpy as np
 
 from quire.base.block_copies import BlockCopies, CopiesEnded, Int32s, Tier
 from quire.base.engine_stats import EngineStats
-from quire.base.errors import QuireError
 from quire.base.records import StepOutputs, StepPlan
 from quire.base.report import Field
 from quire.cache.exchange_map import ExchangeMap
@@ -24,7 +23,7 @@ from quire.config.groups import EngineConfig
 from quire.engine.kv_store.costs import StoreSettings
 from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.outside_blocks import BlockSource, OutsideBlocks
-from quire.engine.process.messages import FromEngine, Outputs, Refused, ToEngine, fault_of
+from quire.engine.process.messages import FromEngine, Outputs, Refused, ToEngine
 from quire.engine.transfer.exchange import Exchange
 from quire.engine.transfer.fetching import Fetching, FetchTerms
 from quire.engine.transfer.handing import Handing
@@ -176,9 +175,9 @@ class EngineEnds:
         self._watched(Outputs(outputs=outputs, stats=EngineStats()))
         return self._passed.outputs if isinstance(self._passed, Outputs) else None
 
-    def refused(self, request_ids: tuple[str, ...], error: QuireError) -> None:
+    def refused(self, message: Refused) -> None:
         """Note that the engine does not take a request, or has given it up."""
-        self._watched(Refused(request_ids=request_ids, fault=fault_of(error)))
+        self._watched(message)
 
     def in_stats(self, stats: EngineStats) -> EngineStats:
         """Return the engine's counters with those of its sources."""

@@ -18,7 +18,7 @@ from quire.cache.chain import FIXED_KEY
 from quire.config.groups import EngineConfig
 from quire.engine.assembly.scheduler_factory import make_scheduler
 from quire.engine.core import EngineCore
-from quire.engine.process.messages import Abort, Submit, ToEngine
+from quire.engine.process.messages import Abort, Refused, Submit, ToEngine, fault_of
 from quire.engine.transfer.handing import OWN_PREFIX
 from quire.sim.clock import VirtualClock
 from quire.sim.engine_ends import EngineEnds, Surroundings, report_nothing
@@ -32,6 +32,7 @@ from quire.sim.runner import PlannedOutput, PlannedOutputs, VirtualRunner
 FINGERPRINT = "simulated"
 
 OnOutputs = Callable[["SimEngine", StepOutputs], None]
+OnRefused = Callable[["SimEngine", str], bool]
 
 
 @dataclass(slots=True)
@@ -122,11 +123,17 @@ class LinkedReplay(TraceReplay):
         try:
             self._core.add((request,))
         except QuireError as error:
-            self._ends.refused((request.request_id,), error)
+            self._ends.refused(Refused(request_ids=(request.request_id,), fault=fault_of(error)))
             if request.request_id.startswith(OWN_PREFIX):
                 self._factory.forget(request.request_id)
             else:
                 self._refuse(request.request_id, type(error).__name__)
+
+    def _expire(self) -> None:
+        for refused in self._core.expire(self._clock.now_ms()):
+            self._ends.refused(refused)
+            for request_id in refused.request_ids:
+                self._refuse(request_id, refused.fault.kind)
 
     def _shown(self, outputs: StepOutputs) -> StepOutputs:
         for event in outputs.events:
@@ -138,7 +145,8 @@ class LinkedReplay(TraceReplay):
 
 class SimEngine:
     """One engine. host: by which others know it; on_outputs: called with the outputs of each step,
-    but for those that other engines have ordered."""
+    but for those that other engines have ordered; on_refused: returns whether a request that is not
+    taken here goes to another engine."""
 
     def __init__(
         self,
@@ -149,6 +157,7 @@ class SimEngine:
         config: EngineConfig,
         outside: Surroundings,
         on_outputs: OnOutputs,
+        on_refused: OnRefused,
     ) -> None:
         self.number, self.host = number, str(number)
         self._sent = Sent()
@@ -193,6 +202,7 @@ class SimEngine:
         self.replay.busy_ms = lambda: runner.busy_ms
         self._core = core
         self.replay.on_outputs = lambda outputs: on_outputs(self, outputs)
+        self.replay.on_refused = lambda request_id: on_refused(self, request_id)
 
     @property
     def due_ms(self) -> float:

@@ -183,7 +183,7 @@ def simulate_fleet(
         is_prefill = roles is not None and number < roles.num_prefill
         of_role = (prefill_machine, prefill_config or config) if is_prefill else (machine, config)
         outside = _outside(fleet, *of_role, store, sides)
-        engine = SimEngine(number, requests, defaults, *of_role, outside, note)
+        engine = SimEngine(number, requests, defaults, *of_role, outside, note, router.note_refused)
         engines.append(engine)
         if engine.ends is not None and engine.ends.side is not None:
             sides[engine.host] = engine.ends.side

@@ -178,6 +178,12 @@ class VirtualRouter:
                 engine.replay.now_ms, partial(self._read, self._replicas[engine.number], outputs)
             )
 
+    def note_refused(self, engine: SimEngine, request_id: str) -> bool:
+        """Note that an engine does not take a request; return whether another one answers it."""
+        replica = self._replicas[engine.number]
+        self._at(engine.replay.now_ms, partial(self._refused, replica, request_id))
+        return (replica.number, request_id) in self._handing
+
     # ---- requests
 
     def _at(self, moment_ms: float, call: Callable[[], None]) -> None:
@@ -241,6 +247,16 @@ class VirtualRouter:
         )
         request = replace(self._requests[number], arrival_ms=self._now_ms)
         self._send(number, Side.DECODE, request, source)
+
+    def _refused(self, replica: SimReplica, request_id: str) -> None:
+        """Have a prompt computed where it is answered, if no prefill engine takes it."""
+        replica.end(request_id)
+        number = self._handing.pop((replica.number, request_id), None)
+        if number is not None:
+            self._send(
+                number, Side.DECODE, replace(self._requests[number], arrival_ms=self._now_ms)
+            )
+        self._end_change()
 
     # ---- roles
 

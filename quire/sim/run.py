@@ -140,8 +140,8 @@ class TraceReplay:
     """Adds requests to the engine core as they arrive, steps it, and records results.
 
     Arrival times and `clock` share their zero. on_accepted: called with the number of each accepted
-    request. on_outputs: called with what clients get of each step. busy_ms: returns how long
-    steps took.
+    request. on_outputs: called with what clients get of each step. on_refused: returns whether
+    another engine answers a request. busy_ms: returns how long steps took.
     """
 
     def __init__(
@@ -159,6 +159,7 @@ class TraceReplay:
         self._next = 0
         self.on_accepted: Callable[[int], None] | None = None
         self.on_outputs: Callable[[StepOutputs], None] | None = None
+        self.on_refused: Callable[[str], bool] | None = None
         self.busy_ms: Callable[[], float] = lambda: 0.0
         self._stuck_since_ms: float | None = None
 
@@ -264,8 +265,9 @@ class TraceReplay:
             self.on_accepted(int(request.request_id))
 
     def _refuse(self, request_id: str, kind: str) -> None:
-        """Record a request that is not answered."""
-        self._run.refused.append((self._jobs[int(request_id)], kind))
+        """Record a request that is not answered, unless that is up to another engine."""
+        if self.on_refused is None or not self.on_refused(request_id):
+            self._run.refused.append((self._jobs[int(request_id)], kind))
         self._factory.forget(request_id)
 
     def _shown(self, outputs: StepOutputs) -> StepOutputs:

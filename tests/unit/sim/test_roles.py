@@ -137,6 +137,16 @@ def test_a_router_has_long_prompts_computed_first() -> None:
     assert received_blocks(found) == [0, 2]
 
 
+def test_a_prompt_that_no_prefill_engine_takes_is_computed_where_it_is_answered() -> None:
+    spec = replace(PAIR, prefill_by="router", min_prefill_tokens=16)
+    requests = [request(0.1 * at, 100, 3) for at in range(8)]
+    found = run_roles(requests, spec, settings={"max_queued_requests": 3})
+    finished, refused = found.run.finished, found.run.refused
+    assert len(finished) + len(refused) == len(requests)
+    assert {kind for _, kind in refused} <= {"OverloadedError"}
+    assert 0 < found.num_handed_over < len(finished)
+
+
 def test_engines_of_both_roles_change_sides_with_the_load() -> None:
     spec = RolesSpec(
         num_prefill=1,
@@ -148,11 +158,11 @@ def test_engines_of_both_roles_change_sides_with_the_load() -> None:
         min_prefill_tokens=16,
         hold_s=1.0,
     )
-    prompts = [request(100.0 * at, 400, 1) for at in range(150)]
-    answers = [request(60_000.0 + 40.0 * at, 8, 200) for at in range(400)]
+    prompts = [request(100.0 * at, 400, 1) for at in range(70)]
+    answers = [request(40_000.0 + 40.0 * at, 8, 120) for at in range(160)]
     found = run_roles([*prompts, *answers], spec, routing="least-tokens")
     fixed = run_roles([*prompts, *answers], replace(spec, num_movable=0), routing="least-tokens")
-    assert len(found.run.finished) == len(fixed.run.finished) == 550
+    assert len(found.run.finished) == len(fixed.run.finished) == 230
     assert found.num_role_changes >= 2
     assert fixed.num_role_changes == 0
     assert found.run.end_ms < fixed.run.end_ms
