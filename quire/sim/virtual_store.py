@@ -115,7 +115,7 @@ class VirtualStore:
         return [one.record for one in found if one.since_ms <= now_ms < one.until_ms]
 
     def release(self, key: bytes, record: bytes, now_ms: float) -> None:
-        """End a claim at a time. Engines whose clock is behind still see it."""
+        """End a claim at a time; before that, it is still seen."""
         for one in self._claims.get(key, ()):
             if one.record == record:
                 one.until_ms = min(one.until_ms, now_ms)

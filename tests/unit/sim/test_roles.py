@@ -160,8 +160,9 @@ def test_engines_of_both_roles_change_sides_with_the_load() -> None:
     )
     prompts = [request(100.0 * at, 400, 1) for at in range(70)]
     answers = [request(40_000.0 + 40.0 * at, 8, 120) for at in range(160)]
-    found = run_roles([*prompts, *answers], spec, routing="least-tokens")
-    fixed = run_roles([*prompts, *answers], replace(spec, num_movable=0), routing="least-tokens")
+    both: dict[str, Any] = {"routing": "least-tokens", "settings": {"max_num_seqs": 16}}
+    found = run_roles([*prompts, *answers], spec, **both)
+    fixed = run_roles([*prompts, *answers], replace(spec, num_movable=0), **both)
     assert len(found.run.finished) == len(fixed.run.finished) == 230
     assert found.num_role_changes >= 2
     assert fixed.num_role_changes == 0
