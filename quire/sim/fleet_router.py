@@ -102,12 +102,7 @@ class PairSpec:
 
 
 class VirtualRouter:
-    """Sends `requests`, in order of arrival. decode, prefill, movable: engines by role.
-
-    movable: engines of both roles, in the order in which the command line names them; they begin
-    with answers, or the first with prompts where no other does. pairs: None: the router has no
-    prompts computed first.
-    """
+    """Sends `requests`, in order of arrival. pairs: None: it has no prompts computed first."""
 
     def __init__(
         self,
@@ -134,7 +129,7 @@ class VirtualRouter:
         self.num_handed_over = self.num_role_changes = 0
 
     def add(self, engine: SimEngine, side: Side, *, is_movable: bool = False) -> None:
-        """Send requests to an engine, too."""
+        """Send requests to an engine, too. is_movable: it changes its side with the load."""
         replica = SimReplica(engine)
         self._replicas[engine.number] = replica
         self._sides[side].append(replica)
