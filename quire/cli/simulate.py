@@ -347,11 +347,11 @@ def _compare_engines(
     from quire.sim.roles import compare_roles, roles_text
 
     requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
-    common = (requests, defaults, machine, with_policy(config, arguments.policy[0]))
+    scene = (requests, defaults, machine, with_policy(config, arguments.policy[0]))
     with _stop_on_interrupt() as should_stop:
         if arguments.engines > 1:
             outcome = compare_stores(
-                *common,
+                *scene,
                 num_engines=arguments.engines,
                 store=_store_spec(arguments),
                 goals=goals,
@@ -361,7 +361,7 @@ def _compare_engines(
         else:
             path = arguments.prefill_profile
             outcome = compare_roles(
-                *common,
+                *scene,
                 spec=_roles_spec(arguments),
                 goals=goals,
                 routing=(arguments.routing or COMPARED_ROUTINGS)[0],
