@@ -218,7 +218,7 @@ def draw(known: Mapping[str, Any], path: Path) -> None:
     others = [name for name in known if name.endswith(" engines")]
     num_panels = len(LINKS_GB_PER_S) + len(others)
     figure, panels = plt.subplots(
-        1, num_panels, figsize=(4.1 * num_panels + 1.2, 5.2), layout="constrained"
+        1, num_panels, figsize=(4.7 * num_panels + 1.2, 5.2), layout="constrained"
     )
     for panel, gb_per_s in zip(panels, LINKS_GB_PER_S, strict=False):
         cells = [[by_place.get((gb_per_s, one, load)) for load in LOADS] for one in PROMPTS]
@@ -237,7 +237,7 @@ def draw(known: Mapping[str, Any], path: Path) -> None:
     bar = figure.colorbar(drawn, ax=panels, shrink=0.8, pad=0.01, ticks=[0.5, 0.7, 1.0, 1.4, 2.0])
     bar.ax.set_yticklabels(["0.5", "0.7", "1", "1.4", "2"])
     bar.ax.minorticks_off()
-    bar.set_label("gap of engines of both roles over that of the division (above 1: divide)")
+    bar.set_label("gap of both roles over divided (above 1: divide)")
     figure.supxlabel("load: computing time of prompts, as a share of what all devices have")
     figure.suptitle(
         "Gap between tokens at p99, engines of both roles over the best division into prefill and "
@@ -269,7 +269,7 @@ def _draw_cells(panel: Any, cells: Cells, num_engines: int) -> Any:
         # Dark colors are far from 1.
         color = "white" if abs(math.log(gain)) > math.log(1.65) else "black"
         panel.text(column, row + 0.2, f"{gain:.2f}", ha="center", va="center", color=color, size=13)
-        panel.text(column, row - 0.16, text, ha="center", va="center", color=color, size=8)
+        panel.text(column, row - 0.16, text, ha="center", va="center", color=color, size=7.5)
     drawn = panel.imshow(
         gains, cmap="BrBG", norm=LogNorm(1 / 2.4, 2.4), aspect="auto", origin="lower"
     )
