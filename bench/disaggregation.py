@@ -5,8 +5,9 @@ are the gaps between the tokens of the streams from the first prompt's arrival t
 first token, and the prompts' times to first token: of one engine with two cores, and of a prefill
 and a decode engine with one core each (processes are bound to cores; this one runs beside them).
 Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
-bytes' time was covered by the prefill, from the prompts' times at the prefill engine itself beside
-the same streams.
+bytes' time was covered by the prefill. What moving has delayed is the time to first token, less the
+prompt's time at the prefill engine itself, and less its time at the decode engine once that has its
+blocks, both beside the same streams.
 `links`: GB/s of each backend between the stores of two processes (nixl where it is installed),
 beside memcpy of the same blocks; `first` is a transfer that touches the other store's pages for the
 first time. Memory is touched before, since engines use theirs again and again.
@@ -243,10 +244,11 @@ def gaps_beside(
         if time.monotonic() > until_s:
             break
     ended_s = time.monotonic()
-    alone_s = []
+    alone_s, again_s = [], []
     if prefill is not None:
-        note("the prompts alone at the prefill engine")
-        alone_s = [prompt_s(prefill, args, at) for at in range(len(ttfts_s))]
+        note("the prompts alone at the prefill engine, and again at the decode engine")
+        again_s = [prompt_s(server, args, at) for at in range(len(ttfts_s))]
+        alone_s = [prompt_s(prefill, args, at, salt="alone") for at in range(len(ttfts_s))]
     stop.set()
     for stream in streams:
         stream.join(60)
@@ -264,6 +266,7 @@ def gaps_beside(
         "num_gaps": len(gaps_ms),
         "num_prompts": len(ttfts_s),
         **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
+        **({"again_s": statistics.median(again_s)} if again_s else {}),
     }
 
 
@@ -314,10 +317,10 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def prompt_s(prefill: Server, args: argparse.Namespace, number: int) -> float:
-    """Return the time of a prompt at the prefill engine, which has it not yet."""
+def prompt_s(server: Server, args: argparse.Namespace, number: int, salt: str = "") -> float:
+    """Return the time of a prompt. salt: under which the engine has it not yet."""
     began_s = time.monotonic()
-    prefill.post({**prompt_body(args, number), "cache_salt": "alone"})
+    server.post({**prompt_body(args, number), **({"cache_salt": salt} if salt else {})})
     return time.monotonic() - began_s
 
 
@@ -335,7 +338,7 @@ def transfer_of(decode: Server, num_prompts: int) -> dict[str, Any]:
 
 def hidden_share(two: dict[str, Any]) -> float:
     """Return the share of the bytes' time that did not delay the first token."""
-    exposed_s = max(two["ttft_s"] - two["prefill_s"], 0.0)
+    exposed_s = max(two["ttft_s"] - two["prefill_s"] - two["again_s"], 0.0)
     moved_s = two["receive_s_per_prompt"]
     return max(1.0 - exposed_s / moved_s, 0.0) if moved_s else 0.0
 
@@ -525,12 +528,15 @@ def main(arguments: list[str]) -> None:
         args.kv, args.transfer_size, args.link_bytes = "64MiB", "32MiB", 32 << 20
     elif not args.model:
         args.model = str(random_checkpoint(SHAPE))
-    content: dict[str, Any] = {"bench": "disaggregation", "machine": machine_card()}
+    # Parts of an earlier run stay, each with the load of its own beginning.
+    content: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    content |= {"bench": "disaggregation", "machine": machine_card()}
     content |= {"decoding": args.decoding, "model": Path(args.model).name}
+    load = content["machine"]["load_at_start"]
     if "links" in args.runs.split(","):
-        content["links"] = links(args)
+        content["links"] = {**links(args), "load_at_start": load}
     if "serving" in args.runs.split(","):
-        content["serving"] = serving(args)
+        content["serving"] = {**serving(args), "load_at_start": load}
         content["hidden_share"] = hidden_share(content["serving"]["two engines"])
     print(json.dumps({name: one for name, one in content.items() if name != "machine"}, indent=1))
     args.out.write_text(json.dumps(content, indent=1) + "\n")

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,17 +36,16 @@ import numpy as np
 
 from bench import disaggregation
 from bench.checkpoints import checkpoint_config, random_checkpoint
-from quire.base.records import StepPlan
+from quire.base.records import StepOutputs
 from quire.bench.machine import machine_card
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.obs.timing import Goals
-from quire.sim.fleet import Fleet, joined, simulate_fleet
+from quire.sim.engines import SimEngine
+from quire.sim.fleet import Fleet, RolesSpec, simulate_fleet
 from quire.sim.load import RequestDefaults, TraceRequest
 from quire.sim.machine import Machine, described_machine
-from quire.sim.profile import read_machine
-from quire.sim.roles import RolesSpec, simulate_roles
-from quire.sim.run import Run, simulate
+from quire.sim.profile import machine_of
 from quire.sim.summary import summary_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,36 +59,60 @@ OUTPUT_TOKENS, NUM_REQUESTS = 200, 120
 # --confirm: streams that decode, their prompts and most tokens, beside prompts one after another.
 CONFIRMED_SHAPE, CONFIRMED_PROMPTS, NUM_PROMPTS = "qwen3-0.1b", (1024, 4096, 8192), 3
 DECODING, STREAM_PROMPT, ROOM = 16, disaggregation.DECODING_PROMPT, 4096
+THREADS = {"one engine": "2", "two engines": "1"}  # of each engine
 # The shortest first point, and about how long the engines of a point take to start.
 MIN_CONFIRMED, STARTS_S = 128, 20.0
 GOALS = Goals(ttft_s=2.0, tpot_s=0.05)
 
 
-class Gaps:
-    """A StepCost that keeps the times of steps in which `decoding` streams decode or more, once for
-    each of them: the gaps between their tokens.
+class TokenGaps:
+    """The gaps between the tokens of each request, as its client sees them: for `on_outputs` of a
+    simulated fleet. ended_ms: when requests ended; num_answers: as many as are wanted."""
 
-    beside: only of those that compute a part of a prompt, too.
-    """
+    def __init__(self, num_answers: int = 0) -> None:
+        self._num_answers = num_answers
+        self.ended_ms: list[float] = []
+        self._last_ms: dict[tuple[int, str], float] = {}
+        self._spans_ms: list[tuple[float, float]] = []
 
-    def __init__(self, machine: Machine, decoding: int, *, beside: bool = False) -> None:
-        self._cost, self._decoding, self._beside = machine.cost, decoding, beside
-        self.gaps_ms: list[float] = []
+    def __call__(self, engine: SimEngine, outputs: StepOutputs) -> None:
+        """Note the tokens of a step."""
+        now_ms = engine.replay.now_ms
+        with_events = (one.request_id for one in outputs.events if one.token_ids)
+        for request_id in (*outputs.request_ids, *with_events):
+            key = engine.number, request_id
+            if (last_ms := self._last_ms.get(key)) is not None:
+                self._spans_ms.append((last_ms, now_ms))
+            self._last_ms[key] = now_ms
+        num_ended = sum(one.finish_reason is not None for one in outputs.events)
+        self.ended_ms += [now_ms] * num_ended
 
-    def step_ms(self, plan: StepPlan) -> float:
-        """See StepCost."""
-        ms, counts = self._cost.step_ms(plan), plan.counts
-        decoding = int(((counts == 1) & plan.samples).sum())
-        if decoding >= self._decoding and (not self._beside or int(counts.max()) > 1):
-            self.gaps_ms += [ms] * decoding
-        return ms
+    def has_all(self) -> bool:
+        """Return whether as many requests have ended as are wanted."""
+        return len(self.ended_ms) >= self._num_answers
+
+    def percentile_ms(
+        self, percent: float, since_ms: float = 0.0, until_ms: float = math.inf
+    ) -> float:
+        """Return a percentile of the gaps that touch a time."""
+        gaps = [
+            end_ms - begin_ms
+            for begin_ms, end_ms in self._spans_ms
+            if end_ms > since_ms and begin_ms < until_ms
+        ]
+        return float(np.percentile(gaps, percent)) if gaps else 0.0
 
 
 def mapped_machine() -> tuple[Machine, EngineConfig]:
     """Return the devices of the map, and the configuration of an engine on one."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(checkpoint_config(SHAPE)))
-        settings = {"model": name, "kv_cache_memory": "40GiB", "max_num_batched_tokens": 2048}
+        settings: dict[str, Any] = {
+            "model": name,
+            "kv_cache_memory": "40GiB",
+            "max_num_batched_tokens": 2048,
+        }
+        settings |= {"block_size": 64}  # larger than in service: fewer to simulate
         config = engine_config({**settings, "max_num_seqs": 256, "dtype": "bf16"})
         machine = described_machine(
             config, gb_per_s=GB_PER_S, gflop_per_s=GFLOP_PER_S, fixed_ms=FIXED_MS
@@ -114,10 +140,7 @@ def points_of(
     per_s = load * num_engines * 1e3 / (prompt_tokens * machine.linear.token_ms)
     requests = drawn(prompt_tokens, per_s)
     defaults = RequestDefaults(max_tokens=OUTPUT_TOKENS, max_model_len=machine.max_model_len)
-    fleet = Fleet(num_engines=num_engines, routing="turn", store=None)
-    gaps = Gaps(machine, 1)
-    runs, _ = simulate_fleet(requests, defaults, replace(machine, cost=gaps), config, fleet)
-    whole = _times(joined(runs), requests, gaps)
+    whole = _times(requests, defaults, machine, config, Fleet(num_engines=num_engines))
     for gb_per_s in LINKS_GB_PER_S:
         found: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
@@ -127,19 +150,15 @@ def points_of(
             "both": whole,
         }
         for num_prefill in range(1, num_engines):
-            spec = RolesSpec(
+            roles = RolesSpec(
                 num_prefill=num_prefill,
                 num_decode=num_engines - num_prefill,
                 gb_per_s=gb_per_s,
                 latency_ms=1.0,
             )
-            gaps = Gaps(machine, 1)
-            recorded = replace(machine, cost=gaps)
-            one = simulate_roles(requests, defaults, recorded, config, spec)
-            divided = _times(one.run, requests, gaps) | {
-                "num_prefill": num_prefill,
-                "fetched_share": one.num_fetches / NUM_REQUESTS,
-            }
+            fleet = Fleet(num_engines=num_engines, roles=roles)
+            divided = _times(requests, defaults, machine, config, fleet)
+            divided["num_prefill"] = num_prefill
             # A division that does not keep up with its prompts is none.
             if divided["ttft_s"] > 3 * whole["ttft_s"] + 0.1:
                 continue
@@ -148,73 +167,128 @@ def points_of(
         yield found
 
 
-def computed(
-    machine: Machine, config: EngineConfig, prompt_tokens: int, load: float, num_engines: int
-) -> list[dict[str, Any]]:
-    """Return the points of one load, and say that they are computed."""
+def computed(num_engines: int, cell: tuple[int, float]) -> list[dict[str, Any]]:
+    """Return the points of one length and load, and say that they are computed."""
+    machine, config = mapped_machine()
+    points = list(points_of(machine, config, *cell, num_engines))
+    prompt_tokens, load = cell
     devices = f"{num_engines} devices at {100 * load:.0f} %"
     disaggregation.note(f"prompts of {prompt_tokens} tokens, {devices}")
-    return list(points_of(machine, config, prompt_tokens, load, num_engines))
+    return points
 
 
-def _times(run: Run, requests: list[TraceRequest], gaps: Gaps) -> dict[str, Any]:
-    summary = summary_of(run, requests, GOALS)
+def mapped(num_engines: int, prompts: Sequence[int], jobs: int) -> list[dict[str, Any]]:
+    """Return the points of all these lengths and of all loads, so many at once."""
+    with ProcessPoolExecutor(jobs) as pool:
+        parts = pool.map(partial(computed, num_engines), product(prompts, LOADS))
+        return [point for part in parts for point in part]
+
+
+def _times(
+    requests: list[TraceRequest],
+    defaults: RequestDefaults,
+    machine: Machine,
+    config: EngineConfig,
+    fleet: Fleet,
+) -> dict[str, Any]:
+    """Run a fleet; return its times at p99, and the share of prompts that came over a link."""
+    gaps = TokenGaps()
+    found = simulate_fleet(requests, defaults, machine, config, fleet, on_outputs=gaps)
+    summary = summary_of(found.run, requests, GOALS)
     return {
         "ttft_s": summary["ttft_s"]["p99"],
         "tpot_ms": 1e3 * summary["tpot_s"]["p99"],
-        "gap_ms": float(np.percentile(gaps.gaps_ms, 99)),
+        "gap_ms": gaps.percentile_ms(99),
+        "fetched_share": found.num_fetches / len(requests),
     }
 
 
-def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Draw a panel for each link: how much shorter the gap between tokens is at p99."""
+Cells = Sequence[Sequence[Mapping[str, Any] | None]]
+
+
+def draw(known: Mapping[str, Any], path: Path) -> None:
+    """Draw how much shorter the gap between tokens is at p99, by length, load and link: a panel for
+    each link, and one for each other number of devices."""
     from quire.obs.pictures import pyplot
 
     plt = pyplot()
-    figure, panels = plt.subplots(1, len(LINKS_GB_PER_S), figsize=(13, 3.9), sharey=True)
-    for panel, gb_per_s in zip(panels, LINKS_GB_PER_S, strict=True):
-        gains = np.full((len(PROMPTS), len(LOADS)), np.nan)
-        for one in points:
-            if one["gb_per_s"] != gb_per_s:
-                continue
-            row, column = PROMPTS.index(one["prompt_tokens"]), LOADS.index(one["load"])
-            text = "none\nkeeps up"
-            if "divided" in one:
-                best, whole = one["divided"], one["both"]
-                gains[row, column] = whole["gap_ms"] / best["gap_ms"]
-                text = (
-                    f"{gains[row, column]:.2f}x, {best['num_prefill']} + "
-                    f"{NUM_ENGINES - best['num_prefill']}\n"
-                    f"TTFT {best['ttft_s'] / whole['ttft_s']:.2f}x"
-                )
-            panel.text(column, row, text, ha="center", va="center", fontsize=8)
-        panel.imshow(gains, cmap="RdYlGn", vmin=0.0, vmax=2.0, aspect="auto", origin="lower")
-        panel.set_xticks(range(len(LOADS)), [f"{100 * load:.0f} %" for load in LOADS])
-        panel.set_yticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
-        panel.set_title(f"link of {gb_per_s:g} GB/s", fontsize=10)
-        panel.set_xlabel("prompts' computing time, of all devices")
-    panels[0].set_ylabel("prompt tokens")
-    figure.suptitle(
-        "Gap between tokens at p99: both roles over the best division (prefill + decode engines); "
-        "computed",
-        fontsize=11,
+    by_place = {
+        (one["gb_per_s"], one["prompt_tokens"], one["load"]): one for one in known["points"]
+    }
+    others = [name for name in known if name.endswith(" engines")]
+    num_panels = len(LINKS_GB_PER_S) + len(others)
+    figure, panels = plt.subplots(
+        1, num_panels, figsize=(4.7 * num_panels + 1.2, 5.2), layout="constrained"
     )
-    figure.tight_layout()
-    figure.savefig(path)
+    for panel, gb_per_s in zip(panels, LINKS_GB_PER_S, strict=False):
+        cells = [[by_place.get((gb_per_s, one, load)) for load in LOADS] for one in PROMPTS]
+        drawn = _draw_cells(panel, cells, known["engines"])
+        panel.set_yticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
+        panel.set_title(f"{known['engines']} devices, link of {gb_per_s:g} GB/s")
+    panels[0].set_ylabel("tokens of a prompt")
+    for panel, name in zip(panels[len(LINKS_GB_PER_S) :], others, strict=True):
+        of_load = {(one["gb_per_s"], one["load"]): one for one in known[name]}
+        cells = [[of_load.get((link, load)) for load in LOADS] for link in LINKS_GB_PER_S]
+        num_engines = int(name.split()[0])
+        _draw_cells(panel, cells, num_engines)
+        panel.set_yticks(range(len(LINKS_GB_PER_S)), [f"{one:g}" for one in LINKS_GB_PER_S])
+        panel.set_ylabel("link, GB/s")
+        panel.set_title(f"{num_engines} devices, prompts of {ONE_PROMPT:,} tokens")
+    bar = figure.colorbar(drawn, ax=panels, shrink=0.8, pad=0.01, ticks=[0.5, 0.7, 1.0, 1.4, 2.0])
+    bar.ax.set_yticklabels(["0.5", "0.7", "1", "1.4", "2"])
+    bar.ax.minorticks_off()
+    bar.set_label("gap of both roles over divided (above 1: divide)")
+    figure.supxlabel("load: computing time of prompts, as a share of what all devices have")
+    figure.suptitle(
+        "Gap between tokens at p99, engines of both roles over the best division into prefill and "
+        "decode engines; computed, not measured"
+    )
+    figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
-def confirmed_points(model: str, minutes: float, scratch: Path) -> list[dict[str, Any]]:
-    """Return the points of real engines beside their simulations, in about `minutes`.
+def _draw_cells(panel: Any, cells: Cells, num_engines: int) -> Any:
+    """Draw one panel of points; return its colors."""
+    from matplotlib.colors import LogNorm
+
+    gains = np.full((len(cells), len(LOADS)), np.nan)
+    for row, column in product(range(len(cells)), range(len(LOADS))):
+        point = cells[row][column]
+        if point is None or "divided" not in point:
+            panel.text(column, row, "no division\nkeeps up", ha="center", va="center", color="0.35")
+            continue
+        best, whole = point["divided"], point["both"]
+        gains[row, column] = gain = whole["gap_ms"] / best["gap_ms"]
+        num_decode = num_engines - best["num_prefill"]
+        later = best["ttft_s"] / whole["ttft_s"]
+        text = (
+            f"{best['num_prefill']} prefill + {num_decode} decode\nfirst token {later:.1f}x later"
+        )
+        if not best["fetched_share"]:
+            text = f"no block moves\nfirst token {later:.1f}x later"
+        # Dark colors are far from 1.
+        color = "white" if abs(math.log(gain)) > math.log(1.65) else "black"
+        panel.text(column, row + 0.2, f"{gain:.2f}", ha="center", va="center", color=color, size=13)
+        panel.text(column, row - 0.16, text, ha="center", va="center", color=color, size=7.5)
+    drawn = panel.imshow(
+        gains, cmap="BrBG", norm=LogNorm(1 / 2.4, 2.4), aspect="auto", origin="lower"
+    )
+    panel.set_facecolor("0.93")
+    panel.set_xticks(range(len(LOADS)), [f"{100 * load:.0f} %" for load in LOADS])
+    return drawn
+
+
+def confirmed_points(
+    model: str, profiles: Mapping[str, Any], minutes: float, scratch: Path
+) -> list[dict[str, Any]]:
+    """Return the points of real engines, in about `minutes`. profiles: of their steps, by threads.
 
     Where a prompt takes long, all points have shorter ones.
     """
-    began_s, prompts = time.monotonic(), CONFIRMED_PROMPTS
-    machines = {}
-    for threads in (2, 1):
-        disaggregation.note(f"measuring the steps of an engine on {threads} cores")
-        machines[threads] = _measured(model, threads, prompts[-1] + ROOM, scratch)
-    alone_s = disaggregation.MIN_PROMPT * machines[2].linear.token_ms / 1e3
+    began_s = time.monotonic()
+    prompts: tuple[int, ...] = CONFIRMED_PROMPTS
+    token_ms = machine_of(profiles["2"]).linear.token_ms
+    alone_s = disaggregation.MIN_PROMPT * token_ms / 1e3
 
     def seconds(prompt_tokens: int) -> float:
         return STARTS_S + disaggregation.total_s(alone_s, prompt_tokens, NUM_PROMPTS)
@@ -228,91 +302,129 @@ def confirmed_points(model: str, minutes: float, scratch: Path) -> list[dict[str
     for at, tokens in enumerate(prompts):
         share = seconds(tokens) / sum(map(seconds, prompts[at:]))
         disaggregation.note(f"point {at + 1} of {len(prompts)}: prompts of {tokens} tokens")
-        points.append(
-            confirmed(model, tokens, machines, max(left_s(), 60.0) * share / 60.0, scratch)
-        )
+        points.append(confirmed(model, tokens, max(left_s(), 60.0) * share / 60.0, scratch))
     return points
 
 
-def confirmed(
-    model: str, prompt_tokens: int, machines: Mapping[int, Machine], minutes: float, scratch: Path
-) -> dict[str, Any]:
-    """Return one point of real engines beside its simulation. machines: by threads."""
+def confirmed(model: str, prompt_tokens: int, minutes: float, scratch: Path) -> dict[str, Any]:
+    """Return one point of real engines."""
     out = scratch / "serving.json"
     sizes = ["--prompt", str(prompt_tokens), "--prompts", str(NUM_PROMPTS), "--room", str(ROOM)]
     sizes += ["--decoding", str(DECODING), "--minutes", str(minutes)]
     disaggregation.main(["--runs", "serving", "--model", model, *sizes, "--out", str(out)])
     real = json.loads(out.read_text())["serving"]
-    prompt_tokens = real["prompt"]
-    found: dict[str, Any] = {"prompt_tokens": prompt_tokens}
-    for name, threads in (("one engine", 2), ("two engines", 1)):
-        settings = {"kv_cache_memory": "6GiB", "max_num_seqs": DECODING + 2}
-        length = prompt_tokens + ROOM
-        config = engine_config({"model": model, **settings, "max_model_len": length})
+    found: dict[str, Any] = {
+        "prompt_tokens": real["prompt"],
+        "gb_per_s": real["two engines"]["gb_per_s"],
+    }
+    for name in THREADS:
         found[name] = {
-            "real": {"tpot_p99_ms": real[name]["tpot_ms"]["p99"], "ttft_s": real[name]["ttft_s"]},
             "prompts": real[name]["num_prompts"],
-            "simulated": _beside(machines[threads], config, real, name),
+            "real": {
+                "tpot_p50_ms": real[name]["tpot_ms"]["p50"],
+                "tpot_p99_ms": real[name]["tpot_ms"]["p99"],
+                "ttft_s": real[name]["ttft_s"],
+            },
         }
-    for kind in ("real", "simulated"):
-        one, two = (found[name][kind]["tpot_p99_ms"] for name in ("one engine", "two engines"))
-        found[f"{kind}_one_over_two"] = one / two
+    one, two = (found[name]["real"]["tpot_p99_ms"] for name in THREADS)
+    found["real_one_over_two"] = one / two
     return found
 
 
-def _measured(model: str, threads: int, length: int, scratch: Path) -> Machine:
-    """Return the machine of an engine on `threads` cores, measured in a process of its own."""
+def add_simulations(points: Sequence[dict[str, Any]], profiles: Mapping[str, Any]) -> None:
+    """Simulate the points of real engines, with the steps of these profiles."""
+    for point in points:
+        disaggregation.note(f"simulating prompts of {point['prompt_tokens']} tokens")
+        length = point["prompt_tokens"] + ROOM
+        settings = {"kv_cache_memory": "6GiB", "max_num_seqs": DECODING + 2}
+        config = engine_config({**settings, "max_model_len": length})
+        for name, threads in THREADS.items():
+            machine = machine_of(profiles[threads])
+            point[name]["simulated"] = _beside(machine, config, point, name)
+        one, two = (point[name]["simulated"]["tpot_p99_ms"] for name in THREADS)
+        point["simulated_one_over_two"] = one / two
+
+
+def _measured(model: str, threads: str, length: int, scratch: Path) -> dict[str, Any]:
+    """Return the profile of an engine on `threads` cores, measured in a process of its own."""
     path = scratch / f"profile-{threads}-{length}.json"
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: int(threads)]))
     words = ["simulate", model, "--save-profile", str(path), "--max-model-len", str(length)]
-    words += ["--max-num-seqs", str(DECODING + 2), "--threads", str(threads), "--max-requests", "1"]
+    words += ["--max-num-seqs", str(DECODING + 2), "--threads", threads, "--max-requests", "1"]
     command = ["taskset", "-c", cores, sys.executable, "-m", "quire", *words]
     subprocess.run([*command, "--kv-cache-memory", "6GiB"], check=True, stdout=subprocess.DEVNULL)
-    return read_machine(path)
+    profile: dict[str, Any] = json.loads(path.read_text())
+    return profile
 
 
 def _beside(
-    machine: Machine, config: EngineConfig, real: Mapping[str, Any], name: str
+    machine: Machine, config: EngineConfig, point: Mapping[str, Any], name: str
 ) -> dict[str, float]:
     """Simulate streams and prompts one after another, each when the one before has ended.
 
-    real: what was measured, with as many prompts; name: of one engine or of two there.
+    Gaps count from the first prompt's arrival to the last one's first token, as there. point: what
+    was measured, with as many prompts; name: of one engine or of two there.
     """
-    prompt_tokens, num_prompts = real["prompt"], real[name]["num_prompts"]
-    pair = name == "two engines"
-    spec = RolesSpec(
+    prompt_tokens, num_prompts = point["prompt_tokens"], point[name]["prompts"]
+    roles = RolesSpec(
         num_prefill=1,
         num_decode=1,
-        gb_per_s=max(real["two engines"]["gb_per_s"], 1e-3),
+        gb_per_s=max(point["gb_per_s"], 1e-3),
         latency_ms=1.0,
         fetch="always",
     )
+    fleet = Fleet(num_engines=1)
+    if name == "two engines":
+        fleet = Fleet(num_engines=2, roles=roles)
     streams = [TraceRequest(arrival_ms=0.0, prompt_tokens=STREAM_PROMPT, output_tokens=ROOM)]
     streams *= DECODING
     defaults = RequestDefaults(max_tokens=ROOM, max_model_len=prompt_tokens + ROOM)
     arrivals_ms: list[float] = [2_000.0]
     while True:
-        gaps = Gaps(machine, DECODING, beside=not pair)
-        recorded = replace(machine, cost=gaps)
-        requests = [*streams, *(_prompt(at_ms, prompt_tokens) for at_ms in arrivals_ms)]
-        if pair:
-            run = simulate_roles(requests, defaults, recorded, config, spec).run
-        else:
-            run = simulate(requests, defaults, recorded, config)
-        prompts = [one for one in run.finished if one.request.output_tokens == 1]
-        prompts.sort(key=lambda one: one.request.arrival_ms)
+        gaps = TokenGaps(num_answers=len(arrivals_ms))
+        requests = [
+            *(replace(one) for one in streams),
+            *(_prompt(at_ms, prompt_tokens) for at_ms in arrivals_ms),
+        ]
+        simulate_fleet(
+            requests,
+            defaults,
+            machine,
+            config,
+            fleet,
+            on_outputs=gaps,
+            should_stop=gaps.has_all,
+        )
         if len(arrivals_ms) == num_prompts:
             break
-        arrivals_ms.append(prompts[-1].first_token_ms)
-    ttfts_s = [(one.first_token_ms - one.request.arrival_ms) / 1e3 for one in prompts]
+        arrivals_ms.append(gaps.ended_ms[-1])
+    ttfts_ms = [end - begin for begin, end in zip(arrivals_ms, gaps.ended_ms, strict=True)]
+    window_ms = arrivals_ms[0], gaps.ended_ms[-1]
     return {
-        "tpot_p99_ms": float(np.percentile(gaps.gaps_ms, 99)),
-        "ttft_s": float(np.median(ttfts_s)),
+        "tpot_p50_ms": gaps.percentile_ms(50, *window_ms),
+        "tpot_p99_ms": gaps.percentile_ms(99, *window_ms),
+        "ttft_s": float(np.median(ttfts_ms)) / 1e3,
     }
 
 
 def _prompt(at_ms: float, prompt_tokens: int) -> TraceRequest:
     return TraceRequest(arrival_ms=at_ms, prompt_tokens=prompt_tokens, output_tokens=1)
+
+
+def confirm(known: dict[str, Any], minutes: float) -> None:
+    """Measure steps and engines, into `known`."""
+    model, began_s = str(random_checkpoint(CONFIRMED_SHAPE)), time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        profiles = {}
+        for threads in THREADS.values():
+            disaggregation.note(f"measuring the steps of an engine, cores: {threads}")
+            length = CONFIRMED_PROMPTS[-1] + ROOM
+            profiles[threads] = _measured(model, threads, length, scratch)
+        left = minutes - (time.monotonic() - began_s) / 60.0
+        known["machine"] = machine_card()
+        known["confirmed"] = confirmed_points(model, profiles, left, scratch)
+    known["confirmed_shape"], known["profiles"] = CONFIRMED_SHAPE, profiles
 
 
 def main() -> None:
@@ -324,37 +436,39 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--confirm", action="store_true")
+    parser.add_argument(
+        "--resimulate", action="store_true", help="the simulations of --confirm, without engines"
+    )
     parser.add_argument("--minutes", type=float, default=6.0, help="about how long --confirm takes")
     parser.add_argument("--engines", type=int, default=NUM_ENGINES, help="of the map; 4: all of it")
+    parser.add_argument("--jobs", type=int, default=1, help="points of the map at once")
+    parser.add_argument("--draw", action="store_true", help="only draw what --out has")
     parser.add_argument("--out", type=Path, default=RESULTS / "disaggregation-map.json")
     parser.add_argument("--picture", type=Path, help="default: beside --out")
     args = parser.parse_args()
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if args.confirm:
-        model = str(random_checkpoint(CONFIRMED_SHAPE))
-        with tempfile.TemporaryDirectory() as name:
-            known["confirmed"] = confirmed_points(model, args.minutes, Path(name))
-        known["confirmed_shape"], known["machine"] = CONFIRMED_SHAPE, machine_card()
+    if args.confirm or args.resimulate:
+        if args.confirm:
+            confirm(known, args.minutes)
+        if "profiles" not in known:
+            raise SystemExit(f"{args.out} has no profiles of steps; run --confirm first")
+        add_simulations(known["confirmed"], known["profiles"])
         print(json.dumps(known["confirmed"], indent=1))
+    elif args.draw:
+        pass
     elif args.engines != NUM_ENGINES:
-        machine, config = mapped_machine()
-        points = []
-        for load in LOADS:
-            points += computed(machine, config, ONE_PROMPT, load, args.engines)
-        known[f"{args.engines} engines"] = points
+        known[f"{args.engines} engines"] = mapped(args.engines, (ONE_PROMPT,), args.jobs)
     else:
-        machine, config = mapped_machine()
         known |= {
             "bench": "disaggregation map",
             "shape": SHAPE,
             "engines": NUM_ENGINES,
             "device": {"gb_per_s": GB_PER_S, "gflop_per_s": GFLOP_PER_S, "fixed_ms": FIXED_MS},
             "output_tokens": OUTPUT_TOKENS,
-            "points": [],
+            "points": mapped(NUM_ENGINES, PROMPTS, args.jobs),
         }
-        for prompt_tokens, load in product(PROMPTS, LOADS):
-            known["points"] += computed(machine, config, prompt_tokens, load, NUM_ENGINES)
-        draw(known["points"], args.picture or args.out.with_suffix(".png"))
+    if "points" in known:
+        draw(known, args.picture or args.out.with_suffix(".png"))
     args.out.write_text(json.dumps(known, indent=1) + "\n")
 
 

@@ -1,8 +1,9 @@
 """Write the measured parts of the pages from committed results.
 
-They are the README's chart and summary, docs/measured.md, the tables of docs/simulate.md, and the
-charts. `python -m bench.readme_table` rewrites them; `--check` exits 1 where a page is not current.
-No page has a number that is not in a file under bench/results/.
+They are the README's chart and summary, docs/measured.md, the tables of docs/simulate.md and of
+docs/disaggregation.md, and the charts. `python -m bench.readme_table` rewrites them; `--check`
+exits 1 where a page is not current. No page has a number that is not in a file under
+bench/results/.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from bench.measured import peers
 from bench.measured.gpu_rows import card_text, gpu_rows, published_table
+from bench.measured.pair_table import pair_part
 from bench.measured.policy_table import policy_table
 from bench.measured.rows import TOPICS, start_text
 from quire.base.errors import SettingError
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
 SIMULATE = ROOT / "docs" / "simulate.md"
+DISAGGREGATION = ROOT / "docs" / "disaggregation.md"
 SCENES = ("policies-accelerator", "policies-cpu")
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 CHART = "cpu-speed.png"
@@ -151,6 +154,12 @@ def simulate() -> str:
     return _with_part(SIMULATE, "\n\n".join(map(policy_table, results)) or "Not yet simulated.")
 
 
+def disaggregation() -> str:
+    """Return docs/disaggregation.md with its measured part rewritten."""
+    part = pair_part(_load("disaggregation-map"), _load("disaggregation"))
+    return _with_part(DISAGGREGATION, part)
+
+
 def _with_part(page: Path, part: str) -> str:
     before, rest = page.read_text().split(BEGIN)
     return f"{before}{BEGIN}\n{part}\n{END}{rest.split(END)[1]}"
@@ -160,7 +169,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for path, wanted in ((README, readme()), (PAGE, page()), (SIMULATE, simulate())):
+    pages = (
+        (README, readme()),
+        (PAGE, page()),
+        (SIMULATE, simulate()),
+        (DISAGGREGATION, disaggregation()),
+    )
+    for path, wanted in pages:
         if path.exists() and path.read_text() == wanted:
             continue
         if args.check:

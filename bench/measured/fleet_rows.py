@@ -116,17 +116,29 @@ def shared_store_rows(result: dict[str, Any]) -> list[str]:
 
 
 def simulated_store_rows(result: dict[str, Any]) -> list[str]:
-    """Return hits and first tokens with and without a shared store, simulated."""
-    settings = result["settings"]
-    rows = []
+    """Return hits and first tokens with and without a shared store, simulated.
+
+    Results of `quire simulate --engines --json` have their numbers in "settings", and no roles.
+    """
+    settings, rows = result.get("settings", {}), []
+    num_engines = result.get("engines", settings.get("num_engines"))
+    shape = result.get("shape", settings.get("machine"))
     for run in result["runs"]:
-        summary = run["summary"]
+        summary, roles = run["summary"], run.get("roles")
+        num_requests = run.get("num_requests", settings.get("num_requests"))
+        hit_share = run.get("found_share", summary["hit_share"])
+        what = f"of both roles, routed by {run['routing']}"
+        if roles is not None:
+            what = (
+                f"{roles['num_prefill']} for prompts and {roles['num_decode']} for answers, "
+                f"brought together by the {roles['prefill_by'].replace('-', ' ')}"
+            )
         store = "with" if run["store"] else "without"
         rows += [
-            f"| simulated ({settings['num_engines']} engines, {settings['machine']}, "
-            f"{settings['num_requests']:,} requests of a trace), routed by {run['routing']}, "
-            f"{store} a store: hits; mean time to first token "
-            f"| {100 * summary['hit_share']:.0f} %; {summary['ttft_mean_s']:.2f} s | |"
+            f"| simulated ({num_engines} engines, {shape}, {num_requests:,} requests of a trace), "
+            f"{what}, {store} a store: hits; time to first token, mean and p99 "
+            f"| {100 * hit_share:.0f} %; "
+            f"{summary['ttft_mean_s']:.2f} s, {summary['ttft_s']['p99']:.1f} s | |"
         ]
     return rows
 
@@ -138,7 +150,7 @@ def disaggregation_rows(result: dict[str, Any]) -> list[str]:
         one, two = (serving[name]["tpot_ms"] for name in ("one engine", "two engines"))
         rows += [
             f"| gap between tokens of {result['decoding']} streams beside prompts of "
-            f"{result['prompt']:,} tokens, p99: one engine on two cores; prefill and decode "
+            f"{serving['prompt']:,} tokens, p99: one engine on two cores; prefill and decode "
             f"engine on one core each | {one['p99']:.0f} ms; {two['p99']:.0f} ms | |"
         ]
     if links := result.get("links"):

@@ -192,7 +192,8 @@ def run(arguments: argparse.Namespace) -> int:
     make_routing_policy(settings, features.sets)  # raises before anything is started
     prefill, movable = _prefill_discovery(arguments, log), None
     if arguments.movable:
-        from quire.router.role_balance import Side, SideDiscovery  # only where it is wanted
+        from quire.router.role_balance import SideDiscovery  # only where it is wanted
+        from quire.routing.role_shortage import Side
 
         movable = _movable(arguments, [discovery, *([] if prefill is None else [prefill])])
         discovery = SideDiscovery(discovery, movable, Side.DECODE)
@@ -306,7 +307,8 @@ def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | N
 
 def _movable(arguments: argparse.Namespace, fixed: Sequence[Discovery]) -> MovableServers:
     """Return the movable servers; the first computes prompts where no other server does."""
-    from quire.router.role_balance import MovableServers, Side
+    from quire.router.role_balance import MovableServers
+    from quire.routing.role_shortage import Side
 
     has_prefill = len(fixed) > 1
     urls = _listed(arguments.movable).poll()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cli.exit_codes import INTERRUPTED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_floats, positive_int
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
     from quire.obs.timing import Goals
     from quire.obs.trace import Arrival
+    from quire.sim.fleet import RolesSpec
     from quire.sim.load import RequestDefaults
     from quire.sim.machine import Machine
+    from quire.sim.virtual_store import StoreSpec
 
 _NOT_HERE = frozenset(
     {
@@ -128,25 +130,30 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
         help="simulate so many engines with and without a KV store that they share (default 1)",
     )
     section.add_argument(
+        "--routing",
+        type=_names,
+        metavar="LIST",
+        help="how requests are divided among several engines: round-robin, least-tokens or "
+        "warm-cache, as `quire route` does (default: round-robin,warm-cache; with roles one of "
+        "them, default round-robin)",
+    )
+    section.add_argument(
         "--store-gb-per-s",
         type=float,
-        default=5.0,
         metavar="NUM",
         help="what an engine reads from the store, and writes to it, in a second (default 5)",
     )
     section.add_argument(
         "--store-latency-ms",
         type=float,
-        default=2.0,
         metavar="NUM",
         help="the time of a lookup and a fetch beside their bytes (default 2)",
     )
     section.add_argument(
-        "--store-size", default="1TiB", metavar="BYTES", help="what the store holds (default 1TiB)"
+        "--store-size", metavar="BYTES", help="what the store holds (default 1TiB)"
     )
     section.add_argument(
         "--store-buffer-size",
-        default="16GiB",
         metavar="BYTES",
         help="host memory of an engine for blocks on their way (default 16GiB)",
     )
@@ -158,8 +165,35 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
             f"--{role}-engines",
             type=positive_int,
             metavar="NUM",
-            help=f"simulate so many {role} engines, beside as many engines in all of both roles",
+            help=f"simulate so many {role} engines, beside as many engines in all of both roles; "
+            "with a --store flag, all of them also with that store",
         )
+    section.add_argument(
+        "--movable-engines",
+        type=positive_int,
+        metavar="NUM",
+        help="further engines, which the router moves to the role that lacks engines (default: "
+        "none)",
+    )
+    section.add_argument(
+        "--prefill-by",
+        metavar="WHAT",
+        help="what has prompts computed by prefill engines: decode-engine, which a request is sent "
+        "to first, where that is predicted to be faster; or router, for all long prompts (default "
+        "decode-engine)",
+    )
+    section.add_argument(
+        "--min-prefill-tokens",
+        type=int,
+        metavar="NUM",
+        help="the router has shorter prompts computed where they are answered (default 512)",
+    )
+    section.add_argument(
+        "--role-seconds",
+        type=float,
+        metavar="NUM",
+        help="a role lacks engines for so long before the router moves one (default 30)",
+    )
     section.add_argument(
         "--prefill-profile",
         default="",
@@ -169,14 +203,12 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--transfer-gb-per-s",
         type=float,
-        default=5.0,
         metavar="NUM",
-        help="what a decode engine receives in a second (default 5)",
+        help="what an engine receives from others in a second (default 5)",
     )
     section.add_argument(
         "--transfer-latency-ms",
         type=float,
-        default=1.0,
         metavar="NUM",
         help="the time of a message between engines (default 1)",
     )
@@ -257,12 +289,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--policy has {policy!r}; allowed: {', '.join(SCHEDULING_POLICIES)}, as in "
                 "--policy fcfs,sjf"
             )
-    has_roles = arguments.prefill_engines is not None or arguments.decode_engines is not None
-    if arguments.prefill_profile and not has_roles and arguments.engines == 1:
-        raise SettingError(
-            "--prefill-profile is given and there are no prefill engines; add --prefill-engines "
-            "and --decode-engines, or leave it out"
-        )
+    has_roles = _has_roles(arguments)
+    _check_engines(arguments, config.executor.pipeline_parallel_size, has_roles=has_roles)
     goals = Goals(ttft_s=arguments.ttft_goal, tpot_s=arguments.tpot_goal)
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
@@ -310,50 +338,34 @@ def _compare_engines(
     defaults: RequestDefaults,
     goals: Goals,
 ) -> int:
-    """Simulate several engines, with and without a store or in two roles; print the table."""
-    from quire.config.flags import parse_bytes
+    """Simulate several engines, with and without a store, and in roles; print the table."""
     from quire.obs.report import show
     from quire.sim.compare import with_policy
-    from quire.sim.fleet import compare_stores, stores_text
+    from quire.sim.fleet import COMPARED_ROUTINGS, compare_stores, stores_text
     from quire.sim.load import trace_requests
     from quire.sim.profile import read_machine
-    from quire.sim.roles import RolesSpec, compare_roles, roles_text
-    from quire.sim.shared_store import StoreSpec
+    from quire.sim.roles import compare_roles, roles_text
 
-    _check_engines(arguments, config.executor.pipeline_parallel_size)
     requests, _ = trace_requests(trace, speed=arguments.speed[0], defaults=defaults)
-    config = with_policy(config, arguments.policy[0])
+    scene = (requests, defaults, machine, with_policy(config, arguments.policy[0]))
     with _stop_on_interrupt() as should_stop:
         if arguments.engines > 1:
             outcome = compare_stores(
-                requests,
-                defaults,
-                machine,
-                config,
+                *scene,
                 num_engines=arguments.engines,
-                store=StoreSpec(
-                    gb_per_s=arguments.store_gb_per_s,
-                    latency_ms=arguments.store_latency_ms,
-                    num_bytes=parse_bytes(arguments.store_size),
-                    buffer_bytes=parse_bytes(arguments.store_buffer_size),
-                ),
+                store=_store_spec(arguments),
                 goals=goals,
+                routings=arguments.routing or COMPARED_ROUTINGS,
                 should_stop=should_stop,
             )
         else:
             path = arguments.prefill_profile
             outcome = compare_roles(
-                requests,
-                defaults,
-                machine,
-                config,
-                spec=RolesSpec(
-                    num_prefill=arguments.prefill_engines,
-                    num_decode=arguments.decode_engines,
-                    gb_per_s=arguments.transfer_gb_per_s,
-                    latency_ms=arguments.transfer_latency_ms,
-                ),
+                *scene,
+                spec=_roles_spec(arguments),
                 goals=goals,
+                routing=(arguments.routing or COMPARED_ROUTINGS)[0],
+                store=_store_spec(arguments) if _given(arguments, _OF_STORE) else None,
                 prefill_machine=read_machine(Path(path)) if path else None,
                 should_stop=should_stop,
             )
@@ -364,22 +376,89 @@ def _compare_engines(
     return SUCCESS if outcome["complete"] else INTERRUPTED
 
 
-def _check_engines(arguments: argparse.Namespace, num_stages: int) -> None:
-    """Reject what several engines are not compared with."""
+_OF_STORE = ("store_gb_per_s", "store_latency_ms", "store_size", "store_buffer_size")
+_OF_ROUTER = ("movable_engines", "min_prefill_tokens", "role_seconds")
+_OF_ROLES = (
+    *("prefill_engines", "decode_engines", *_OF_ROUTER, "prefill_by", "prefill_profile"),
+    *("transfer_gb_per_s", "transfer_latency_ms"),
+)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the flags that were given of these."""
+    given = (name for name in names if getattr(arguments, name) not in (None, ""))
+    return ["--" + name.replace("_", "-") for name in given]
+
+
+def _has_roles(arguments: argparse.Namespace) -> bool:
+    """Return whether engines have roles."""
+    return arguments.prefill_engines is not None or arguments.decode_engines is not None
+
+
+def _value(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _store_spec(arguments: argparse.Namespace) -> StoreSpec:
+    from quire.config.flags import parse_bytes
+    from quire.sim.virtual_store import StoreSpec
+
+    return StoreSpec(
+        gb_per_s=_value(arguments.store_gb_per_s, 5.0),
+        latency_ms=_value(arguments.store_latency_ms, 2.0),
+        num_bytes=parse_bytes(arguments.store_size or "1TiB"),
+        buffer_bytes=parse_bytes(arguments.store_buffer_size or "16GiB"),
+    )
+
+
+def _roles_spec(arguments: argparse.Namespace) -> RolesSpec:
+    from quire.sim.fleet import RolesSpec
+
+    return RolesSpec(
+        num_prefill=arguments.prefill_engines,
+        num_decode=arguments.decode_engines,
+        num_movable=arguments.movable_engines or 0,
+        gb_per_s=_value(arguments.transfer_gb_per_s, 5.0),
+        latency_ms=_value(arguments.transfer_latency_ms, 1.0),
+        prefill_by=arguments.prefill_by or "decode-engine",
+        min_prefill_tokens=_value(arguments.min_prefill_tokens, 512),
+        hold_s=_value(arguments.role_seconds, 30.0),
+    )
+
+
+def _check_engines(arguments: argparse.Namespace, num_stages: int, *, has_roles: bool) -> None:
+    """Reject what several engines are not compared with, and flags that would have no effect.
+
+    Before anything is measured.
+    """
     from quire.base.errors import SettingError
+    from quire.sim.fleet_router import check_routing
 
     roles = (arguments.prefill_engines, arguments.decode_engines)
-    if arguments.engines == 1 and None in roles:
+    if arguments.engines > 1 and (given := _given(arguments, _OF_ROLES)):
+        raise SettingError(
+            f"--engines and {given[0]} are given; --engines compares engines of both roles: leave "
+            "one of them out (--prefill-engines and --decode-engines go with the --store flags)"
+        )
+    if has_roles and None in roles:
         raise SettingError(
             f"--prefill-engines is {roles[0]} and --decode-engines is {roles[1]}; a pair of roles "
             "needs both"
         )
-    asked = "--engines" if arguments.engines > 1 else "--prefill-engines"
+    if arguments.engines == 1 and not has_roles:
+        if given := _given(arguments, (*_OF_ROLES, *_OF_STORE, "routing")):
+            raise SettingError(
+                f"{given[0]} is given and there is one engine; add --engines, or --prefill-engines "
+                "and --decode-engines, or leave it out"
+            )
+        return
+    for name in arguments.routing or ():
+        check_routing(name)
+    if has_roles:
+        _check_roles(arguments)
     given = [
         flag
         for flag, is_given in (
-            ("--prefill-engines", arguments.engines > 1 and roles != (None, None)),
-            ("--prefill-profile", arguments.engines > 1 and arguments.prefill_profile),
             ("--light", arguments.light),
             ("--draft-acceptance", arguments.draft_acceptance),
             ("--png", arguments.png),
@@ -390,9 +469,29 @@ def _check_engines(arguments: argparse.Namespace, num_stages: int) -> None:
         if is_given
     ]
     if given:
+        asked = "--engines" if arguments.engines > 1 else "--prefill-engines"
         raise SettingError(
             f"{asked} and {given[0]} are given, which are not compared together; leave one of "
             "them out"
+        )
+
+
+def _check_roles(arguments: argparse.Namespace) -> None:
+    """Reject numbers and flags of roles that do not go together."""
+    from quire.base.errors import SettingError
+
+    _roles_spec(arguments)
+    if _given(arguments, _OF_STORE):
+        _store_spec(arguments)
+    if len(arguments.routing or ()) > 1:
+        raise SettingError(
+            f"--routing has {', '.join(arguments.routing)}; engines with roles are compared with "
+            "one way to divide requests: name one"
+        )
+    if arguments.prefill_by != "router" and (given := _given(arguments, _OF_ROUTER)):
+        raise SettingError(
+            f"{given[0]} is of the router, and decode engines have prompts computed: add "
+            "--prefill-by router, or leave it out"
         )
 
 

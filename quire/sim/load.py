@@ -139,7 +139,7 @@ class RequestFactory:
 
     def make(self, number: int, request: TraceRequest) -> Request:
         """Return the engine's request `number` of the run."""
-        own, defaults = self._first_own + number, self._asks
+        own, defaults = self._first_own + self.content_of(number), self._asks
         name = str(number)
         token_id = own if self._base is None else STOP_ID + 1 + own % self._base
         self.planned[name] = PlannedOutput(request.prompt_tokens + request.output_tokens, token_id)
@@ -162,6 +162,10 @@ class RequestFactory:
             if defaults.max_drafts
             else None,
         )
+
+    def content_of(self, number: int) -> int:
+        """Return which request of all has the content of request `number` of this run."""
+        return number
 
     def forget(self, request_id: str) -> None:
         """Drop a request that ended or was rejected."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import QuireError, WorkerError
-from quire.base.records import RequestOutput, StepOutputs, StepPlan
+from quire.base.records import Request, RequestOutput, StepOutputs, StepPlan
 from quire.base.report import Field
 from quire.cache.chain import FIXED_KEY
 from quire.config.groups import EngineConfig
@@ -140,8 +140,8 @@ class TraceReplay:
     """Adds requests to the engine core as they arrive, steps it, and records results.
 
     Arrival times and `clock` share their zero. on_accepted: called with the number of each accepted
-    request. on_outputs: called with the outputs of each step. wakes_at_ms: returns when something
-    is due that neither a step nor an arrival brings. busy_ms: returns how long steps took.
+    request. on_outputs: called with what clients get of each step. on_refused: returns whether
+    another engine answers a request. busy_ms: returns how long steps took.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class TraceReplay:
         self._next = 0
         self.on_accepted: Callable[[int], None] | None = None
         self.on_outputs: Callable[[StepOutputs], None] | None = None
-        self.wakes_at_ms: Callable[[], float] = lambda: math.inf
+        self.on_refused: Callable[[str], bool] | None = None
         self.busy_ms: Callable[[], float] = lambda: 0.0
         self._stuck_since_ms: float | None = None
 
@@ -201,14 +201,13 @@ class TraceReplay:
 
     def advance(self, on_progress: OnProgress | None = None) -> bool:
         """Go on by one step, one arrival or one wait; return False where the run is over."""
-        core, clock, requests = self._core, self._clock, self._jobs
+        core, clock = self._core, self._clock
         if not self.has_more:
             return False
-        if not core.has_work and requests[self._next].arrival_ms > clock.now_ms():
-            clock.wait_until(requests[self._next].arrival_ms)
+        if not core.has_work and self.next_ms > clock.now_ms():
+            clock.wait_until(self.next_ms)
             return True
-        if self._next < len(requests) and requests[self._next].arrival_ms <= clock.now_ms():
-            self._add_arrived()
+        if self._take():
             self._report(on_progress)
         self._expire()
         if not core.has_work:
@@ -218,9 +217,10 @@ class TraceReplay:
             self._stuck_since_ms = self._wait(self._stuck_since_ms)
             return True
         self._stuck_since_ms = None
+        shown = self._shown(outputs)
         if self.on_outputs is not None:
-            self.on_outputs(outputs)
-        finished = [one for one in outputs.events if one.finish_reason is not None]
+            self.on_outputs(shown)
+        finished = [one for one in shown.events if one.finish_reason is not None]
         for output in finished:
             self._end(output)
         if finished:
@@ -235,41 +235,62 @@ class TraceReplay:
                 now_ms=self._clock.now_ms(),
             )
 
-    def _add_arrived(self) -> None:
-        now_ms = self._clock.now_ms()
+    @property
+    def next_ms(self) -> float:
+        """When something comes next that is not a step; inf for never."""
+        return self._jobs[self._next].arrival_ms if self._next < len(self._jobs) else math.inf
+
+    def _take(self) -> bool:
+        """Take what has come; return whether requests have."""
+        arrived = self._arrived()
+        for request in arrived:
+            self._add(request)
+        return bool(arrived)
+
+    def _arrived(self) -> list[Request]:
+        """Return the requests that have arrived."""
+        now_ms, arrived = self._clock.now_ms(), list[Request]()
         while self._next < len(self._jobs) and self._jobs[self._next].arrival_ms <= now_ms:
-            number, request = self._next, self._jobs[self._next]
+            arrived.append(self._factory.make(self._next, self._jobs[self._next]))
             self._next += 1
-            engine_request = self._factory.make(number, request)
-            try:
-                self._core.add((engine_request,))
-                if self.on_accepted is not None:
-                    self.on_accepted(number)
-            except QuireError as error:
-                self._run.refused.append((request, type(error).__name__))
-                self._factory.forget(engine_request.request_id)
+        return arrived
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add((request,))
+        except QuireError as error:
+            self._refuse(request.request_id, type(error).__name__)
+            return
+        if self.on_accepted is not None:
+            self.on_accepted(int(request.request_id))
+
+    def _refuse(self, request_id: str, kind: str) -> None:
+        """Record a request that is not answered, unless that is up to another engine."""
+        if self.on_refused is None or not self.on_refused(request_id):
+            self._run.refused.append((self._jobs[int(request_id)], kind))
+        self._factory.forget(request_id)
+
+    def _shown(self, outputs: StepOutputs) -> StepOutputs:
+        """Return what the clients of requests get of a step."""
+        return outputs
 
     def _expire(self) -> None:
         """End requests that passed their time limit."""
         for refused in self._core.expire(self._clock.now_ms()):
             for request_id in refused.request_ids:
-                self._run.refused.append((self._jobs[int(request_id)], refused.fault.kind))
-                self._factory.forget(request_id)
+                self._refuse(request_id, refused.fault.kind)
 
     def _wait(self, since_ms: float | None) -> float:
         """Wait before the next attempt, as the engine does when nothing can be scheduled."""
         now_ms = self._clock.now_ms()
         since_ms = now_ms if since_ms is None else since_ms
-        until_ms = min(now_ms + 1e3 * RETRY_AFTER_S, max(self.wakes_at_ms(), now_ms))
-        if self._next < len(self._jobs):
-            until_ms = min(until_ms, max(self._jobs[self._next].arrival_ms, now_ms))
-        elif now_ms - since_ms > STUCK_AFTER_MS:
+        if self._next >= len(self._jobs) and now_ms - since_ms > STUCK_AFTER_MS:
             raise WorkerError(
                 f"{self._core.stats().waiting} requests wait and none was scheduled in "
                 f"{STUCK_AFTER_MS / 6e4:.0f} virtual minutes: the policy or admission control "
                 "blocks them all"
             )
-        self._clock.wait_until(until_ms)
+        self._clock.wait_until(min(now_ms + 1e3 * RETRY_AFTER_S, max(self.next_ms, now_ms)))
         return since_ms
 
     def _end(self, output: RequestOutput) -> None:

@@ -49,11 +49,7 @@ class Claims:
         with self._changed:
             self._of[request_id] = key, record
             self._seen_ms = self._now_ms()
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._renew, name="quire-kv-claims", daemon=True
-                )
-                self._thread.start()
+            self._keep_renewing()
 
     def end(self, request_id: str) -> None:
         """End the claim of a request, if it has one."""
@@ -77,6 +73,12 @@ class Claims:
             self._changed.notify_all()
         for request_id in [*self._of]:
             self.end(request_id)
+
+    def _keep_renewing(self) -> None:
+        """Start the thread that renews claims, unless it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._renew, name="quire-kv-claims", daemon=True)
+            self._thread.start()
 
     def _release(self, key: bytes, record: bytes) -> None:
         with self._calling:

@@ -62,7 +62,8 @@ class Workers:
 class JobThreads:
     """Threads of one engine. nearer: levels before the shared one. now_ms: a clock.
 
-    wake: called in a thread when there is something to take.
+    wake: called in a thread when there is something to take. workers(count, name, report): makes
+    the threads.
     """
 
     def __init__(
@@ -71,13 +72,14 @@ class JobThreads:
         shared: SharedLevel,
         now_ms: Callable[[], float],
         report: Report,
+        workers: Callable[[int, str, Report], Workers] = Workers,
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self._nearer, self._shared, self._now_ms = nearer, shared, now_ms
         self._levels: list[Level] = [*nearer, shared]
-        self.lookers = Workers(_LOOKUP_THREADS, "quire-kv-lookup", report)
-        self._fetchers = Workers(FETCH_THREADS, "quire-kv-fetch", report)
-        self.putter = Workers(1, "quire-kv-put", report)
+        self.lookers = workers(_LOOKUP_THREADS, "quire-kv-lookup", report)
+        self._fetchers = workers(FETCH_THREADS, "quire-kv-fetch", report)
+        self.putter = workers(1, "quire-kv-put", report)
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
 
     @property

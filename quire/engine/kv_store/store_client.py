@@ -36,7 +36,7 @@ class StoreClient:
     """A BlockSource.
 
     disk: a level before the shared one. level_ms: what a block of each level takes, the nearest
-    first, until it is measured.
+    first, until it is measured. threads, claims: of others that call the store; None: own ones.
     """
 
     def __init__(
@@ -51,13 +51,19 @@ class StoreClient:
         level_ms: Sequence[float],
         now_ms: Callable[[], float],
         report: Report,
+        threads: JobThreads | None = None,
+        claims: Claims | None = None,
     ) -> None:
         hand_overs = scheduler.hand_overs
         assert hand_overs is not None, "the scheduler has a StoreMap"
         self._shared, self._disk, self._now_ms = shared, disk, now_ms
-        self.threads = JobThreads([] if disk is None else [disk], shared, now_ms, report)
+        if threads is None:
+            threads = JobThreads([] if disk is None else [disk], shared, now_ms, report)
+        self.threads = threads
         self.costs = FetchCosts(settings, scheduler.speed, level_ms)
-        self.claims = Claims(shared, self.threads.lookers, now_ms)
+        if claims is None:
+            claims = Claims(shared, threads.lookers, now_ms)
+        self.claims = claims
         self.publishing = Publishing(
             hand_overs=hand_overs,
             tier=tier,

@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from quire.base.kv_transfer import Failure, KVTransfer
 from quire.base.records import Request, RequestOutput
@@ -31,7 +32,7 @@ from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import SequenceState
 from quire.transfer.host import HostStore
-from quire.transfer.links.block_client import BlockClient, FetchJob, Source
+from quire.transfer.links.block_client import FetchJob, Source
 from quire.transfer.links.messages import TRANSFER_ID_BYTES
 
 # Failures of which the peer is the cause, so that it is not asked again at once.
@@ -102,6 +103,19 @@ class _Link:
         return self._fetching.use(self, num_elsewhere)
 
 
+class Connections(Protocol):
+    """Runs jobs beside the engine's thread, which makes all calls: a BlockClient."""
+
+    def start(self, job: FetchJob) -> None:
+        """Begin a job."""
+
+    def ended(self) -> list[FetchJob]:
+        """Return the jobs that have ended since the last call."""
+
+    def close(self) -> None:
+        """Cancel all jobs."""
+
+
 class Fetching:
     """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing.
 
@@ -129,7 +143,7 @@ class Fetching:
         self._peers, self._own, self._terms = peers, own, terms
         self._now_ms, self._report = now_ms, report
         self.block_ms = terms.block_ms
-        self.client: BlockClient | None = None
+        self.client: Connections | None = None
         self.levels: Levels | None = None  # a store, which is asked first
         self._jobs: dict[FetchJob, _Fetch] = {}  # those under way
         self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way

@@ -189,14 +189,39 @@ def test_roles_are_compared_with_as_many_engines_of_both(trace: str) -> None:
     assert "1 prefill, 2 decode" in done.stdout
 
 
+def test_roles_a_store_and_a_router_go_together(trace: str) -> None:
+    words = ("--trace", trace, *MACHINE, "--prefill-engines", "1", "--decode-engines", "1")
+    words += ("--movable-engines", "1", "--prefill-by", "router", "--min-prefill-tokens", "32")
+    done = quire_main("simulate", *words, "--store-gb-per-s", "20", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = json.loads(done.stdout)["runs"]
+    assert [(run["roles"], run["store"]) for run in runs] == [
+        (roles, store)
+        for store in (False, True)
+        for roles in ("3 of both roles", "1 prefill, 1 decode, 1 movable")
+    ]
+    assert all(run["transfer"]["handed_over"] for run in runs[1::2])
+    assert all(run["shared_store"]["put_blocks"] for run in runs[2:])
+
+
+ROLES = ("--prefill-engines", "1", "--decode-engines", "1")
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         (("--prefill-engines", "1"), "needs both"),
-        (("--prefill-profile", "fast.json"), "no prefill engines"),
-        (("--engines", "2", "--prefill-profile", "fast.json"), "together"),
-        (("--prefill-engines", "1", "--decode-engines", "1", "--light", "4"), "--light"),
-        (("--engines", "2", "--prefill-engines", "1", "--decode-engines", "1"), "together"),
+        (("--prefill-profile", "fast.json"), "there is one engine"),
+        (("--store-size", "1GiB"), "there is one engine"),
+        (("--routing", "warm-cache"), "there is one engine"),
+        (("--engines", "2", "--routing", "turn"), "round-robin, least-tokens, warm-cache"),
+        (("--engines", "2", "--prefill-profile", "fast.json"), "both roles"),
+        ((*ROLES, "--light", "4"), "--light"),
+        (("--engines", "2", "--prefill-engines", "1", "--decode-engines", "1"), "both roles"),
+        ((*ROLES, "--role-seconds", "3"), "--prefill-by router"),
+        ((*ROLES, "--prefill-by", "client"), "decode-engine, router"),
+        ((*ROLES, "--routing", "warm-cache,round-robin"), "name one"),
+        ((*ROLES, "--store-gb-per-s", "0"), "above 0"),
     ],
 )
 def test_engines_are_compared_one_way_at_a_time(

@@ -15,10 +15,10 @@ from quire.router.replica import Load, Replica
 from quire.router.role_balance import (
     MovableServers,
     RoleBalance,
-    Side,
     SideDiscovery,
 )
 from quire.router.settings import RouterSettings
+from quire.routing.role_shortage import Side
 
 HOLD_S = 10.0
 FIXED_DECODE, FIXED_PREFILL = server_url("http://10.0.0.1:8000"), server_url("http://10.0.0.2:8000")

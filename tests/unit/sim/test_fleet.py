@@ -10,10 +10,10 @@ import pytest
 from quire.base.errors import SettingError
 from quire.obs.timing import Goals
 from quire.obs.trace import read_trace
-from quire.sim.fleet import Fleet, compare_stores, divided, simulate_fleet, stores_text
+from quire.sim.fleet import Fleet, compare_stores, simulate_fleet, stores_text
 from quire.sim.load import TraceRequest, trace_requests
 from quire.sim.run import Run, simulate
-from quire.sim.shared_store import StoreSpec, VirtualStore
+from quire.sim.virtual_store import StoreSpec, VirtualStore
 from tests.data import outside
 from tests.unit.sim.made import DEFAULTS, config, drawn_requests, machine, request
 
@@ -32,8 +32,9 @@ def alike(arrival_ms: float, name: int = 7) -> TraceRequest:
 def run_fleet(
     requests: list[TraceRequest], store: StoreSpec | None, num_engines: int = 2, **settings: Any
 ) -> tuple[list[Run], VirtualStore | None]:
-    fleet = Fleet(num_engines=num_engines, routing="turn", store=store)
-    return simulate_fleet(requests, DEFAULTS, machine(), config(**settings), fleet)
+    fleet = Fleet(num_engines=num_engines, store=store)
+    found = simulate_fleet(requests, DEFAULTS, machine(), config(**settings), fleet)
+    return found.engines, found.store
 
 
 def cached(runs: list[Run]) -> list[int]:
@@ -64,9 +65,27 @@ def test_an_engine_finds_what_another_computed_before() -> None:
     assert first_ms[0] < first_ms[1]
 
 
-def test_what_is_computed_at_the_same_time_is_not_found() -> None:
+def test_one_engine_computes_what_another_one_claims_and_fetches() -> None:
+    long = [
+        replace(one, prompt_tokens=17 * BLOCK, block_ids=tuple(range(17)))
+        for one in (alike(0.0), alike(1.0))
+    ]
+    runs, _ = run_fleet(long, FAST)
+    stores = [run.stats.kv_store for run in runs]
+    assert all(stores)
+    assert [one.claims_total for one in stores if one] == [1, 0]
+    assert [one.waited_total for one in stores if one] == [0, 1]
+    assert [one.put_blocks_total for one in stores if one] == [17, 0]
+    assert [one.fetched_blocks_total for one in stores if one] == [0, 17]
+    assert cached(runs)[0] == 0
+    assert cached(runs)[1] >= 16 * BLOCK
+
+
+def test_short_prompts_are_computed_where_waiting_is_in_vain() -> None:
     runs, _ = run_fleet([alike(0.0), alike(0.0)], FAST)
     assert cached(runs) == [0, 0]
+    assert runs[1].stats.kv_store is not None
+    assert runs[1].stats.kv_store.waited_in_vain_total == 1
 
 
 def test_a_store_that_is_slower_than_computing_is_not_used() -> None:
@@ -85,12 +104,12 @@ def test_a_full_store_forgets_the_least_recently_used() -> None:
     keys = [bytes([at]) for at in range(5)]
     for key in keys[:3]:
         store.put(key, 0.0)
-    assert store.run(keys[:1], 1.0) == 1  # used again
+    assert store.use(keys[0], 1.0)
     store.put(keys[3], 2.0)
-    assert [store.run([key], 3.0) for key in keys] == [1, 0, 1, 1, 0]
+    assert [store.has(key, 3.0) for key in keys] == [True, False, True, True, False]
     assert store.num_evicted == 1
     store.put(keys[4], 9.0)
-    assert store.run(keys[4:], 8.0) == 0  # not yet
+    assert not store.has(keys[4], 8.0)  # not yet
 
 
 def test_own_contents_of_two_engines_are_not_the_same() -> None:
@@ -131,15 +150,6 @@ def test_engines_with_few_blocks_end_all_requests_and_repeat() -> None:
     assert [run.finished for run in runs[0]] == [run.finished for run in runs[1]]
 
 
-def test_requests_are_divided_in_turn_or_by_their_beginning() -> None:
-    requests = [alike(float(at), name=at % 3) for at in range(12)]
-    assert [len(part) for part in divided(requests, 4, "turn")] == [3, 3, 3, 3]
-    parts = divided(requests, 4, "prefix")
-    beginnings = [{one.block_ids[0] for one in part} for part in parts]
-    assert sum(map(len, beginnings)) == 3
-    assert sorted(len(part) for part in parts) in ([0, 4, 4, 4], [0, 0, 4, 8])
-
-
 def test_the_comparison_has_both_ways_with_and_without() -> None:
     requests = [alike(400.0 * at, name=at % 5) for at in range(40)]
     goals = Goals(ttft_s=1.0, tpot_s=1.0)
@@ -148,7 +158,7 @@ def test_the_comparison_has_both_ways_with_and_without() -> None:
     )
     assert outcome["complete"]
     hits = {(run["routing"], run["store"]): run["summary"]["hit_share"] for run in outcome["runs"]}
-    assert hits["turn", True] > hits["turn", False]
+    assert hits["round-robin", True] > hits["round-robin", False]
     assert len(stores_text(outcome).splitlines()) >= 6
 
 
@@ -167,8 +177,8 @@ def test_a_published_trace_finds_more_with_a_store() -> None:
     requests = first + [replace(one, arrival_ms=one.arrival_ms + 9e5) for one in first]
     hits = []
     for store in (None, FAST):
-        fleet = Fleet(num_engines=4, routing="turn", store=store)
+        fleet = Fleet(num_engines=4, store=store)
         settings = config(max_model_len=4096, kv_cache_memory="64MiB", max_num_batched_tokens=256)
-        runs, _ = simulate_fleet(requests, defaults, machine(), settings, fleet)
-        hits.append(sum(run.stats.prefix_hit_tokens_total for run in runs))
+        found = simulate_fleet(requests, defaults, machine(), settings, fleet)
+        hits.append(found.run.stats.prefix_hit_tokens_total)
     assert hits[1] > hits[0]
