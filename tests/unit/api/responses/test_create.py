@@ -356,6 +356,12 @@ def test_functions_of_a_namespace_are_called_with_both_names(stream: bool) -> No
         assert "weather;" not in prompt
 
 
+def test_a_namespace_may_have_null_as_its_description() -> None:
+    reply = ask({**ASKED, "tools": [{**NAMESPACE, "description": None}]})
+    assert reply.status == 200, reply.body
+    assert reply.json["tools"][0]["description"] is None
+
+
 def test_the_fields_of_a_coding_agent_pass() -> None:
     developer = [{"type": "input_text", "text": "Be brief."}]
     body = {
