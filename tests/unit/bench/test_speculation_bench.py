@@ -24,6 +24,7 @@ from bench.speculation.proposers import COUNTS, SwitchControl
 from bench.speculation.texts import word_ids
 from quire.base.sampling_params import SamplingParams
 from quire.speculative.control import StepCost
+from quire.speculative.rests import STEPS_PER_PLAIN
 
 
 class FakeLLM:
@@ -185,6 +186,16 @@ def test_a_fixed_side_leaves_no_experience_behind() -> None:
     SwitchControl.switch(None)
     assert control.limits(slots, limits, cost).tolist() == before.tolist()
     assert (control.balance, control.rests, rests.left) == (balance, rests, 0)
+
+
+def test_runs_of_fixed_sides_have_no_more_steps_without_drafts_than_others() -> None:
+    control, num_plain = SwitchControl(1, 4), 0
+    for number in range(64):
+        SwitchControl.switch(number % 3 or None)
+        for _ in range(8):
+            control.rests.note_choice(pays=True, step_ms=1.0)
+            num_plain += SwitchControl.fixed is not None and control.rests.takes_plain_step()
+    assert num_plain <= 2 + 64 * 8 // STEPS_PER_PLAIN
 
 
 def test_words_of_a_text_keep_their_ids() -> None:
