@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.speculation.cells import Cell, all_cells, quick_cells
+from bench.speculation.intervals import MIN_COVERAGE
 from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
 from quire.bench.machine import machine_card
@@ -65,30 +67,51 @@ def main() -> None:
         return
     if not cells:
         sys.exit(f"no cell has a name with {args.only}; --list prints the names")
-    result: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    card = machine_card()
-    if result and result["machine"]["cpu"] != card["cpu"]:
-        sys.exit(f"{args.out} is of {result['machine']['cpu']}; give another --out")
-    result = {"bench": "speculation", "machine": card, "cells": result.get("cells", {})}
-    known = result["cells"]
+    known, card = _earlier(args.out), machine_card()
     wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
     minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
     end_s = time.monotonic() + 60.0 * minutes if minutes else float("inf")
     run = Run(quick=args.quick, cell_s=args.cell_seconds, left_s=lambda: end_s - time.monotonic())
+    load = card["load_at_start"]
     for cell, found in run.measured(wanted):
-        known[cell.name] = found | {"quick": args.quick}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        if "refused" in found and "speedups" in known.get(cell.name, {}):
+            continue  # it was measured before
+        known[cell.name] = found | {"quick": args.quick, "load_at_start": load}
+        loads = [one.get("load_at_start", load) for one in known.values()]
+        _write(args.out, {"machine": card | {"load_at_start": max(loads)}, "cells": known})
     print("\n".join(summary_lines(cells, known)))
     missing = [cell.name for cell in cells if not _is_done(known, cell, quick=args.quick)]
     if missing:
         print(f"not measured: {', '.join(missing)}", file=sys.stderr)
 
 
+def _earlier(path: Path) -> dict[str, Any]:
+    """Return the cells of a file of results; none without the file. Each has the load that the
+    machine had at the start of its run."""
+    if not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    machine, cells = result["machine"], result["cells"]
+    if machine["cpu"] != machine_card()["cpu"]:
+        sys.exit(f"{path} is of {machine['cpu']}; give another --out")
+    of_run = {"load_at_start": machine["load_at_start"]}
+    return {name: of_run | found for name, found in cells.items()}
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    """Write results in place of earlier ones, at once: a run may be ended at any time."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"bench": "speculation"} | result, indent=1) + "\n")
+    os.replace(part, path)
+
+
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
     """Return whether a cell is measured, with its interval. A quick measurement is not enough for a
-    whole run, and a refusal is none."""
+    whole run, and neither are the rounds of a cell that the end of a run cut; a refusal is none."""
     found = known.get(cell.name, {})
-    return "speedup_interval" in found and (quick or not found.get("quick"))
+    if quick or "speedup_interval" not in found:
+        return "speedup_interval" in found
+    return not found.get("quick") and found["speedup_interval"]["coverage"] >= MIN_COVERAGE
 
 
 class Run:

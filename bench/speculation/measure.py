@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from bench.speculation.intervals import MIN_ROUNDS, Interval, interval_of
+from bench.speculation.intervals import COVERAGE, Interval, interval_of
 from bench.speculation.proposers import COUNTS, SwitchControl
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import SchedulingParams
@@ -92,7 +92,7 @@ def measure(llm: LLM, load: Load, extent: Extent) -> dict[str, Any]:
             for place, more in enumerate((COUNTS.rows, COUNTS.drafted, COUNTS.accepted)):
                 counted[name][place] += more
         rounds.append(seconds)
-        if len(rounds) >= MIN_ROUNDS and _is_narrow(rounds):
+        if _is_narrow(rounds):
             break
     return _summary(rounds, counted)
 
@@ -144,10 +144,9 @@ def _sides_left(names: list[str], rounds: Sequence[Round]) -> list[str]:
 
 
 def _is_narrow(rounds: Sequence[Round]) -> bool:
-    return all(
-        interval_of(ratios(rounds, over, "auto")).half_width <= NARROW
-        for over in {"off", best_fixed(rounds)}
-    )
+    """Return whether the intervals are narrow. A side that was left out may have few rounds."""
+    intervals = [interval_of(ratios(rounds, one, "auto")) for one in ("off", best_fixed(rounds))]
+    return all(one.coverage >= COVERAGE and one.half_width <= NARROW for one in intervals)
 
 
 def _summary(rounds: list[Round], counted: dict[str, list[int]]) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class SwitchControl(AdaptiveControl):
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         super().__init__(num_slots, max_drafts)
         self._of_adaptive = self.balance, self.rests
+        # One for all runs: new rests have a step without drafts soon, which is much of a short run.
+        self._of_fixed = None, DraftRests()
         SwitchControl.made = self
 
     @classmethod
@@ -92,9 +94,8 @@ class SwitchControl(AdaptiveControl):
         """Let the engine make `fixed` drafts; None: as many as the control chooses."""
         cls.fixed = fixed
         if cls.made is not None:
-            of_fixed = None, DraftRests()
             made = cls.made
-            made.balance, made.rests = made._of_adaptive if fixed is None else of_fixed
+            made.balance, made.rests = made._of_adaptive if fixed is None else made._of_fixed
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.base.sampling_checks import SAMPLERS
+from quire.base.sampling_checks import SAMPLERS, SMALLEST_TEMPERATURE
 from quire.base.show import show
 from quire.models.config_reader import ConfigReader
 from quire.models.gguf_values import plain_values
@@ -66,7 +66,8 @@ def read_sampling(metadata: Mapping[str, Any], where: str) -> Defaults:
         defaults = _in_order(config, steps, defaults)
     if not defaults.get("mirostat"):
         defaults = {name: value for name, value in defaults.items() if "mirostat" not in name}
-    if defaults.get("temperature") == 0:
+    temperature = defaults.get("temperature")
+    if isinstance(temperature, float) and temperature < SMALLEST_TEMPERATURE:
         defaults = {name: value for name, value in defaults.items() if name not in _NO_NOISE}
     config.finish()
     return defaults

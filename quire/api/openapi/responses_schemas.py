@@ -183,9 +183,8 @@ def _tool() -> Schema:
 
 
 def _tool_choice() -> Schema:
-    one = object_of(
-        {"type": {"const": "function"}, "name": _NAMED}, needed=("type", "name"), closed=False
-    )
+    named: dict[str, Schema] = {"name": _NAMED, "namespace": or_null(_NAMED)}
+    one = object_of({"type": {"const": "function"}, **named}, needed=("type", "name"), closed=False)
     several = object_of(
         {
             "type": {"const": "allowed_tools"},

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +16,15 @@ import numpy as np
 import pytest
 
 from bench.measured.speculation_rows import speculation_rows
-from bench.speculation.__main__ import _is_done
+from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
-from bench.speculation.intervals import MIN_ROUNDS, interval_of, verdict
+from bench.speculation.intervals import interval_of, verdict
 from bench.speculation.measure import MAX_WARM_UPS, Extent, Load, measure
 from bench.speculation.proposers import COUNTS, SwitchControl
 from bench.speculation.texts import word_ids
 from quire.base.sampling_params import SamplingParams
 from quire.speculative.control import StepCost
+from quire.speculative.rests import STEPS_PER_PLAIN
 
 
 class FakeLLM:
@@ -85,7 +90,7 @@ def test_an_interval_leaves_out_as_many_values_as_its_coverage_allows(
     found = interval_of(values[::-1])
     assert (found.low, found.high) == (values[left_out], values[num - 1 - left_out])
     assert found.coverage == pytest.approx(coverage, abs=0.01)
-    assert (num >= MIN_ROUNDS) == (found.coverage >= 0.95)
+    assert (num >= 6) == (found.coverage >= 0.95)
 
 
 def test_a_verdict_needs_a_narrow_interval_and_some_values() -> None:
@@ -129,12 +134,43 @@ def test_cells_have_names_of_their_own_and_those_of_an_engine_are_together() -> 
 def test_a_quick_result_is_measured_again_by_a_whole_run_only() -> None:
     cell = all_cells()[0]
     assert not _is_done({}, cell, quick=True)
-    found = {"speedup_interval": {}, "quick": True}
+    found = {"speedup_interval": {"coverage": 0.75}, "quick": True}
     assert _is_done({cell.name: found}, cell, quick=True)
     assert not _is_done({cell.name: found}, cell, quick=False)
     assert _is_done({cell.name: found | {"quick": False}}, cell, quick=False)
+    cut = {"speedup_interval": {"coverage": 0.5}, "quick": False}  # two rounds: the run ended
+    assert not _is_done({cell.name: cut}, cell, quick=False)
     assert not _is_done({cell.name: {"quick": False}}, cell, quick=False)  # no interval
     assert not _is_done({cell.name: {"refused": "not installed"}}, cell, quick=True)
+
+
+def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(found: dict[str, dict[str, Any]], load: float) -> dict[str, Any]:
+        def measured(_: Run, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+            yield from ((cell, found[cell.name]) for cell in cells if cell.name in found)
+
+        card = {"cpu": "C", "load_at_start": load}
+        monkeypatch.setattr(f"{main.__module__}.machine_card", lambda: card)
+        monkeypatch.setattr(Run, "measured", measured)
+        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path / "out.json"), "--again"])
+        main()
+        written: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+        return written
+
+    interval = {"low": 1.0, "high": 1.0, "coverage": 0.97}
+    one = {"speedups": {"auto": 1.0}, "speedup_interval": interval, "rounds": []}
+    one |= {"control_of_best": 1.0, "control_interval": interval}
+    first, second = (cell.name for cell in all_cells()[:2])
+    run({first: one, second: {"refused": "why"}}, 9.0)
+    found = run({first: {"refused": "why"}, second: one}, 1.0)
+    assert found["cells"] == {
+        first: one | {"quick": False, "load_at_start": 9.0},
+        second: one | {"quick": False, "load_at_start": 1.0},
+    }
+    assert found["machine"]["load_at_start"] == 9.0  # of a cell that was kept
+    assert run({first: one}, 2.0)["machine"]["load_at_start"] == 2.0
 
 
 def test_a_fixed_side_leaves_no_experience_behind() -> None:
@@ -150,6 +186,16 @@ def test_a_fixed_side_leaves_no_experience_behind() -> None:
     SwitchControl.switch(None)
     assert control.limits(slots, limits, cost).tolist() == before.tolist()
     assert (control.balance, control.rests, rests.left) == (balance, rests, 0)
+
+
+def test_runs_of_fixed_sides_have_no_more_steps_without_drafts_than_others() -> None:
+    control, num_plain = SwitchControl(1, 4), 0
+    for number in range(64):
+        SwitchControl.switch(number % 3 or None)
+        for _ in range(8):
+            control.rests.note_choice(pays=True, step_ms=1.0)
+            num_plain += SwitchControl.fixed is not None and control.rests.takes_plain_step()
+    assert num_plain <= 2 + 64 * 8 // STEPS_PER_PLAIN
 
 
 def test_words_of_a_text_keep_their_ids() -> None:

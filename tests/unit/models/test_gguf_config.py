@@ -327,6 +327,8 @@ def test_all_end_ids_count(tiny: Path, tmp_path: Path) -> None:
         ),
         ({"sequence": "top_k;penalties", "top_k": 5}, {"top_k": 5, "samplers": ("top_k",)}),
         ({"sequence": ""}, {}),
+        # No noise could change what is chosen, so that nothing may be drawn by it.
+        ({"temp": 1e-13, "mirostat": 2}, {"temperature": 1e-13}),
     ],
 )
 def test_recommended_sampling_of_a_file_is_the_default(

@@ -50,7 +50,7 @@ LISTED_PURPOSES = (*PURPOSES, *_OTHER_PURPOSES, "user_data", "evals")
 _MAX_NAME_CHARS, _MAX_PURPOSE_BYTES = 512, 64
 # Beside the file, a form has heads and a purpose.
 _FORM_BYTES = 64 * 1024
-# Of a refused form so many bytes are read and dropped.
+# Of a refused form so many bytes are read and dropped, for BODY_TIME_S in all.
 _DISCARD_BYTES = 2 * MAX_FILE_BYTES
 
 
@@ -268,11 +268,12 @@ def _announced_bytes(request: Request) -> int:
 async def _discard(pieces: AsyncIterator[bytes]) -> None:
     """Read the rest of a refused form: a client that is still writing would not read the error."""
     num_bytes = 0
-    with suppress(QuireError, ClientDisconnect):
-        async for piece in pieces:
-            num_bytes += len(piece)
-            if num_bytes > _DISCARD_BYTES:
-                return
+    with suppress(QuireError, ClientDisconnect, TimeoutError):
+        async with asyncio.timeout(BODY_TIME_S):
+            async for piece in pieces:
+                num_bytes += len(piece)
+                if num_bytes > _DISCARD_BYTES:
+                    return
 
 
 def _too_large() -> BodyTooLarge:

@@ -31,7 +31,7 @@ def full_name(item: Mapping[str, Any]) -> Any:
 
 def check_namespace(place: str, tool: Mapping[str, Any]) -> None:
     """Check a namespace, but not its functions. Raises InvalidParameter."""
-    strings = [tool.get("name"), tool.get("description", "")]
+    strings = [tool.get("name"), tool.get("description") or ""]
     others = [key for key in tool.keys() - _KEYS if tool[key] is not None]
     if (
         not all(isinstance(one, str) for one in strings)

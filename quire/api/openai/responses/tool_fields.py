@@ -1,8 +1,8 @@
 """Convert `tools` and `tool_choice` of the Responses API to the tools of a conversation.
 
 Functions have their name and schema beside their type; those of a namespace (namespaces.py) are
-functions with longer names. Tools that OpenAI's servers execute, and
-those without a schema, are refused by type. generation/tools.py checks the schemas.
+functions with longer names. Tools that OpenAI's servers execute, and those without a schema, are
+refused by type. generation/tools.py checks the schemas.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from typing import Any
 
 from quire.api.generation.foreign_fields import same_json
 from quire.api.generation.tools import TOOL_FIELDS, ToolOffer, offer_of
-from quire.api.openai.responses.namespaces import as_functions, check_namespace, is_namespace
+from quire.api.openai.responses.namespaces import (
+    as_functions,
+    check_namespace,
+    full_name,
+    is_namespace,
+)
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
 
@@ -77,7 +82,8 @@ def _shown_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice["type"] == "function":
-        return {"type": "function", "name": choice.get("function", choice)["name"]}
+        within = {key: choice[key] for key in ("namespace",) if choice.get(key) is not None}
+        return {"type": "function", **within, "name": choice.get("function", choice)["name"]}
     allowed = choice.get("allowed_tools", choice)
     return {
         "type": "allowed_tools",
@@ -127,11 +133,20 @@ def _tool(place: str, tool: Any) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     """Return the choice; offer_of reads the newer form of functions too."""
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {**choice, "tools": [_by_full_name(tool) for tool in choice["tools"]]}
     if kind in _OBJECTS or (isinstance(choice, str) and choice in _CHOICES):
-        return choice
+        return _by_full_name(choice)
     raise _fault(
         f'tool_choice is {show(choice)}; "none", "auto", "required", {{"type": "function", '
         '"name": ...} and {"type": "allowed_tools", "mode": ..., "tools": [...]} are allowed: this '
         "server executes no tools",
         "tool_choice",
     )
+
+
+def _by_full_name(choice: Any) -> Any:
+    """Return a choice of a function, which may have its namespace apart, as offer_of reads it."""
+    if not isinstance(choice, dict) or choice.get("namespace") is None:
+        return choice
+    return {"type": "function", "name": full_name(choice)}

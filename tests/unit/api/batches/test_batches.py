@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quire.api.batches import input_lines, stored_batches
+from quire.api.openai.batches import file_routes
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.server_state import OpenRequest, Requester
 from quire.base.errors import OverloadedError, RequestError, SettingError
@@ -493,6 +494,18 @@ def _set() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
+
+
+def test_the_rest_of_a_refused_form_is_read_for_a_bounded_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def endless() -> AsyncGenerator[bytes, None]:
+        while True:  # as by a client that sends a byte at a time
+            await asyncio.sleep(0.001)
+            yield b"a"
+
+    monkeypatch.setattr(file_routes, "BODY_TIME_S", 0.01)
+    asyncio.run(asyncio.wait_for(file_routes._discard(endless()), 60))
 
 
 def test_the_files_of_a_key_are_bounded(store: Path) -> None:

@@ -320,42 +320,6 @@ def test_a_response_repeats_tools_in_its_own_form(sent: Any, shown: Any) -> None
     assert one["parallel_tool_calls"] is False
 
 
-NAMESPACE = {"type": "namespace", "name": "mcp__sky", "description": "Of MCP.", "tools": [TOOL]}
-FULL_NAME = "mcp__sky__weather"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_functions_of_a_namespace_are_called_with_both_names(stream: bool) -> None:
-    made = engine(CALL.replace("weather", FULL_NAME))
-    other = {**TOOL, "name": "other"}
-    reply = ask({**ASKED, "tools": [NAMESPACE, other], "stream": stream}, on=made)
-    response = events_of(reply)[-1]["response"] if stream else reply.json
-    assert response["tools"] == [
-        {**NAMESPACE, "tools": [{**TOOL, "strict": False}]},
-        {**other, "strict": False},
-    ]
-    (call,) = response["output"]
-    assert (call["namespace"], call["name"]) == ("mcp__sky", "weather")
-    assert json.loads(call["arguments"]) == {"city": "Ulm"}
-    # To the model it is one function, with a longer name.
-    offered = {**CHAT_TOOL["function"], "name": FULL_NAME}
-    offered["description"] = "Of MCP.\nTell the weather."
-    tools = [
-        {"type": "function", "function": offered},
-        {"type": "function", "function": {**CHAT_TOOL["function"], "name": "other"}},
-    ]
-    chat = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 8}
-    assert made.asked[0].prompt_ids == of_chat(chat).prompt_ids
-    again = [{"role": "user", "content": "hi"}, call]
-    for names in ({}, {"name": "weather", "namespace": "mcp__sky"}):
-        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "a"}
-        asked = {**ASKED, "tools": [NAMESPACE], "input": [*again, {**output, **names}]}
-        assert ask(asked, on=made).status == 200
-        prompt = bytes(made.asked[-1].prompt_ids).decode()
-        assert f"{call['call_id']} {FULL_NAME} " in prompt
-        assert "weather;" not in prompt
-
-
 def test_the_fields_of_a_coding_agent_pass() -> None:
     developer = [{"type": "input_text", "text": "Be brief."}]
     body = {
@@ -568,19 +532,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a later window": (
         {"background_options": {"completion_window": "2h"}},
         'background_options.completion_window is "2h"',
-    ),
-    "a namespace without tools": (
-        {"tools": [{"type": "namespace", "name": "a"}]},
-        'tools[0] is {"type": "namespace", "name": "a"}; {"type": "namespace"',
-    ),
-    "a namespace with another key": ({"tools": [{**NAMESPACE, "x": 1}]}, "tools[0] is {"),
-    "a hosted tool in a namespace": (
-        {"tools": [{**NAMESPACE, "tools": [{"type": "web_search"}]}]},
-        'tools[0].tools[0].type is "web_search"',
-    ),
-    "a function of a namespace twice": (
-        {"tools": [{**NAMESPACE, "tools": [TOOL, TOOL]}]},
-        FULL_NAME,
     ),
     "a namespace of a call": (
         items(
