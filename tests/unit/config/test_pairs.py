@@ -119,10 +119,6 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
             },
             "processes of one machine",
         ),
-        (
-            {"executor": "torch", "tensor_parallel_size": 2, "kv_tier_path": "/tier"},
-            "take --executor native, or leave the tier out",
-        ),
     ],
 )
 def test_values_that_exclude_each_other_are_refused(settings: dict[str, Any], words: str) -> None:

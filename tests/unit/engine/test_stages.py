@@ -54,8 +54,6 @@ def test_embeddings_of_two_stages_have_the_bits_of_one_process() -> None:
     ("settings", "words"),
     [
         ({"executor": "reference"}, "pipeline_parallel_size is 2 and executor is reference"),
-        ({"executor": "torch", "kv_tier_path": "tier"}, "ranks on it have no whole blocks"),
-        ({"executor": "torch", "speculate": "draft"}, "torch, and a draft model, draft heads"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
         (
             {"num_threads": 3, "tensor_parallel_size": 2},
