@@ -96,10 +96,20 @@ def fleet_rows(result: dict[str, Any]) -> list[str]:
         "| refused with 503 before a token in that, and sent again by the client "
         f"| {result['done']['refused']:,} | |",
     ]
+    if (found := result.get("interruptions", {}).get("all")) is not None:
+        usual = result["silences_s"]["without_faults"]
+        rows += [
+            "| streams that went on within 3 s of their last event when their replica failed; mean "
+            f"interruption | {100 * found['share_within_3_s']:.0f} %; {found['mean_s']:.1f} s "
+            "| 100 % |",
+            "| longest silence of a stream of as many without faults, on the same two cores: "
+            f"median, p99 | {usual['p50']:.1f} s, {usual['p99']:.1f} s | |",
+        ]
     for name, other in result.get("beside", {}).items():
         if "broken" in other:
+            when = ", in an earlier run" if "quire" in other else ""
             rows += [
-                f"| the same requests and faults behind {name}: broken of "
+                f"| the same requests and faults behind {name}{when}: broken of "
                 f"{other['answers'] + other['broken']:,} answers | {other['broken']:,} | |"
             ]
     return rows
