@@ -173,11 +173,11 @@ class SupervisedEngine(CallEngine):
             self._to_sleep.set()
             try:
                 await self._life.client.close()
-            finally:
+            finally:  # also where this call is cancelled: the engine has ended
                 self._has_ended.set()
-            if self.on_end is not None:
-                self.on_end()
-            self.num_sleeps += 1  # the next life's
+                if self.on_end is not None:
+                    self.on_end()
+                self.num_sleeps += 1  # the next life's
             self._log.event("the engine sleeps")
 
     async def wake(self) -> None:

@@ -404,8 +404,13 @@ def test_counters_go_on_over_several_sleeps() -> None:
         async def wake(self) -> Any:
             return counted()
 
+    class Closing(Fake):
+        async def close(self) -> None:
+            await super().close()
+            await asyncio.sleep(0.001)
+
     def counted() -> Any:
-        life = Fake()
+        life = Closing()
         life.stats = EngineStats(steps_total=5, running=1)
         return life
 
@@ -417,7 +422,12 @@ def test_counters_go_on_over_several_sleeps() -> None:
         )
         await engine.ready()
         for sleeps in range(1, 4):
-            await engine.sleep()
+            sleeping = asyncio.ensure_future(engine.sleep())
+            if sleeps == 2:  # its caller leaves meanwhile
+                while engine.health().state != "asleep":
+                    await asyncio.sleep(0)
+                sleeping.cancel()
+            await asyncio.gather(sleeping, return_exceptions=True)
             assert (engine.stats.steps_total, engine.stats.running) == (10 * sleeps, 0)
             await engine.wake()
             assert (engine.stats.steps_total, engine.stats.running) == (10 * (sleeps + 1), 2)
