@@ -138,6 +138,12 @@ class RoutedRequest:
         self.prompt_tokens = len(_encode(self.fields)) // BYTES_PER_TOKEN
 
     @property
+    def brings_blocks(self) -> bool:
+        """Whether the next replica is given the blocks of the prompt; one that continues a stream
+        computes them."""
+        return self.transfer is not None and self.cursor is None
+
+    @property
     def deadline_s(self) -> float | None:
         """When its whole answer is wanted; None for no time."""
         wanted_ms = self._times_ms.get("deadline_ms")
