@@ -81,6 +81,7 @@ class SupervisedEngine(CallEngine):
         self._successors = successors
         self._wakers = wakers
         self.num_sleeps = 0
+        self._num_restarts = 0  # before this life; the next one may run before its end is noted
         self._is_asleep = False
         self._to_sleep = asyncio.Event()
         self._to_wake = asyncio.Event()
@@ -327,12 +328,13 @@ class SupervisedEngine(CallEngine):
 
     def _follow(self, client: EngineClient) -> None:
         """Pass on the counters of an engine, beginning with the latest."""
+        self._num_restarts = self._successors.num_restarts
         client.on_stats = self._see
         self._see(client.stats)
 
     def _see(self, stats: EngineStats) -> None:
-        if self._successors.num_restarts:
-            stats = replace(stats, restarts_total=self._successors.num_restarts)
+        if self._num_restarts:
+            stats = replace(stats, restarts_total=self._num_restarts)
         self.stats = stats
         if self.on_stats is not None:
             self.on_stats(stats)

@@ -436,6 +436,29 @@ def test_counters_go_on_over_several_sleeps() -> None:
     run(check)
 
 
+def test_a_process_that_is_late_counts_each_life_by_itself(tmp_path: Path) -> None:
+    """It learns of the restart before it has read the last counters of the engine before."""
+
+    async def check() -> None:
+        lives: list[Any] = [Fake(), Fake()]
+        others = FakeSuccessors(lives[1])
+        supervised = SupervisedEngine(lives[0], others, Log("test"))
+        engine = engine_of(supervised, past=PastTotals(tmp_path))
+        await engine.ready()
+        others.num_restarts = 1
+        lives[0].stats = EngineStats(steps_total=5)
+        lives[0].on_stats(lives[0].stats)
+        lives[0].dead.set()
+        while lives[1].on_stats is None:
+            await asyncio.sleep(0)
+        lives[1].stats = EngineStats(steps_total=3)
+        lives[1].on_stats(lives[1].stats)
+        assert engine.stats.steps_total == 5 + 3
+        await engine.close()
+
+    run(check)
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_counters_go_on_when_an_engine_ends_and_gauges_do_not(
     tmp_path: Path, is_shared: bool
