@@ -445,7 +445,7 @@ def test_a_process_that_is_late_counts_each_life_by_itself(tmp_path: Path) -> No
         supervised = SupervisedEngine(lives[0], others, Log("test"))
         engine = engine_of(supervised, past=PastTotals(tmp_path))
         await engine.ready()
-        others.num_restarts = 1
+        others.num_restarts, others.step = 1, 0
         lives[0].stats = EngineStats(steps_total=5)
         lives[0].on_stats(lives[0].stats)
         lives[0].dead.set()
