@@ -273,7 +273,7 @@ class DataParallelEngine(CallEngine):
             reason="" if is_ok else reason,
             pending=sum(one.pending for one in all_health),
             steps_total=self.stats.steps_total,
-            silent_ms=min(one.silent_ms for one in all_health),
+            silent_ms=min((one.silent_ms for one in all_health if one.pending), default=0),
         )
 
     async def close(self) -> None:

@@ -41,6 +41,7 @@ from quire.engine.data_parallel.sums import (
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.supervised.supervised_engine import SupervisedEngine
 from quire.routing.prefix_history import PrefixHistory
+from tests.cases import each_case
 from tests.unit.api.fake_engine import SNAPSHOT
 from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
 
@@ -224,6 +225,30 @@ def test_counters_are_added() -> None:
     run(check)
     one = EngineStats(steps_total=4)
     assert sum_of_stats([one]) is one
+
+
+@each_case(
+    "pending, silent_ms, expected",
+    [
+        ((1, 1), (900, 20), 20),
+        ((1, 0), (900, 0), 900),
+        ((0, 0), (0, 0), 0),
+    ],
+)
+def test_engines_are_silent_where_all_with_requests_are(
+    pending: tuple[int, int], silent_ms: tuple[int, int], expected: int
+) -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        for fake, count, ms in zip(fakes, pending, silent_ms, strict=True):
+            health = replace(fake.health(), pending=count, silent_ms=ms)
+            fake.health = lambda found=health: found  # type: ignore[method-assign,misc]
+        assert engine.health().silent_ms == expected
+        await engine.close()
+
+    run(check)
 
 
 def test_reports_and_snapshots_are_joined() -> None:
