@@ -115,6 +115,7 @@ class RoutedRequest:
         if model != self.model:
             self.model = model
             self.block_hashes = ()  # of another tokenizer
+            self.transfer = None  # of another model's cache
             if self._found.model is not None:
                 self.path = self._found.path_of(model)
                 return
