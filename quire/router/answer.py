@@ -444,7 +444,7 @@ class Answer:
                 self._key, model, exclude=self._tried, max_long=self._max_long
             )
 
-        if not self._was_held:
+        if not (self._was_held or self._request.route.is_free):
             self._was_held = await self._resumes.hold(model)
         if self._fleet.settings.wait_s and not self._failures.reasons:
             await self._wait_for_first(model)

@@ -69,6 +69,7 @@ def test_a_new_request_is_sent_after_the_streams_that_continue(
             await _until(lambda: router.count("quire_router_held_requests") == 1)
             assert all("output_ids" in request for request in second.requests)
             assert len(first.requests) == MIN_STREAMS
+            assert (await router.post("/tokenize", {"prompt": "hello"}))[0] == 200
             second.gate.set()
         else:
             await _until(lambda: len(first.requests + second.requests) == 2 * MIN_STREAMS + 1)
