@@ -448,11 +448,13 @@ def test_counters_go_on_over_several_sleeps() -> None:
         await engine.ready()
         for sleeps in range(1, 4):
             sleeping = asyncio.ensure_future(engine.sleep())
-            if sleeps == 2:  # its caller leaves meanwhile
+            if sleeps == 2:  # its caller leaves meanwhile, and the engines end
                 while engine.health().state != "asleep":
                     await asyncio.sleep(0)
                 sleeping.cancel()
             await asyncio.gather(sleeping, return_exceptions=True)
+            while engine.stats.running:
+                await asyncio.sleep(0.001)
             assert (engine.stats.steps_total, engine.stats.running) == (10 * sleeps, 0)
             await engine.wake()
             assert (engine.stats.steps_total, engine.stats.running) == (10 * (sleeps + 1), 2)
