@@ -369,7 +369,8 @@ class DataParallelEngine(CallEngine):
             self._past.add(member.number, member.engine.stats, sleeps=member.sleeps)
             member.has_ended = True
             self._see()
-            self._watching.append(asyncio.ensure_future(self._reread()))
+            if self._past.is_shared:
+                self._watching.append(asyncio.ensure_future(self._reread()))
 
     async def _reread(self) -> None:
         """Count what other processes have seen of an engine that has ended."""
