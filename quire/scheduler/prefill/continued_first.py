@@ -85,7 +85,7 @@ class ContinuedFirst(StepExtension):
         return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
 
     def _others(self) -> list[int] | None:
-        """Return the slots that stand back; None where too few continue."""
+        """Return the slots that stand back; None for none, or where too few continue."""
         batch, active = self._batch, self._batch.active
         if len(self._pending) < MIN_TOGETHER or not len(active):
             return None
@@ -99,4 +99,7 @@ class ContinuedFirst(StepExtension):
             return None
         tenants = {one.request.tenant for one in self._pending}
         found = ((slot, batch.sequence(slot)) for slot in others.tolist())
-        return [slot for slot, one in found if one.group is None and one.request.tenant in tenants]
+        slots_of_tenants = [
+            slot for slot, one in found if one.group is None and one.request.tenant in tenants
+        ]
+        return slots_of_tenants or None
