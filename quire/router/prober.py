@@ -290,7 +290,7 @@ class Prober:
 
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:
         """Return whether the engine behind a server that answers is stopped; fence it then, and
-        until it is heard again."""
+        until it sends something again."""
         engine = self._engines[replica]
         engine.report(silent_s)
         known_s = engine.known_s

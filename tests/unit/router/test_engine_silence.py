@@ -35,7 +35,7 @@ def test_what_is_usual_is_learned_within_bounds() -> None:
     assert engine.usual_s == MAX_SILENT_S
 
 
-def test_a_silent_engine_is_fenced_until_it_is_heard() -> None:
+def test_a_silent_engine_is_fenced_until_it_sends_something() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.silent_after = 3
     first.health |= {"pending": 1, "silent_ms": 0}
@@ -59,7 +59,7 @@ def test_a_silent_engine_is_fenced_until_it_is_heard() -> None:
     assert second.requests[0]["output_ids"] == [100, 101, 102]
 
 
-def test_a_server_that_answers_late_hears_its_engine_late() -> None:
+def test_a_server_that_answers_late_reads_its_engine_late() -> None:
     """Its reports count only above the time that its own answers take."""
     first, second = FakeReplica(), FakeReplica()
     first.health |= {"pending": 1, "silent_ms": 2500}
