@@ -99,6 +99,7 @@ class Answer:
         self._fingerprint = ""
         self._last_s = 0.0  # when the last event of the stream came
         self._interruption: Interruption | None = None
+        self._is_resuming = False  # another replica was chosen and has sent nothing yet
 
     async def run(self) -> None:
         """Try replicas until one has answered."""
@@ -386,8 +387,13 @@ class Answer:
 
     def _end_interruption(self) -> None:
         """The stream goes on, or has ended without that."""
-        if self._interruption is not None:
-            self._interruption = None
+        self._interruption = None
+        self._stop_resuming()
+
+    def _stop_resuming(self) -> None:
+        """Hold up no new request any more."""
+        if self._is_resuming:
+            self._is_resuming = False
             self._resumes.ended(self._request.model)
 
     def _sent(self) -> None:
@@ -408,10 +414,10 @@ class Answer:
         self._failures.note(replica, fault, self._request.num_delivered)
         now_s = self._loop.time()
         self._resume_until_s = now_s + self._fleet.settings.resume_s
+        self._stop_resuming()
         if self._client.started and self._interruption is None:
             last_s = self._last_s or now_s
             self._interruption = Interruption(fault.cause, last_s=last_s, noted_s=now_s)
-            self._resumes.began(self._request.model)
 
     async def _replica(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -438,7 +444,7 @@ class Answer:
                 self._key, model, exclude=self._tried, max_long=self._max_long
             )
 
-        if not self._was_held:
+        if not (self._was_held or self._request.route.is_free):
             self._was_held = await self._resumes.hold(model)
         if self._fleet.settings.wait_s and not self._failures.reasons:
             await self._wait_for_first(model)
@@ -477,7 +483,7 @@ class Answer:
     def _attempt(self, replica: Replica) -> Attempt:
         found = Attempt(self._fleet, replica, self._request, self._client, is_long=self._is_long)
         self._fleet.weigh(replica, self._key, found.load)
-        if self._request.transfer is not None:  # its prompt is computed
+        if self._request.brings_blocks:  # its prompt is computed
             found.load.new_tokens = 0
         return found
 
@@ -513,6 +519,9 @@ class Answer:
                 if found is not None:
                     metrics = self._metrics
                     (metrics.resumed if started else metrics.retries.labels("failed")).inc()
+                    if started and not self._is_resuming:
+                        self._is_resuming = True
+                        self._resumes.began(request.model)
                     return found
             left_s = self._resume_until_s - now_s
             # Where replicas are started on demand, one that is not known yet may have it.

@@ -85,9 +85,10 @@ def report(examples: Sequence[Example], small_price: float) -> Report:
     check_enough(examples)
     held_out = [one for one in examples if _is_held_out(one)]
     learned = [one for one in examples if not _is_held_out(one)]
-    if not held_out or not learned:
+    if not held_out or len({one.is_hard for one in learned}) < 2:
         raise SettingError(
-            f"the {len(examples)} outcomes are of one request; log those of different ones"
+            f"the {len(examples)} outcomes, or all of one kind, are of one request; log those of "
+            "different ones"
         )
     model = Classifier(*_fitted(learned))
     judged = sorted((model.probability(one.features), one.is_hard) for one in held_out)

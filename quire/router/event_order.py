@@ -36,7 +36,7 @@ _decode = msgspec.msgpack.Decoder().decode
 class EventOrder:
     """can_replay: whether missing batches can be asked for. engine: that the batches are of, by
     their data-parallel rank; None: any. num_gaps: that were found; num_invalid: batches that could
-    not be read, or were of another engine. other_engine: of the last of these."""
+    not be read, or were of another engine. other_engine: of the first of these."""
 
     def __init__(self, *, can_replay: bool, engine: int | None = None) -> None:
         self._can_replay = can_replay
@@ -122,7 +122,8 @@ class EventOrder:
         rank = batch[2] if len(batch) > 2 else None
         if self._engine is None or type(rank) is not int or rank == self._engine:
             return changes
-        self.other_engine = rank
+        if self.other_engine is None:  # each is logged, and a false publisher has many
+            self.other_engine = rank
         self.num_invalid += 1
         return [CLEARED]
 

@@ -127,7 +127,8 @@ class Fleet:
 
     def weigh(self, replica: Replica, key: RouteKey, load: Load) -> None:
         """Note what a request has computed at a replica, before it is sent there."""
-        load.new_tokens = self.policy.new_tokens(replica, key)
+        output_tokens = max(load.prompt_tokens - key.prompt_tokens, 0)  # of a stream that continues
+        load.new_tokens = self.policy.new_tokens(replica, key) + output_tokens
         load.ahead_tokens = replica.queued_tokens
 
     def began(self, replica: Replica, load: Load, seconds: float) -> None:

@@ -158,9 +158,9 @@ class ModelChoice:
         if self._guess is not None and judge.has_seen:
             cascade.note(self._guess, reason)
             if self._guess.probability is not None:
-                said = "hard" if cascade.is_hard(self._guess) else "easy"
+                guess = "hard" if cascade.is_hard(self._guess) else "easy"
                 became = "replaced" if reason else "kept"
-                self._metrics.cascade_guesses.labels(cascade.name, said, became).inc()
+                self._metrics.cascade_guesses.labels(cascade.name, guess, became).inc()
         if not reason:
             return False
         self._request.replaced_tokens += spent

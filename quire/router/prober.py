@@ -290,14 +290,16 @@ class Prober:
 
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:
         """Return whether the engine behind a server that answers is stopped; fence it then, and
-        until it is heard again."""
+        until it sends something again."""
         engine = self._engines[replica]
         engine.report(silent_s)
         known_s = engine.known_s
         if replica.is_fenced:
             is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S
         else:
-            is_silent = self._is_over(replica, known_s, engine.usual_s, now_s)
+            # A server that answers late reads its engine's messages late.
+            usual_s = max(engine.usual_s, self._answer_limit_s(replica))
+            is_silent = self._is_over(replica, known_s, usual_s, now_s)
         if is_silent:
             if not replica.is_fenced:
                 self._give_up(replica, now_s)

@@ -1,8 +1,9 @@
 """Resumes: new requests wait a moment while many streams of their model continue.
 
 Where a replica has failed, its streams are sent to the others all at once. Each new request among
-them would make them wait longer, and it has waited for less itself. Reads no clock but to wait.
-Always holds: a request waits at most HOLD_S, once, whatever fails; a few streams hold up nothing.
+them would make them wait longer, and it has waited for less itself. Streams for which there is no
+other replica hold up nothing. Reads no clock but to wait. Always holds: a request waits at most
+HOLD_S, once, whatever fails; a few streams hold up nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Resumes:
         self._waiting: dict[str, asyncio.Event] = {}
 
     def began(self, model: str) -> None:
-        """Count a stream of a model that is interrupted."""
+        """Count a stream of a model that is sent to another replica."""
         self._num_streams[model] += 1
 
     def ended(self, model: str) -> None:
-        """Count it no more: it goes on, or has ended."""
+        """Count it no more: it goes on, has ended, or waits for yet another replica."""
         self._num_streams[model] -= 1
         if self._num_streams[model] < MIN_STREAMS and model in self._waiting:
             self._waiting.pop(model).set()

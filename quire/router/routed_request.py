@@ -115,6 +115,7 @@ class RoutedRequest:
         if model != self.model:
             self.model = model
             self.block_hashes = ()  # of another tokenizer
+            self.transfer = None  # of another model's cache
             if self._found.model is not None:
                 self.path = self._found.path_of(model)
                 return
@@ -136,6 +137,12 @@ class RoutedRequest:
         self.block_hashes = ()
         self.transfer = None
         self.prompt_tokens = len(_encode(self.fields)) // BYTES_PER_TOKEN
+
+    @property
+    def brings_blocks(self) -> bool:
+        """Whether the next replica is given the blocks of the prompt; one that continues a stream
+        computes them."""
+        return self.transfer is not None and self.cursor is None
 
     @property
     def deadline_s(self) -> float | None:

@@ -53,7 +53,7 @@ class RouterMetrics:
         )
         self.cascade_guesses = counter(
             "quire_router_cascade_guesses",
-            "Judged answers of small models, by what the classifier had said",
+            "Judged answers of small models, by what the classifier had guessed",
             *("cascade", "guess", "outcome"),
         )
         self.cascade_tokens = counter(

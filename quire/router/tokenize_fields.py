@@ -60,8 +60,8 @@ def _messages(fields: Mapping[str, Any]) -> _Fields | None:
 
 def _responses(fields: Mapping[str, Any]) -> _Fields | None:
     given = fields.get("input")
-    said = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return _conversation(fields, _NOT_OF_RESPONSES, fields.get("instructions"), said)
+    chat = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return _conversation(fields, _NOT_OF_RESPONSES, fields.get("instructions"), chat)
 
 
 def _ollama_chat(fields: Mapping[str, Any]) -> _Fields | None:
@@ -74,8 +74,8 @@ def _ollama_generate(fields: Mapping[str, Any]) -> _Fields | None:
         return None
     if fields.get("raw") is True:
         return _completion(fields) if not any(map(fields.get, _NOT_OF_OLLAMA)) else None
-    said = [{"role": "user", "content": prompt}]
-    return _conversation(fields, _NOT_OF_OLLAMA, fields.get("system"), said)
+    chat = [{"role": "user", "content": prompt}]
+    return _conversation(fields, _NOT_OF_OLLAMA, fields.get("system"), chat)
 
 
 def _conversation(
@@ -86,16 +86,17 @@ def _conversation(
         return None
     if not isinstance(messages, list) or not messages:
         return None
-    said = [] if system in (None, "", []) else [_said({"role": "system", "content": system})]
-    said += map(_said, messages)
-    roles = [None if one is None else one["role"] for one in said]
+    first = {"role": "system", "content": system}
+    chat = [] if system in (None, "", []) else [_text_message(first)]
+    chat += map(_text_message, messages)
+    roles = [None if one is None else one["role"] for one in chat]
     # Messages of one role that follow each other are one turn in some APIs.
     if None in roles or roles[-1] != "user" or any(map(str.__eq__, roles, roles[1:])):  # type: ignore[arg-type]
         return None
-    return {"messages": said, **{name: fields[name] for name in _SHARED if name in fields}}
+    return {"messages": chat, **{name: fields[name] for name in _SHARED if name in fields}}
 
 
-def _said(message: Any) -> _Fields | None:
+def _text_message(message: Any) -> _Fields | None:
     """Return a message of texts as a chat has it; None for another."""
     if not isinstance(message, dict) or message.get("type", "message") != "message":
         return None

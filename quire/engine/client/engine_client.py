@@ -124,7 +124,7 @@ class EngineClient:
             query_number_base(number)
         )
         self._id_prefix = id_prefix(number)
-        self._progress_ms = self._heard_ms = 0.0
+        self._progress_ms = self._message_ms = 0.0
         self._ops_done = -1
         self._defaults: SamplingParams | None = None  # made once, by the card
 
@@ -322,7 +322,7 @@ class EngineClient:
             reason=reason,
             pending=self._pending,
             steps_total=self.stats.steps_total,
-            silent_ms=round(now_ms - self._heard_ms) if self._is_working else 0,
+            silent_ms=round(now_ms - self._message_ms) if self._is_working else 0,
         )
 
     async def close(self) -> None:
@@ -336,10 +336,10 @@ class EngineClient:
     # ---- what comes from the engine
 
     def _on_message(self, message: FromEngine) -> None:
-        self._heard_ms = self._clock.now_ms()
+        self._message_ms = self._clock.now_ms()
         if isinstance(message, Outputs):
             if message.stats.steps_total != self.stats.steps_total:
-                self._progress_ms = self._heard_ms
+                self._progress_ms = self._message_ms
             if not message.stats.expert_tokens_total:
                 message.stats.expert_tokens_total = self.stats.expert_tokens_total
             self.stats = message.stats
@@ -351,7 +351,7 @@ class EngineClient:
             self._send_abort(past_end)
         elif isinstance(message, Beat):
             if message.ops_done != self._ops_done:
-                self._progress_ms = self._heard_ms
+                self._progress_ms = self._message_ms
             self._ops_done = message.ops_done
         elif isinstance(message, Refused):
             for unread in self._streams.end(message.request_ids):
@@ -425,7 +425,7 @@ class EngineClient:
         self, request_id: str, requests: tuple[Request, ...], text_rules: TextRules
     ) -> tuple[_Unread, tuple[str, ...]]:
         if not self._is_working:
-            self._progress_ms = self._heard_ms = self._clock.now_ms()
+            self._progress_ms = self._message_ms = self._clock.now_ms()
         stream_ids = tuple(request.request_id for request in requests)
         sampling = requests[0].sampling
         numbers = 1 + abs(sampling.logprobs or 0) + len(sampling.logprob_token_ids)
@@ -449,7 +449,7 @@ class EngineClient:
 
     def _hold(self, stream_ids: tuple[str, ...], *, is_held: bool) -> None:
         if not is_held and not self._is_working:
-            self._progress_ms = self._heard_ms = self._clock.now_ms()
+            self._progress_ms = self._message_ms = self._clock.now_ms()
         if self._state != "dead":
             self._link.send(Hold(request_ids=stream_ids, is_held=is_held))
 

@@ -273,7 +273,7 @@ class DataParallelEngine(CallEngine):
             reason="" if is_ok else reason,
             pending=sum(one.pending for one in all_health),
             steps_total=self.stats.steps_total,
-            silent_ms=min(one.silent_ms for one in all_health),
+            silent_ms=min((one.silent_ms for one in all_health if one.pending), default=0),
         )
 
     async def close(self) -> None:
@@ -369,7 +369,8 @@ class DataParallelEngine(CallEngine):
             self._past.add(member.number, member.engine.stats, sleeps=member.sleeps)
             member.has_ended = True
             self._see()
-            self._watching.append(asyncio.ensure_future(self._reread()))
+            if self._past.is_shared:
+                self._watching.append(asyncio.ensure_future(self._reread()))
 
     async def _reread(self) -> None:
         """Count what other processes have seen of an engine that has ended."""

@@ -35,9 +35,14 @@ class PastTotals:
         self._folder = folder
         self._name = secrets.token_hex(8)
         self._lives: dict[str, EngineStats] = {}
-        self._files: set[str] = set()
+        self._known: set[str] = set()  # files that were read; without a folder, lives
         self._wire = Wire(EngineStats)
         self.read()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may know more of an engine that has ended."""
+        return self._folder is not None
 
     def add(self, number: int, stats: EngineStats, *, sleeps: int = 0) -> None:
         """Count an engine that has ended after so many restarts as its counters say, and so many
@@ -66,11 +71,16 @@ class PastTotals:
         if self._folder is None:
             return
         for path in self._folder.glob(f"{_PREFIX}*"):
-            if path.name not in self._files and path.suffix != _BEING_WRITTEN:
-                self._files.add(path.name)
+            if path.name not in self._known and path.suffix != _BEING_WRITTEN:
+                self._known.add(path.name)
                 self._count(path.stem, self._wire.decode(path.read_bytes()))
 
     def _count(self, life: str, totals: EngineStats) -> None:
+        if not self.is_shared:  # no more will be known of it; engines may sleep very often
+            if life not in self._known:
+                self._known.add(life)
+                self.total = sum_of_stats([totals] if self.total is None else [self.total, totals])
+            return
         seen = self._lives.get(life)
         self._lives[life] = totals if seen is None else greatest_of_stats([seen, totals])
         self.total = sum_of_stats(list(self._lives.values()))

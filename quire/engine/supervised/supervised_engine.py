@@ -81,6 +81,7 @@ class SupervisedEngine(CallEngine):
         self._successors = successors
         self._wakers = wakers
         self.num_sleeps = 0
+        self._num_restarts = 0  # before this life; the next one may run before its end is noted
         self._is_asleep = False
         self._to_sleep = asyncio.Event()
         self._to_wake = asyncio.Event()
@@ -95,6 +96,7 @@ class SupervisedEngine(CallEngine):
         self._num_open = 0
         self._closed = False
         self._supervising: asyncio.Future[None] | None = None
+        self._ending: asyncio.Future[None] | None = None  # of an engine that is put to sleep
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -171,14 +173,19 @@ class SupervisedEngine(CallEngine):
             self._has_ended.clear()
             self._is_asleep = True  # before the engine ends, so that its end is no death
             self._to_sleep.set()
-            try:
-                await self._life.client.close()
-            finally:
-                self._has_ended.set()
+            self._ending = asyncio.ensure_future(self._end_engine())
+            await asyncio.shield(self._ending)  # it ends, too, where this call is cancelled
+
+    async def _end_engine(self) -> None:
+        """End the engine that is put to sleep."""
+        try:
+            await self._life.client.close()
+        finally:
+            self._has_ended.set()
             if self.on_end is not None:
                 self.on_end()
             self.num_sleeps += 1  # the next life's
-            self._log.event("the engine sleeps")
+        self._log.event("the engine sleeps")
 
     async def wake(self) -> None:
         """Start the engine if it sleeps, and wait until it is ready. Raises QuireError."""
@@ -221,6 +228,8 @@ class SupervisedEngine(CallEngine):
             await asyncio.gather(self._supervising, return_exceptions=True)
         self._fault = self._fault or WorkerError("the engine was closed")
         self._changed.set()
+        if self._ending is not None:
+            await asyncio.gather(self._ending, return_exceptions=True)
         await self._life.client.close()
 
     # ---- the engines, as SupervisedRequest sees them
@@ -327,12 +336,13 @@ class SupervisedEngine(CallEngine):
 
     def _follow(self, client: EngineClient) -> None:
         """Pass on the counters of an engine, beginning with the latest."""
+        self._num_restarts = self._successors.num_restarts
         client.on_stats = self._see
         self._see(client.stats)
 
     def _see(self, stats: EngineStats) -> None:
-        if self._successors.num_restarts:
-            stats = replace(stats, restarts_total=self._successors.num_restarts)
+        if self._num_restarts:
+            stats = replace(stats, restarts_total=self._num_restarts)
         self.stats = stats
         if self.on_stats is not None:
             self.on_stats(stats)

@@ -4,8 +4,9 @@ Another engine has failed then, and each of its streams has been interrupted for
 took to be noticed. A step with rows of all that run takes much longer than the rows of those that
 continue, so the others stand back for a few steps and then go on. A single request with output_ids
 changes nothing. Clients may send output_ids as well, so what they can take from others is bounded.
-Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all; where a running request has a
-target for the time between two tokens, none stands back.
+Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all, and after MAX_STEPS without the
+others these stand back once in STEPS_TO_EARN; a request stands back for its own tenant's only;
+where a running request has a target for the time between two tokens, none stands back.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 MIN_TOGETHER = 8
 # How many steps in a row the others stand back.
 MAX_IN_A_ROW = 3
+# How many steps they stand back at once, as for a failed engine, and the steps that earn one more.
+MAX_STEPS = 64
+STEPS_TO_EARN = 16
 # After a step that could compute fewer, for lack of blocks or because their prompts are long, they
 # do not stand back for so many.
 REST_STEPS = 16
@@ -37,6 +41,7 @@ class ContinuedFirst(StepExtension):
         self._batch = batch
         self._pending: list[SequenceState] = []
         self._num_in_a_row = self._num_to_rest = 0
+        self._num_left, self._earned_until = MAX_STEPS, 0
 
     def note(self, sequence: SequenceState) -> None:
         """Note a request that continues an answer."""
@@ -49,15 +54,17 @@ class ContinuedFirst(StepExtension):
             one for one in self._pending if one.alive and math.isnan(one.times.first_token_ms)
         ]
         self.is_active = bool(self._pending)
+        self._earn(step.builder.step)
         others = None
         if self._num_to_rest:
             self._num_to_rest -= 1
-        elif self._num_in_a_row < MAX_IN_A_ROW:
+        elif self._num_in_a_row < MAX_IN_A_ROW and self._num_left:
             others = self._others()
         if others is None:
             self._num_in_a_row = 0
             return
         self._num_in_a_row += 1
+        self._num_left -= 1
         step.deferred += others
 
     def end_step(self, step: Step) -> None:
@@ -67,12 +74,18 @@ class ContinuedFirst(StepExtension):
             num_rows = np.count_nonzero(batch.scheduled[slots] > batch.computed[slots])
             self._num_to_rest = 0 if num_rows >= MIN_TOGETHER else REST_STEPS
 
+    def _earn(self, step: int) -> None:
+        """Let the others stand back again for some of the steps since the last time."""
+        num_earned = (step - self._earned_until) // STEPS_TO_EARN
+        self._earned_until += num_earned * STEPS_TO_EARN
+        self._num_left = min(self._num_left + num_earned, MAX_STEPS)
+
     def _slots(self) -> Index:
         """Return the slots of those that continue and have no output yet."""
         return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
 
     def _others(self) -> list[int] | None:
-        """Return the slots that stand back; None where too few continue."""
+        """Return the slots that stand back; None for none, or where too few continue."""
         batch, active = self._batch, self._batch.active
         if len(self._pending) < MIN_TOGETHER or not len(active):
             return None
@@ -84,4 +97,9 @@ class ContinuedFirst(StepExtension):
         others = active[~np.isin(active, slots)]
         if np.isfinite(batch.tpot_slo_ms[others]).any():
             return None
-        return [slot for slot in others.tolist() if batch.sequence(slot).group is None]
+        tenants = {one.request.tenant for one in self._pending}
+        found = ((slot, batch.sequence(slot)) for slot in others.tolist())
+        slots_of_tenants = [
+            slot for slot, one in found if one.group is None and one.request.tenant in tenants
+        ]
+        return slots_of_tenants or None

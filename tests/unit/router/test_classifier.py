@@ -15,7 +15,7 @@ from quire.base.errors import SettingError
 from quire.cli.main import main
 from quire.router.cascade import Cascade
 from quire.router.classifier import Classifier, read_classifier
-from quire.router.classifier_training import file_bytes, report, train
+from quire.router.classifier_training import _is_held_out, file_bytes, report, train
 from quire.router.features import Features as RouterFeatures
 from quire.router.outcome_files import Example, read_outcomes
 from quire.router.outcome_log import OutcomeLog
@@ -170,6 +170,12 @@ def test_outcomes_of_one_request_are_refused() -> None:
     one = features_of("hello", 1, {})
     with pytest.raises(SettingError, match="of one request"):
         report([Example(one, at % 2 == 0) for at in range(200)], 0.1)
+    many = [features_of(f"hello {at}", 1, {}) for at in range(200)]
+    one = next(one for one in many if _is_held_out(Example(one, False)))
+    hard, easy = [Example(one, True)] * 20, [Example(at, False) for at in many]
+    with pytest.raises(SettingError, match="of one request"):
+        report(hard + easy, 0.1)
+    train(hard + easy)
 
 
 # ---- the command and its files

@@ -35,7 +35,7 @@ def test_what_is_usual_is_learned_within_bounds() -> None:
     assert engine.usual_s == MAX_SILENT_S
 
 
-def test_a_silent_engine_is_fenced_until_it_is_heard() -> None:
+def test_a_silent_engine_is_fenced_until_it_sends_something() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.silent_after = 3
     first.health |= {"pending": 1, "silent_ms": 0}
@@ -57,3 +57,22 @@ def test_a_silent_engine_is_fenced_until_it_is_heard() -> None:
 
     run([first, second], story, stall_s=600.0)
     assert second.requests[0]["output_ids"] == [100, 101, 102]
+
+
+def test_a_server_that_answers_late_reads_its_engine_late() -> None:
+    """Its reports count only above the time that its own answers take."""
+    first, second = FakeReplica(), FakeReplica()
+    first.health |= {"pending": 1, "silent_ms": 2500}
+
+    async def story(router: Router) -> None:
+        replica = next(iter(router.fleet.replicas.values()))
+        times = router.prober._answer_times[replica]
+        times.clear()
+        times.extend(times.maxlen * [2.0])
+        await _until(lambda: times.count(2.0) < 20)
+        assert router.prober._engines[replica].known_s == 2.5
+        assert not replica.is_fenced
+        times.clear()
+        await _until(lambda: replica.state == "stalled")
+
+    run([first, second], story, stall_s=600.0)

@@ -192,7 +192,8 @@ def test_batches_of_another_engine_are_not_taken() -> None:
     assert order.live(1, _encode([0.5, stored])) == ([Change((9,), 16)], None), "without a rank"
     assert order.other_engine is None
     assert order.live(2, _encode([0.5, stored, 3])) == ([CLEARED], None)
-    assert (order.other_engine, order.num_invalid) == (3, 1)
+    assert order.live(3, _encode([0.5, stored, 4])) == ([CLEARED], None)
+    assert (order.other_engine, order.num_invalid) == (3, 2), "logged once, whatever comes"
 
 
 def test_blocks_of_other_media_are_not_counted() -> None:

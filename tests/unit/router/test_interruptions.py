@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from bench.fleet.interruptions import interruptions
 from quire.router.fleet import SPREAD_TOKENS
 from quire.router.interruption import PHASES, Interruption
+from quire.router.routed_request import RoutedRequest
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.made_replicas import made_replicas, open_load
 from tests.unit.router.test_failover import ANSWER, STREAM, stream
@@ -134,3 +136,31 @@ def test_prompt_tokens_of_a_replica_are_those_without_output() -> None:
     assert replica.prompt_tokens == SPREAD_TOKENS
     replica.end(loads[2])
     assert replica.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_a_stream_that_continues_computes_its_prompt_and_its_output(brings: bool) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after, first.gate, second.gate = 4, asyncio.Event(), asyncio.Event()
+
+    async def hand_over(request: RoutedRequest, client: object) -> dict[str, Any] | None:
+        return {"do_remote_prefill": True} if brings else None
+
+    async def story(router: Router) -> None:
+        router.app._dispatcher._hand_over = hand_over  # type: ignore[assignment]
+        answer = asyncio.ensure_future(stream(router))
+        await first.began.wait()
+        from_, to = router.fleet.replicas.values()
+        [load] = from_.loads
+        assert (load.prompt_tokens, load.new_tokens) == (2, 0 if brings else 2)
+        assert first.gate is not None
+        first.gate.set()
+        await second.began.wait()
+        [load] = to.loads
+        assert load.prompt_tokens == load.new_tokens == to.queued_tokens == 2 + 4
+        assert second.gate is not None
+        second.gate.set()
+        assert (await answer)[2] == ANSWER
+        assert to.queued_tokens == to.prompt_tokens == to.backlog_tokens == 0
+
+    run([first, second], story)

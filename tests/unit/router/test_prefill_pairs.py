@@ -15,6 +15,7 @@ from quire.router.discovery import StaticList
 from quire.router.fleet import Fleet
 from quire.router.prefill_pairs import PARAMS, PrefillPairs
 from quire.router.prober import Prober
+from quire.router.routed_request import RoutedRequest
 from quire.routing.prefix_history import PrefixHistory
 from quire.routing.ttft_model import MIN_SAMPLES
 from quire.routing.warm_cache import WarmCache
@@ -260,3 +261,13 @@ def test_the_time_of_a_prefill_is_learned_as_that_of_a_first_token() -> None:
         assert nothing == 0
 
     run(FakeReplica(), handing(), story)
+
+
+def test_another_model_is_not_given_the_blocks() -> None:
+    request = RoutedRequest("/v1/completions", [], json.dumps({**LONG, "model": "small"}).encode())
+    request.transfer = OFFER
+    request.use_model("small")
+    assert request.brings_blocks
+    request.use_model("large")
+    assert not request.brings_blocks
+    assert PARAMS not in json.loads(request.body())

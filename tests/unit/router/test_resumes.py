@@ -69,6 +69,7 @@ def test_a_new_request_is_sent_after_the_streams_that_continue(
             await _until(lambda: router.count("quire_router_held_requests") == 1)
             assert all("output_ids" in request for request in second.requests)
             assert len(first.requests) == MIN_STREAMS
+            assert (await router.post("/tokenize", {"prompt": "hello"}))[0] == 200
             second.gate.set()
         else:
             await _until(lambda: len(first.requests + second.requests) == 2 * MIN_STREAMS + 1)
@@ -81,14 +82,44 @@ def test_a_new_request_is_sent_after_the_streams_that_continue(
     run([first, second], story)
 
 
-def test_streams_whose_clients_leave_hold_nothing_any_more() -> None:
-    first, second = FakeReplica(), FakeReplica()
-    first.fails_after, second.gate = 3, asyncio.Event()
+def test_streams_without_another_replica_hold_nothing() -> None:
+    first, second = FakeReplica("fp_a"), FakeReplica("fp_b")
+    first.fails_after, first.gate = 3, asyncio.Event()
+    second.health |= {"ok": False, "state": "draining"}
 
     async def story(router: Router) -> None:
-        second.health |= {"ok": False, "state": "draining"}
-        await _until(lambda: router.fleet.num_available == 1)
         streams = [asyncio.ensure_future(stream(router)) for _ in range(MIN_STREAMS)]
+        await _until(lambda: len(first.requests) == MIN_STREAMS)
+        second.health |= {"ok": True, "state": "ready"}
+        await _until(lambda: router.fleet.num_available == 2)
+        first.health |= {"ok": False, "state": "starting"}
+        assert first.gate is not None
+        first.gate.set()
+        await _until(lambda: router.fleet.num_waiting == MIN_STREAMS)
+        assert not router.fleet.resumes._num_streams
+        assert not await router.fleet.resumes.hold("")
+        assert (await stream(router))[2] == ANSWER
+        first.fails_after = None
+        first.health |= {"ok": True, "state": "ready"}
+        for answer in streams:
+            assert (await answer)[2] == ANSWER
+        assert not router.fleet.resumes._num_streams
+
+    run([first, second], story, resume_s=20.0)
+
+
+def test_streams_whose_clients_leave_hold_nothing_any_more() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after, first.gate, second.gate = 3, asyncio.Event(), asyncio.Event()
+    second.health |= {"ok": False, "state": "draining"}
+
+    async def story(router: Router) -> None:
+        streams = [asyncio.ensure_future(stream(router)) for _ in range(MIN_STREAMS)]
+        await _until(lambda: len(first.requests) == MIN_STREAMS)
+        second.health |= {"ok": True, "state": "ready"}
+        await _until(lambda: router.fleet.num_available == 2)
+        assert first.gate is not None
+        first.gate.set()
         resumes = router.fleet.resumes
         await _until(lambda: resumes._num_streams.total() == MIN_STREAMS)
         for one in streams:

@@ -41,6 +41,7 @@ from quire.engine.data_parallel.sums import (
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.supervised.supervised_engine import SupervisedEngine
 from quire.routing.prefix_history import PrefixHistory
+from tests.cases import each_case
 from tests.unit.api.fake_engine import SNAPSHOT
 from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
 
@@ -226,6 +227,30 @@ def test_counters_are_added() -> None:
     assert sum_of_stats([one]) is one
 
 
+@each_case(
+    "pending, silent_ms, expected",
+    [
+        ((1, 1), (900, 20), 20),
+        ((1, 0), (900, 0), 900),
+        ((0, 0), (0, 0), 0),
+    ],
+)
+def test_engines_are_silent_where_all_with_requests_are(
+    pending: tuple[int, int], silent_ms: tuple[int, int], expected: int
+) -> None:
+    async def check() -> None:
+        fakes = [Fake(), Fake()]
+        engine = engine_of(*fakes)
+        await engine.ready()
+        for fake, count, ms in zip(fakes, pending, silent_ms, strict=True):
+            health = replace(fake.health(), pending=count, silent_ms=ms)
+            fake.health = lambda found=health: found  # type: ignore[method-assign,misc]
+        assert engine.health().silent_ms == expected
+        await engine.close()
+
+    run(check)
+
+
 def test_reports_and_snapshots_are_joined() -> None:
     prefix = PrefixUsage(digest="d", tokens=10, hits=2, tenant="", salt="", protected=False)
     counts = dict.fromkeys(
@@ -404,8 +429,13 @@ def test_counters_go_on_over_several_sleeps() -> None:
         async def wake(self) -> Any:
             return counted()
 
+    class Closing(Fake):
+        async def close(self) -> None:
+            await super().close()
+            await asyncio.sleep(0.001)
+
     def counted() -> Any:
-        life = Fake()
+        life = Closing()
         life.stats = EngineStats(steps_total=5, running=1)
         return life
 
@@ -417,10 +447,40 @@ def test_counters_go_on_over_several_sleeps() -> None:
         )
         await engine.ready()
         for sleeps in range(1, 4):
-            await engine.sleep()
+            sleeping = asyncio.ensure_future(engine.sleep())
+            if sleeps == 2:  # its caller leaves meanwhile, and the engines end
+                while engine.health().state != "asleep":
+                    await asyncio.sleep(0)
+                sleeping.cancel()
+            await asyncio.gather(sleeping, return_exceptions=True)
+            while engine.stats.running:
+                await asyncio.sleep(0.001)
             assert (engine.stats.steps_total, engine.stats.running) == (10 * sleeps, 0)
             await engine.wake()
             assert (engine.stats.steps_total, engine.stats.running) == (10 * (sleeps + 1), 2)
+        await engine.close()
+
+    run(check)
+
+
+def test_a_process_that_is_late_counts_each_life_by_itself(tmp_path: Path) -> None:
+    """It learns of the restart before it has read the last counters of the engine before."""
+
+    async def check() -> None:
+        lives: list[Any] = [Fake(), Fake()]
+        others = FakeSuccessors(lives[1])
+        supervised = SupervisedEngine(lives[0], others, Log("test"))
+        engine = engine_of(supervised, past=PastTotals(tmp_path))
+        await engine.ready()
+        others.num_restarts, others.step = 1, 0
+        lives[0].stats = EngineStats(steps_total=5)
+        lives[0].on_stats(lives[0].stats)
+        lives[0].dead.set()
+        while lives[1].on_stats is None:
+            await asyncio.sleep(0)
+        lives[1].stats = EngineStats(steps_total=3)
+        lives[1].on_stats(lives[1].stats)
+        assert engine.stats.steps_total == 5 + 3
         await engine.close()
 
     run(check)

@@ -120,9 +120,11 @@ def replace_delta(one: TextDelta, **fields: Any) -> TextDelta:
 
 
 class FakeSuccessors:
+    """step: restarts that are counted when the next engine is asked for."""
+
     def __init__(self, *clients: FakeClient) -> None:
         self.clients = list(clients)
-        self.num_restarts = 0
+        self.num_restarts, self.step = 0, 1
         self.current: FakeClient | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -135,7 +137,7 @@ class FakeSuccessors:
         await self.gate.wait()
         if not self.clients:
             raise WorkerError(f"no restart is left after {reason}")
-        self.num_restarts += 1
+        self.num_restarts += self.step
         self.current = self.clients.pop(0)
         return self.current
 

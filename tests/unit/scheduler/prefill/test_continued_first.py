@@ -10,7 +10,13 @@ import pytest
 
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
-from quire.scheduler.prefill.continued_first import MAX_IN_A_ROW, MIN_TOGETHER, REST_STEPS
+from quire.scheduler.prefill.continued_first import (
+    MAX_IN_A_ROW,
+    MAX_STEPS,
+    MIN_TOGETHER,
+    REST_STEPS,
+    STEPS_TO_EARN,
+)
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -95,6 +101,32 @@ def test_the_others_have_every_fourth_step_however_many_continue() -> None:
         harness.step()
         has_old.append(len(harness.tokens["old0"]) > before)
     assert has_old == 3 * ([False] * MAX_IN_A_ROW + [True])
+    harness.drain()
+    harness.check_end()
+
+
+def test_the_others_rarely_stand_back_where_streams_continue_all_the_time() -> None:
+    harness = started(max_num_seqs=128, max_model_len=400)
+    harness.add(make_request("long", [1, 2], max_tokens=300))
+    harness.step()
+    num_steps = 2 * MAX_STEPS
+    for number in range(num_steps):
+        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
+        harness.step()
+    num_with = len(harness.tokens["long"]) - 1
+    assert num_steps - num_with == MAX_STEPS + (num_steps + 3) // STEPS_TO_EARN
+    harness.drain()
+    harness.check_end()
+
+
+def test_requests_stand_back_for_streams_of_their_own_tenant() -> None:
+    harness = started()
+    harness.add(make_request("other", [4, 2], max_tokens=20, tenant="b"))
+    harness.step()
+    add(harness, MIN_TOGETHER)
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER + 1
+    assert len(harness.tokens["other"]) == 2
     harness.drain()
     harness.check_end()
 
