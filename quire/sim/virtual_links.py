@@ -208,6 +208,7 @@ class VirtualConnections:
 def _meet(transfer: _Transfer) -> None:
     """Have the other engine say its load, and compute the prompt unless it is too busy."""
     job, handing = transfer.job, transfer.other.handing
+    handing.note_step()  # of all steps before this moment
     job.load = handing.load()
     transfer.is_refused = job.accepts is not None and not job.accepts(job.load)
     if job.source.token_ids and not transfer.is_refused:
