@@ -80,8 +80,8 @@ class Peers:
         if not usable:
             return None
         delays_ms = {peer: delay_ms(peer.load_at(now_ms)) for peer in usable}
-        most_ms = ALIKE * min(delays_ms.values())
-        alike = [peer for peer in usable if delays_ms[peer] <= most_ms]
+        limit_ms = ALIKE * min(delays_ms.values())
+        alike = [peer for peer in usable if delays_ms[peer] <= limit_ms]
         return min(alike, key=lambda one: (one.num_open, one.last_ms))
 
     def ended(self, peer: Peer, now_ms: float, *, failed: bool) -> None:
