@@ -565,6 +565,25 @@ def against_threads(layout: Layout) -> dict[str, Any]:
     return found
 
 
+def has_both_modes(layout: Layout) -> bool:
+    """Return whether ranks of such products are measured in both modes. Exits where these are asked
+    for and cannot be."""
+    asked, why = layout.asked, ""
+    if not (asked.stages == asked.context == 1 and asked.experts == "split"):
+        why = "--compare modes is for ranks of products: leave out what else divides the model"
+    elif asked.mode != TpMode.EXACT:
+        why = "--compare modes measures both: leave out --mode"
+    else:
+        try:
+            for rank in range(asked.degree):
+                shard(layout.program, degree=asked.degree, rank=rank, mode=TpMode.FAST)
+        except SettingError as error:  # of a precision with groups that ranks would divide
+            why = str(error)
+    if why and asked.compare == "modes":
+        sys.exit(why)
+    return not why
+
+
 def both_modes(layout: Layout) -> list[dict[str, Any]]:
     """Measure --tp-mode exact against fast. Prints each step."""
     modes = {mode: layout.ranks(mode, None) for mode in TpMode}
@@ -594,11 +613,8 @@ def measured(asked: argparse.Namespace) -> dict[str, Any]:
     }
     if asked.compare != "modes":
         found |= against_threads(layout)
-    is_plain = asked.stages == 1 and asked.context == 1 and asked.experts == "split"
-    if asked.compare != "threads" and asked.mode == TpMode.EXACT and is_plain:
+    if asked.compare != "threads" and has_both_modes(layout):
         found["modes"] = both_modes(layout)
-    elif asked.compare == "modes":
-        sys.exit("--compare modes is for ranks of products: leave out what else divides the model")
     found["computed"] = [
         computed(layout.program, one, rows) for one in DESCRIBED for rows in (1, 64)
     ]

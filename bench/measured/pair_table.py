@@ -53,12 +53,14 @@ def _mark(result: Mapping[str, Any], part: Mapping[str, Any] | None = None) -> s
 def _confirmed(of_map: Mapping[str, Any]) -> list[str]:
     points = of_map["confirmed"]
     card = of_map["machine"]
+    is_simulated = all("simulated_one_over_two" in point for point in points)
     title = (
         f"Three points on {card['cores']} cores of an {card['cpu']}{_mark(of_map)}: "
         f"{of_map['confirmed_shape']} in bf16, 16 streams that decode beside prompts one after "
-        "another; one engine on both cores, and a pair on one core each. In brackets the same, "
-        "simulated with the steps that were measured before:"
+        "another; one engine on both cores, and a pair on one core each"
     )
+    if is_simulated:
+        title += ". In brackets the same, simulated with the steps that were measured before"
     lines = []
     for point in points:
         one, two = point["one engine"], point["two engines"]
@@ -69,8 +71,8 @@ def _confirmed(of_map: Mapping[str, Any]) -> list[str]:
             *(_both(side, "ttft_s", lambda seconds: f"{seconds:.2f} s") for side in (one, two)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    found = [_wrapped(title), "\n".join([*_CONFIRMED, *lines])]
-    if all("simulated_one_over_two" in point for point in points):
+    found = [_wrapped(f"{title}:"), "\n".join([*_CONFIRMED, *lines])]
+    if is_simulated:
         found.append(_wrapped(_difference(points)))
     else:
         found.append("The simulation of these points was not run with them.")

@@ -179,8 +179,8 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
         "--prefill-by",
         metavar="WHAT",
         help="what has prompts computed by prefill engines: decode-engine, which a request is sent "
-        "to first, where that is predicted to be faster; or router, for all long prompts (default "
-        "decode-engine)",
+        "to first, where that is predicted to delay all requests less; or router, for all long "
+        "prompts (default decode-engine)",
     )
     section.add_argument(
         "--min-prefill-tokens",

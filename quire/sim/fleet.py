@@ -211,10 +211,8 @@ def _outside(
     sides: Mapping[str, HandingSide],
 ) -> Surroundings:
     """Return what the next engine has outside. sides: of all engines, when they are made."""
-    roles, is_decode = (
-        fleet.roles,
-        fleet.roles is not None and len(sides) >= fleet.roles.num_prefill,
-    )
+    roles = fleet.roles
+    is_decode = roles is not None and len(sides) >= roles.num_prefill
     link, peers = None, list[str]()
     if roles is not None:
         link = LinkSpec(

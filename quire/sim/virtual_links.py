@@ -61,9 +61,9 @@ class HandingSide:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A job under way. asked_ms: when the other engine knows of it, and says its load; is_refused:
-    whether it is then too busy; num_sent: blocks that have been on the link; due_ms: when to go on,
-    inf: not known."""
+    """A job under way. asked_ms: when the other engine knows of it, and sends its load;
+    is_refused: whether it is then too busy; num_sent: blocks that have been on the link; due_ms:
+    when to go on, inf: not known."""
 
     job: FetchJob
     other: HandingSide
@@ -206,8 +206,9 @@ class VirtualConnections:
 
 
 def _meet(transfer: _Transfer) -> None:
-    """Have the other engine say its load, and compute the prompt unless it is too busy."""
+    """Have the other engine send its load, and compute the prompt unless it is too busy."""
     job, handing = transfer.job, transfer.other.handing
+    handing.note_step()  # of all steps before this moment
     job.load = handing.load()
     transfer.is_refused = job.accepts is not None and not job.accepts(job.load)
     if job.source.token_ids and not transfer.is_refused:

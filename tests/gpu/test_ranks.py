@@ -242,10 +242,16 @@ def test_a_fault_in_an_exchange_is_detected(wholes: list[Model]) -> None:
 
 def answer(executor: Executor) -> Float32s:
     """Return the logits of a prompt in chunks."""
+    return answer_with_loads(executor)[0]
+
+
+def answer_with_loads(executor: Any) -> tuple[Float32s, list[list[int]]]:
+    """Return the logits of a prompt in chunks, and how often its rows chose each expert."""
     executor.allocate_cache(POSITIONS // 16 + 1, 16)
     logits = logits_of(executor, IDS, max_positions=POSITIONS, chunk=CHUNK)
+    loads = executor.expert_loads
     executor.close()
-    return logits
+    return logits, loads
 
 
 def small(program: Program) -> Program:
@@ -272,7 +278,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "asked", "precision"),
     [
         ("tied", {"degree": 4}, "none"),
-        ("tied", {"degree": 2, "stages": 2, "transport": "gloo"}, "int4-g32"),
+        ("mixture", {"degree": 2, "stages": 2, "transport": "gloo"}, "int4-g32"),
         ("mixture", {"degree": 2, "transport": "gloo", "experts": ExpertPlan()}, "int8"),
         ("mixture", {"degree": 2}, "int4-g32"),
     ],
@@ -289,12 +295,16 @@ def test_degrees_and_transports_give_the_bits_of_one_process(
     folder = request.getfixturevalue(model)
     program = small(program_of(folder, DType.BF16, precision))
     checkpoint, one = open_checkpoint(folder), ONE(program, open_checkpoint(folder), OPTIONS)
-    digest, whole = one.weights_digest, answer(one)
+    digest, (whole, loads) = one.weights_digest, answer_with_loads(one)
+    chosen = len(IDS) * QWEN2_MOE["num_experts_per_tok"]
+    assert [sum(counts) for counts in loads] == [chosen for _ in mixtures(program)]
     made = divided(**asked)
     executor: Any = made(program, checkpoint, OPTIONS)
     assert isinstance(executor, TorchPipeline if "stages" in asked else MirroredTorch)
     assert executor.weights_digest == digest
-    np.testing.assert_array_equal(answer(executor), whole, strict=True)
+    logits, loads_of_ranks = answer_with_loads(executor)
+    np.testing.assert_array_equal(logits, whole, strict=True)
+    assert loads_of_ranks == loads, "of the mixtures of all stages"
     assert isinstance(made.kind, TorchRanks)
     meeting = Path(made.kind.settings.rendezvous_files)
     assert not list(meeting.parent.glob(f"{meeting.name}*"))

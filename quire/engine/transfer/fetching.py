@@ -59,12 +59,12 @@ class FetchTerms:
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """One job, and the peer that was asked by this engine itself, if any, for the prompt of
-    `placement`. is_met: whether the load of the peer was taken in."""
+    `placement`. has_load: whether the load of the peer was noted."""
 
     job: FetchJob
     peer: Peer | None
     placement: Placement | None = None
-    is_met: bool = False
+    has_load: bool = False
 
 
 @dataclass(slots=True)
@@ -248,7 +248,7 @@ class Fetching:
 
     def take_in(self) -> bool:
         """Take in ended jobs; return whether there were any."""
-        self._meet_peers()
+        self._note_loads()
         has_news = False
         for job in self.client.ended() if self.client is not None else ():
             if job in self._jobs:  # not cancelled before
@@ -397,21 +397,21 @@ class Fetching:
             for request_id in users:
                 self.levels.look_again(request_id)
 
-    def _meet_peers(self) -> None:
+    def _note_loads(self) -> None:
         """Take in the loads of peers to which connections have opened."""
-        met = [one for one in self._jobs.values() if not one.is_met and one.job.load is not None]
-        for fetch in met:
+        new = [one for one in self._jobs.values() if not one.has_load and one.job.load is not None]
+        for fetch in new:
             peer, load = fetch.peer, fetch.job.load
             if peer is None or load is None:
                 continue
             # It sent this before it was asked for these prompts.
-            coming = [one for one in self._jobs.values() if one.peer is peer and not one.is_met]
+            coming = [one for one in self._jobs.values() if one.peer is peer and not one.has_load]
             load = load.as_fast_as(self._own.now())
             spans = [one.placement for one in coming if one.placement is not None]
             asked_ms = sum(load.prompt_ms(one.start, one.end) for one in spans)
             peer.note_load(load, asked_ms, self._now_ms())
-        for fetch in met:
-            fetch.is_met = True
+        for fetch in new:
+            fetch.has_load = True
 
     def _note_end(self, fetch: _Fetch) -> None:
         """Count what a job brought, and why it brought no more."""

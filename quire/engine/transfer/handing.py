@@ -23,6 +23,7 @@ from quire.cache.exchange_map import ExchangeMap
 from quire.engine.process.message_routing import STARTER
 from quire.engine.process.messages import Abort, Submit
 from quire.engine.transfer.own_load import OwnLoad
+from quire.engine.transfer.sent_load import SentLoad
 from quire.scheduler.prefill.hand_over import HandOvers
 from quire.transfer.links.leases import LeaseBook
 from quire.transfer.links.messages import MessageError
@@ -45,7 +46,7 @@ class Handing:
         report: Report,
     ) -> None:
         self._hand_overs, self._tier, self._leases = hand_overs, tier, leases
-        self._own, self._load = own, own.now()
+        self._sent = SentLoad(own)
         self._vocab_size = vocab_size
         self._now_ms, self._report = now_ms, report
         self.wake: Callable[[], None] = lambda: None
@@ -93,6 +94,7 @@ class Handing:
             cache_salt=salt,
             transfer=KVTransfer(transfer_id=transfer_id.hex(), hand_over=True),
         )
+        self._sent.order(request_id, len(prompt))
         self._orders.put(Submit(requests=(request,)))
         self.wake()
 
@@ -107,13 +109,13 @@ class Handing:
 
     def load(self) -> PrefillLoad:
         """See PrefillDesk."""
-        return self._load
+        return self._sent.now()
 
     # ---- the engine's thread
 
     def note_step(self) -> None:
-        """Note that a step has ended, or a request has begun to wait: the load is another."""
-        self._load = self._own.now()
+        """Note the load, after a step or an abort."""
+        self._sent.note()
 
     def ordered(self) -> list[Submit | Abort]:
         """Return what other engines have ordered since this was called last."""
@@ -128,9 +130,12 @@ class Handing:
     def begin(self, request: Request, transfer_id: bytes) -> None:
         """Keep the blocks of a request's prompt under a lease, as they are computed."""
         chain = self._hand_overs.chain(request, request.prompt_ids)
-        keys = chain.keys
+        keys, end = chain.keys, len(request.prompt_ids)
         if not keys:
+            self._sent.drop(request.request_id)
             return  # shorter than a block
+        num_found = len(keys) - len(self._hand_overs.lacking(chain))
+        self._sent.take(request.request_id, end * num_found // len(keys), end)
         if self._leases.open(transfer_id, keys) is None:
             self._report("KV transfer: too many leases are open; a prompt is not kept")
             return
@@ -143,6 +148,7 @@ class Handing:
 
     def refused(self, request_id: str, why: str) -> None:
         """Note that the engine did not take a request, or gave it up."""
+        self._sent.drop(request_id)
         transfer_id = self._transfers.pop(request_id, None)
         if transfer_id is not None:
             self._hand_overs.end(request_id)
@@ -154,6 +160,7 @@ class Handing:
         transfer_id = self._transfers.pop(event.request_id, None) if reason is not None else None
         if transfer_id is None:
             return
+        self._sent.drop(event.request_id)
         self._hand_overs.end(event.request_id)
         self._leases.completed(transfer_id)
         if reason is FinishReason.ERROR:

@@ -1,14 +1,16 @@
 """Peers: the prefill engines that a decode engine asks by itself, and which of them to ask next.
 
-The one is asked at which a prompt is predicted to be there soonest. Each sends its load when a
-connection to it opens; from then on its queue shrinks with time and grows with what this engine
-asks of it, and after a while it counts as unknown, so that it is met again. One that failed is left
+A prompt goes where it is predicted to be computed soonest; peers that hardly differ take turns, so
+that several decode engines do not all ask the same one. Each peer sends its load when a connection
+to it opens; from then on its queue shrinks with time and grows with what this engine asks of it,
+and after a while its load counts as unknown, so that it is learned again. One that failed is left
 alone for a while, longer after each failure in a row. Knows addresses and times, no connection.
 Always holds: a peer is asked again in the end, because a failure, a queue and a load fade.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,13 +19,17 @@ from quire.base.prefill_load import PrefillLoad
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 1_000.0, 60_000.0
 # How long a load is believed.
 KNOWN_MS = 60_000.0
+# Delays up to so many times the shortest are alike: by estimates that differ by a little, all
+# decode engines would ask the same one of several idle peers.
+ALIKE = 1.1
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
     """One prefill engine. not_before_ms: when it may be asked again.
 
-    load: as it was sent last, at known_ms; free_ms: when its queue is predicted to be empty.
+    load: as it was sent last, at known_ms; free_ms: when its queue is predicted to be empty;
+    last_ms: when it was asked last.
     """
 
     host: str
@@ -34,6 +40,7 @@ class Peer:
     load: PrefillLoad | None = None
     known_ms: float = 0.0
     free_ms: float = 0.0
+    last_ms: float = -math.inf
 
     def load_at(self, now_ms: float) -> PrefillLoad | None:
         """Return its predicted load; None where it is not known, or no longer."""
@@ -49,6 +56,7 @@ class Peer:
     def note_asked(self, start: int, end: int, now_ms: float) -> None:
         """Note that a transfer begins, for which it computes positions start .. end - 1."""
         self.num_open += 1
+        self.last_ms = now_ms
         if self.load is not None:
             self.free_ms = max(self.free_ms, now_ms) + self.load.prompt_ms(start, end)
 
@@ -65,12 +73,16 @@ class Peers:
     def best(self, now_ms: float, delay_ms: Callable[[PrefillLoad | None], float]) -> Peer | None:
         """Return the peer with the shortest delay, by its load; None where all failed recently.
 
-        Of equals, the one with the fewest open transfers.
+        Of those with a delay that is hardly longer, the one with the fewest open transfers, then
+        the one that was asked least recently.
         """
         usable = [peer for peer in self._peers if peer.not_before_ms <= now_ms]
         if not usable:
             return None
-        return min(usable, key=lambda one: (delay_ms(one.load_at(now_ms)), one.num_open))
+        delays_ms = {peer: delay_ms(peer.load_at(now_ms)) for peer in usable}
+        limit_ms = ALIKE * min(delays_ms.values())
+        alike = [peer for peer in usable if delays_ms[peer] <= limit_ms]
+        return min(alike, key=lambda one: (one.num_open, one.last_ms))
 
     def ended(self, peer: Peer, now_ms: float, *, failed: bool) -> None:
         """Note that a transfer has ended. failed: the peer is the cause."""

@@ -145,7 +145,7 @@ class Holders:
 
     def rank_of(self, experts: Tensor) -> Tensor:
         """Return the rank that computes each slot of experts [R, C]; -1 of an empty one. The rows
-        of an expert with copies take turns, so that all ranks agree without a word."""
+        of an expert with copies take turns, so that all ranks choose alike without an exchange."""
         known = experts.clamp(min=0)
         turn = torch.arange(len(experts), device=experts.device)[:, None] % self.copies[known]
         ranks = self.ranks[known].gather(2, turn[:, :, None])[:, :, 0]

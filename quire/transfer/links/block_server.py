@@ -66,7 +66,7 @@ class PrefillDesk(Protocol):
         """Have the engine look at its leases soon."""
 
     def load(self) -> PrefillLoad:
-        """Return how long prompts take here, as of the last step."""
+        """Return how long prompts take here, and how many come first."""
 
 
 @dataclass(slots=True)

@@ -73,11 +73,13 @@ def test_the_measured_part_has_what_was_measured_and_no_more() -> None:
     part = pair_part(of_map, None)
     assert "| 1,024 tokens | 90 ms | 90 ms | 1.00 | 1.50 s | 1.50 s |" in part
     assert "was not run" in part
+    assert "In brackets" not in part
     simulated = {"tpot_p50_ms": 20.0, "tpot_p99_ms": 45.0, "ttft_s": 3.0}
     both = {**side, "simulated": simulated}
     point = {**point, "one engine": both, "two engines": both, "simulated_one_over_two": 1.0}
     part = pair_part({**of_map, "confirmed": [point]}, None)
     assert "90 ms (45 ms)" in part
+    assert "In brackets" in part
     assert "0.50 to 0.50 of the measured ones, simulated first tokens 2.00 to 2.00" in " ".join(
         part.split()
     )

@@ -3,9 +3,11 @@ programs."""
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from bench.parallel import DESCRIBED, computed
+from bench.parallel import DESCRIBED, Layout, computed, has_both_modes
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -40,3 +42,24 @@ def test_a_mode_that_a_precision_does_not_allow_is_left_out(program: Program) ->
     found = computed(quantize(program, "int4-g128"), DESCRIBED[1], 1)
     assert found["fast"] is None
     assert found["exact"]["bytes"] > 0
+
+
+def test_both_modes_are_measured_where_the_precision_and_the_layout_allow_it(
+    program: Program,
+) -> None:
+    asked = {"degree": 8, "stages": 1, "context": 1, "experts": "split", "mode": "exact"}
+
+    def layout(program: Program, **changes: object) -> Layout:
+        made = Namespace(**{**asked, "compare": None, **changes})
+        return Layout(made, program, checkpoint=None, options=None)  # type: ignore[arg-type]
+
+    integers = quantize(program, "int4-g128")
+    assert has_both_modes(layout(program))
+    assert not has_both_modes(layout(integers))
+    assert not has_both_modes(layout(program, stages=2))
+    with pytest.raises(SystemExit, match="leave out what else divides the model"):
+        has_both_modes(layout(program, context=2, compare="modes"))
+    with pytest.raises(SystemExit, match="leave out --mode"):
+        has_both_modes(layout(program, mode="fast", compare="modes"))
+    with pytest.raises(SystemExit, match="integers in groups"):
+        has_both_modes(layout(integers, compare="modes"))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -159,8 +160,9 @@ def test_a_rank_that_only_gets_no_processor_is_late_and_not_gone() -> None:
         os.close(segment)
     (answering,) = set(os.listdir("/proc/self/task")) - threads
     words = here.memory[: len(here.memory) // 64 * 64].view(np.uint32)[::16]
+    until_s = time.monotonic() + 30
     while not (places := np.flatnonzero(words == int(answering))).size:  # it has just begun
-        pass
+        assert time.monotonic() < until_s, "the thread has not written its number"
     del gone
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:

@@ -100,6 +100,26 @@ def test_decoding_is_not_delayed_by_prompts_computed_elsewhere() -> None:
     assert last_ms(together.finished) == 1_800
 
 
+@pytest.mark.parametrize(("num_before", "asked"), [(0, True), (3, False)])
+def test_a_prefill_engine_says_what_it_has_to_compute_for_others(
+    num_before: int, asked: bool
+) -> None:
+    """Two decode engines get requests in turn. The second one learns what the first one asked."""
+    spec = RolesSpec(num_prefill=1, num_decode=2, gb_per_s=1.0, latency_ms=1.0)
+    streams = [request(0.0, 1, 60), request(1.0, 1, 60)]
+    others = [
+        request(50.0 + number, *lengths)
+        for number in range(num_before)
+        for lengths in ((400, 1), (1, 1))
+    ]
+    found = run_roles([*streams, *others, request(500.0, 1, 1), request(501.0, 200, 1)], spec)
+    transfer = found.engines[2].stats.transfer
+    assert transfer is not None
+    assert transfer.transfers_total == 1
+    assert dict(transfer.failures_total)["busy"] == (not asked)
+    assert bool(received_blocks(found)[2]) == asked
+
+
 @pytest.mark.parametrize("prefill_by", ["decode-engine", "router"])
 @pytest.mark.parametrize("store", [None, STORE], ids=["no store", "store"])
 def test_all_requests_end_and_runs_repeat(prefill_by: str, store: StoreSpec | None) -> None:

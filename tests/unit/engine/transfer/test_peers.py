@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from quire.base.prefill_load import PrefillLoad
 from quire.engine.transfer.peers import FIRST_PAUSE_MS, KNOWN_MS, MAX_PAUSE_MS, Peer, Peers
@@ -45,6 +46,28 @@ def test_the_peer_that_is_free_first_is_asked() -> None:
         asked[-1].note_asked(0, 100, 0.0)
     assert [peer.host for peer in asked] == ["a", "a", "a", "b"]
     assert (a.free_ms, b.free_ms) == (300.0, 350.0)
+
+
+def test_idle_peers_of_about_one_speed_take_turns_and_a_slow_one_is_not_asked() -> None:
+    """Estimates always differ by a little; by the least of them all engines would ask one peer."""
+
+    def delay_ms(load: PrefillLoad | None) -> float:
+        assert load is not None
+        return load.queue_ms + load.prompt_ms(0, 100)
+
+    peers = Peers([("a", 1), ("b", 2), ("c", 3)])
+    for token_ms in (1.05, 1.0, 1.2):
+        peer = best(peers, 0.0)
+        peer.note_asked(0, 10, 0.0)
+        peer.note_load(replace(LOAD, token_ms=token_ms), 0.0, 0.0)
+    asked = []
+    for number in range(1, 5):
+        found = peers.best(1_000.0 * number, delay_ms)
+        assert found is not None
+        found.note_asked(0, 100, 1_000.0 * number)
+        peers.ended(found, 1_000.0 * number + 500.0, failed=False)
+        asked.append(found.host)
+    assert asked == ["a", "b", "a", "b"]
 
 
 def test_a_queue_shrinks_with_time_and_a_load_is_forgotten() -> None:
