@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from quire import _native
-from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
 from quire.execute.native import Int32s
@@ -100,11 +99,7 @@ class PipelineExecutor(MirroredExecutor):
     @property
     def expert_loads(self) -> list[list[int]]:
         """See NativeExecutor; of all stages. Raises DeviceLost."""
-        try:
-            early = self.early_loads.read()
-        except DeviceLost as error:
-            raise self.lost(str(error)) from error
-        return early + super().expert_loads
+        return self.early_loads.followed_by(super().expert_loads, self.lost)
 
     def close(self) -> None:
         """See MirroredExecutor."""

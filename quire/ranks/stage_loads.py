@@ -94,6 +94,14 @@ class StageLoads:
                 loads += [part.tolist() for part in np.split(counts.view(np.int64)[:, 0], edges)]
         return loads
 
+    def followed_by(self, own: Loads, lost: Callable[[str], DeviceLost]) -> Loads:
+        """Return the counts of all stages; `own` are those of the last. lost: ends the group and
+        returns the error to raise. Raises DeviceLost."""
+        try:
+            return self.read() + own
+        except DeviceLost as error:
+            raise lost(str(error)) from error
+
     def end(self) -> None:
         """Let the threads at the other ends end; nothing is asked any more."""
         with suppress(DeviceLost):  # they have ended then

@@ -420,11 +420,7 @@ class TorchPipeline(MirroredTorch):
     @property
     def expert_loads(self) -> list[list[int]]:
         """See TorchExecutor; of all stages. Raises DeviceLost."""
-        try:
-            early = self.early_loads.read()
-        except DeviceLost as error:
-            raise self.lost(str(error)) from error
-        return early + super().expert_loads
+        return self.early_loads.followed_by(super().expert_loads, self.lost)
 
     def close(self) -> None:
         """See MirroredTorch."""
