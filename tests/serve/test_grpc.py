@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
@@ -17,6 +18,7 @@ from tests.serve.test_tls import made_in
 
 grpc = pytest.importorskip("grpc")
 messages = pytest.importorskip("quire.api.rpc.messages")
+calls = pytest.importorskip("quire.api.rpc.calls")
 
 KEY = "a-key-for-tests"
 PROMPT = "the sea and the stone"
@@ -300,6 +302,43 @@ def test_a_call_that_is_aborted_by_its_id_has_that_code(
     assert status == 200
     error = refused(lambda: list(stream))
     assert error.code() is grpc.StatusCode.ABORTED
+
+
+def test_the_status_of_a_cancelled_call_waits_for_its_message() -> None:
+    """As gRPC refuses a status beside a first message that is half written."""
+    done: list[str] = []
+    writing, may_end = asyncio.Event(), asyncio.Event()
+
+    class Context:
+        invocation_metadata = None
+
+        async def write(self, message: str) -> None:
+            writing.set()
+            await may_end.wait()
+            done.append(message)
+
+        async def abort(self, code: Any, details: str, metadata: Any) -> None:
+            done.append(details)
+
+    async def cancelled_call() -> None:
+        context = calls.WholeMessages(Context())
+        try:
+            await context.write("message")
+        except asyncio.CancelledError:
+            await context.abort(grpc.StatusCode.ABORTED, "status")
+
+    async def cancel() -> None:
+        call = asyncio.ensure_future(cancelled_call())
+        await writing.wait()
+        call.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert done == []
+        may_end.set()
+        await call
+
+    asyncio.run(cancel())
+    assert done == ["message", "status"]
 
 
 def test_health_needs_no_key(channel: Any) -> None:

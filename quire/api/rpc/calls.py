@@ -54,6 +54,30 @@ _DISCONNECTED = 499
 Context: TypeAlias = Any  # grpc.aio.ServicerContext, which has no types
 
 
+class WholeMessages:
+    """The context of a streaming call whose messages are written whole.
+
+    A cancelled task does not cancel its write: gRPC refuses the status of a call whose first
+    message is half written (TOO_MANY_OPERATIONS), and the client would wait to its deadline.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._writing: asyncio.Future[None] | None = None
+        self.invocation_metadata = context.invocation_metadata
+
+    async def write(self, message: Any) -> None:
+        """Write a message; if cancelled, leave it to be written to its end."""
+        self._writing = asyncio.ensure_future(self._context.write(message))
+        await asyncio.shield(self._writing)
+
+    async def abort(self, code: Any, details: str, metadata: Any = ()) -> None:
+        """End the call with a status once the last message is written. Always raises."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        await self._context.abort(code, details, metadata)
+
+
 class Calls:
     """The calls of one server. read: checks the fields of a completion; dialect: its own."""
 

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.api.generation.usage import Usage
 from quire.api.http.auth import Caller
-from quire.api.rpc.calls import Calls, Context
+from quire.api.rpc.calls import Calls, Context, WholeMessages
 from quire.api.rpc.messages import quire_v1 as messages
 from quire.base.errors import InvalidParameter
 from quire.base.show import show
@@ -39,6 +39,8 @@ class GenerationService:
         return grpc.method_handlers_generic_handler(SERVICE, {"Generate": method})
 
     async def _generate(self, asked: Any, context: Context) -> None:
+        context = WholeMessages(context)
+
         async def work(caller: Caller) -> None:
             async def take(id_: str, delta: TextDelta) -> None:
                 await context.write(_message(id_, delta))
