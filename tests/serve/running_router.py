@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -64,6 +64,17 @@ class RunningRouter:
             connection.request(method, path, raw, {"content-type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read()
+        finally:
+            connection.close()
+
+    def lines(self, method: str, path: str, body: Any) -> Iterator[bytes]:
+        """Yield the lines of a streamed answer as they come. Raises AssertionError if refused."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
+        try:
+            connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            yield from response
         finally:
             connection.close()
 
