@@ -323,8 +323,8 @@ def test_eagle_heads_of_another_model_are_refused(
         ({"num_hidden_layers": 2}, "num_hidden_layers is 2: heads of one layer"),
         ({TAP_KEY: [0, 2, 2]}, "3 different numbers from 1"),
         ({"eagle_config": {TAP_KEY: [0, 1]}}, "eagle_config.*3 different numbers from 0"),
-        ({"norm_before_fc": True}, "heads that norm hidden states are not supported"),
-        ({"attention_bias": True}, "heads with biases are not supported"),
+        ({"fc_norm": 1}, "fc_norm is 1; true or false"),
+        ({"mlp_bias": True}, "heads with biases in the MLP are not supported"),
         ({"rope_scaling": {"rope_type": "curly"}}, "curly"),
     ],
 )

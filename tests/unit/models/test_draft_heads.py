@@ -14,8 +14,10 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.eagle import (
+    EACH_NORM,
     EMBEDDING,
     FUSE,
+    INPUT_NORM,
     SOURCES,
     build_eagle,
     build_fuse,
@@ -139,6 +141,51 @@ def test_the_eagle_layer_is_that_of_the_paper(
         norms_residual=norms_residual,
     )
     np.testing.assert_allclose(executor.output("hidden", ROWS), hidden, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize("key", ["norm_before_fc", "fc_norm"])
+def test_hidden_states_are_normed_before_fc(tmp_path: Path, make: Any, key: str) -> None:
+    rng = np.random.default_rng(4)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    weights = rng.uniform(0.5, 1.5, 3 * WIDTH).astype(np.float32)
+    if key == "norm_before_fc":
+        tensors[INPUT_NORM] = weights
+    else:
+        tensors |= dict(zip(EACH_NORM, np.split(weights, 3), strict=True))
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, **{key: True})
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    assert read_eagle(reader(folder), stored.names) == spec
+    states = rng.normal(0, 1, (ROWS, 3, WIDTH)) * [[[1], [5], [0.2]]]
+    fuse = build_fuse(spec, columns=3 * WIDTH, vocab_size=VOCAB, dtype=DType.F32)
+    chosen = ChosenTensors(folder, {name: (stored, name) for name in spec.fuse_names})
+    batch = batch_of(np.zeros(ROWS, np.int32), states.reshape(ROWS, -1))
+    fused = run(make, fuse, chosen, batch).output("hidden", ROWS)
+    whole = states.reshape(ROWS, -1)
+    normed = norm(whole, weights)
+    if key == "fc_norm":
+        normed = norm(states, weights.reshape(3, WIDTH)).reshape(ROWS, -1)
+    np.testing.assert_allclose(fused, normed @ tensors[FUSE].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_a_stream_is_fed_back_after_the_norm(tmp_path: Path, make: Any) -> None:
+    rng = np.random.default_rng(5)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    tensors[EMBEDDING] = rng.normal(0, 1, (VOCAB, WIDTH)).astype(np.float32)
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, norm_output=True)
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    token_ids = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    fused = rng.normal(0, 1, (ROWS, WIDTH))
+    layer = build_eagle(spec, vocab_size=VOCAB, dtype=DType.F32, max_positions=64)
+    chosen = ChosenTensors(folder, {ours: (stored, name) for name, ours in SOURCES.items()})
+    batch = batch_of(token_ids, fused)
+    executor = run(make, layer, chosen, batch)
+    embedded = tensors[EMBEDDING][token_ids].astype(np.float64)
+    logits, hidden = eagle_by_hand(tensors, embedded, fused, norms_residual=False)
+    fed = norm(hidden, tensors["norm.weight"])
+    np.testing.assert_allclose(executor.output("hidden", ROWS), fed, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
 
 
