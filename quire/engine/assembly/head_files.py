@@ -136,8 +136,9 @@ def _check_weights(kind: HeadName, folder: Path) -> None:
         f"{folder}: the weights of these {kind} heads are pickles ({', '.join(pickles[:3])}), "
         "which are rejected because loading one can run any code it contains. Convert them in that "
         "directory, with PyTorch and safetensors installed:\n"
-        f'  python -c "import torch, safetensors.torch as s; s.save_file({{n: t.contiguous() for '
-        f"n, t in torch.load('{pickles[0]}', weights_only=True).items()}}, '{target}')\""
+        f'  python -c "import torch, safetensors.torch as s; s.save_file({{n: '
+        f"t.contiguous().clone() for n, t in torch.load('{pickles[0]}', weights_only=True)"
+        f".items()}}, '{target}')\""
     )
 
 
