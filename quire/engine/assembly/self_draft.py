@@ -23,7 +23,7 @@ from quire.base.token_table import TokenTable
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds
 from quire.config.proposer_kinds import any_of
-from quire.engine.assembly.self_draft_trial import MAX_MS, tried
+from quire.engine.assembly.self_draft_trial import MAX_MS, MIN_TOKENS, tried
 from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
 from quire.engine.assembly.sizing import pass_limits
 from quire.execute.executor import Executor, ExecutorSizing, PipelinedExecutor, StepLimits
@@ -104,7 +104,8 @@ class SizedSelfDraft(SizedProposer):
         if trial is None:
             log.event(
                 "first layers are not measured",
-                because=f"it would take more than {MAX_MS / 1000:.0f} s",
+                because=f"texts of {MIN_TOKENS} tokens would take over {MAX_MS / 1000:.0f} s, or are "
+                "longer than the context",
                 drafts=self.program.name,
                 to_do="set --self-draft-layers to the best number for your texts",
             )

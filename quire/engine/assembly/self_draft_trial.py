@@ -46,13 +46,15 @@ def tried(
     first_id: int,
     max_samples: int,
 ) -> Trial | None:
-    """Measure candidates; None where the machine is too slow for it.
+    """Measure candidates; None where the machine is too slow for it, or the context too short.
 
     shares: of the layers that a pass computes, by their number. first_layers: makes an
     executor of so many. first_id: the token that texts begin with.
     """
     began_ms, memory = model.clock.now_ms(), model.memory
     num_tokens = min(MAX_TOKENS, memory.max_model_len - 1, memory.num_blocks * memory.block_size)
+    if num_tokens < MIN_TOKENS:
+        return None
     blocks_of_text = -(-num_tokens // memory.block_size)
     num_texts = min(MAX_TEXTS, model.limits.max_num_seqs, memory.num_blocks // blocks_of_text)
 

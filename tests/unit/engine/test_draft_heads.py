@@ -278,6 +278,32 @@ def test_both_executors_draft_alike(deep_model: Path, eagle: Path, watched: Watc
     assert drafts[0] == drafts[1]
 
 
+def test_a_head_of_eagle_3_1_with_the_models_own_product_drafts(
+    deep_model: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB)
+    tensors |= {f"fc_norm.{tap}.weight": np.ones(HIDDEN, np.float32) for tap in range(3)}
+    folder = write_eagle(
+        tmp_path, tensors, vocab_size=VOCAB, fc_norm=True, norm_output=True, torch_dtype="float32"
+    )
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    write_tensors(folder / "model.safetensors", tensors, {})
+    drafts = []
+    for executor in ("native", "reference"):
+        settings = {**SETTINGS, "executor": executor, "draft_model": str(folder)}
+        with LLM(deep_model, speculate="eagle", **settings) as llm:
+            watched.drafts.clear()
+            plain = generated(llm, OFF)
+            assert not watched.drafts
+            assert generated(llm) == plain
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [

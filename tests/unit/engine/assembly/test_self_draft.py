@@ -200,6 +200,14 @@ def test_a_machine_that_is_too_slow_to_measure_takes_a_fifth(
     assert trials == [None]
 
 
+def test_a_context_that_is_too_short_to_measure_takes_a_fifth(
+    early: Path, trials: list[Trial | None]
+) -> None:
+    with LLM(early, **{**SETTINGS, "max_model_len": 4}) as llm:
+        assert llm.generate([[5, 6]], replace(SAMPLING[0], max_tokens=2))
+    assert trials == [None]
+
+
 def test_one_block_of_kv_cache_is_enough_to_measure(
     early: Path, trials: list[Trial | None]
 ) -> None:
