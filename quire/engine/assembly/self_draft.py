@@ -104,8 +104,8 @@ class SizedSelfDraft(SizedProposer):
         if trial is None:
             log.event(
                 "first layers are not measured",
-                because=f"texts of {MIN_TOKENS} tokens would take over {MAX_MS / 1000:.0f} s, or are "
-                "longer than the context",
+                because=f"texts of {MIN_TOKENS} tokens would take over {MAX_MS / 1000:.0f} s or "
+                "exceed the context",
                 drafts=self.program.name,
                 to_do="set --self-draft-layers to the best number for your texts",
             )
