@@ -186,10 +186,13 @@ def _read_attention(
     window, types = 0, config.take("layer_types")
     if isinstance(types, list) and types[:1] == ["sliding_attention"]:
         window = config.whole("sliding_window", 1, 2**27)
+    head_dim = config.whole("head_dim", 2, 2**12, default=max(hidden_size // num_heads, 1))
+    if head_dim % 2:
+        config.note(f"head_dim is {head_dim}; pairs of columns are rotated, so it must be even")
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.whole("head_dim", 1, 2**12, default=max(hidden_size // num_heads, 1)),
+        head_dim=head_dim,
         qkv_bias=has_bias or QKV_BIASES[0] in names,
         output_bias=has_bias or OUTPUT_BIAS in names,
         head_norms=HEAD_NORMS[0] in names,

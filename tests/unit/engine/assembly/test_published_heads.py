@@ -423,6 +423,7 @@ def test_heads_of_other_kinds_are_refused_by_name(
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
         ({"mlp_bias": True}, "heads with biases in the MLP"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window is missing"),
+        ({"head_dim": 7}, "head_dim is 7; pairs of columns are rotated"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(
