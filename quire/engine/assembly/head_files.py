@@ -49,6 +49,7 @@ from quire.program.taps import HEAD_INPUT, num_layers_of, with_head_input
 from quire.program.tensors import DType
 from quire.weights.binding import bind
 from quire.weights.checkpoint import (
+    HEADS_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
     Checkpoint,
@@ -56,7 +57,6 @@ from quire.weights.checkpoint import (
 )
 from quire.weights.chosen_tensors import ChosenTensors
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"
 MAX_LISTED = 20
 
 
@@ -131,7 +131,7 @@ def _check_weights(kind: HeadName, folder: Path) -> None:
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
     if not pickles or any(name.endswith(".safetensors") for name in files):
         return
-    target = MEDUSA_FILE if kind == "medusa" else SINGLE_FILE
+    target = HEADS_FILE if kind == "medusa" else SINGLE_FILE
     raise WeightsError(
         f"{folder}: the weights of these {kind} heads are pickles ({', '.join(pickles[:3])}), "
         "which are rejected because loading one can run any code it contains. Convert them in that "
@@ -144,8 +144,8 @@ def _check_weights(kind: HeadName, folder: Path) -> None:
 
 def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) -> HeadFiles:
     spec = read_medusa(config)
-    has_own_file = is_present(folder / MEDUSA_FILE) and not is_present(folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder / MEDUSA_FILE if has_own_file else folder)
+    has_own_file = is_present(folder / HEADS_FILE) and not is_present(folder / SINGLE_FILE)
+    checkpoint = open_checkpoint(folder / HEADS_FILE if has_own_file else folder)
     names = checkpoint.names
     spec = replace(spec, has_bias=has_biases(names), num_heads=num_heads_in(spec, names))
     heads = head_tensors(spec, names, str(folder))

@@ -17,9 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.errors import ConfigError, ModelError
-from quire.engine.assembly.draft_files import heads_in
 from quire.engine.assembly.head_files import HeadFiles, read_heads
 from quire.models.eagle import EMBEDDING, TAP_KEY
+from quire.models.head_kind import heads_in
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
