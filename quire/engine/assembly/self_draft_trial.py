@@ -21,8 +21,8 @@ from quire.runner.draft_runner import DraftRunner
 from quire.speculative.layer_choice import MeasuredLayers, StepTimes
 
 Int32s = NDArray[np.int32]
-MAX_TEXTS, MAX_TOKENS, MIN_TOKENS = 16, 24, 6
-MAX_MS = 10_000.0
+MAX_TEXTS, MAX_TOKENS, MIN_TOKENS = 16, 24, 4
+MAX_MS = 5_000.0
 TEMPERATURE = 0.7
 # Passes of one request that are timed; the fastest counts.
 _ROUNDS = 3
@@ -48,21 +48,21 @@ def tried(
 ) -> Trial | None:
     """Measure candidates; None where the machine is too slow for it, or the context too short.
 
-    shares: of the layers that a pass computes, by their number. first_layers: makes an
-    executor of so many. first_id: the token that texts begin with.
+    shares: of the layers that a pass computes, by their number. first_layers: makes an executor of
+    so many. first_id: the token that texts begin with.
     """
     began_ms, memory = model.clock.now_ms(), model.memory
-    num_tokens = min(MAX_TOKENS, memory.max_model_len - 1, memory.num_blocks * memory.block_size)
-    if num_tokens < MIN_TOKENS:
+    longest = min(MAX_TOKENS, memory.max_model_len - 1, memory.num_blocks * memory.block_size)
+    if longest < MIN_TOKENS:
         return None
-    blocks_of_text = -(-num_tokens // memory.block_size)
+    blocks_of_text = -(-longest // memory.block_size)
     num_texts = min(MAX_TEXTS, model.limits.max_num_seqs, memory.num_blocks // blocks_of_text)
 
     def passes_of(executor: Executor) -> _Passes:
         runner = DraftRunner(
             executor,
             num_slots=num_texts,
-            max_model_len=num_tokens + 1,
+            max_model_len=longest + 1,
             block_size=memory.block_size,
             max_samples=max_samples,
         )
@@ -72,10 +72,9 @@ def tried(
     whole = passes_of(model.executor)
     step_ms = whole.one_ms()
     whole.compute(0)
-    all_ms = whole.best_ms
-    affordable = int(MAX_MS / max(all_ms * (1.0 + sum(shares.values())), 1e-9))
-    num_tokens = min(num_tokens, affordable)
-    if num_tokens < MIN_TOKENS:
+    nums, affordable = _affordable(shares, whole.best_ms)
+    num_tokens = min(longest, affordable)
+    if not nums:
         whole.runner.leave()
         return None
     for position in range(num_tokens):
@@ -84,7 +83,7 @@ def tried(
     row_ms = max(whole.best_ms - step_ms, 0.0) / max(num_texts - 1, 1)
     whole.runner.leave()
     measured = []
-    for num in shares:
+    for num in nums:
         short = passes_of(first_layers(num))
         pass_ms = short.one_ms()
         agrees = np.zeros((num_texts, num_tokens), np.bool_)
@@ -99,6 +98,19 @@ def tried(
         num_tokens=num_texts * num_tokens,
         ms=model.clock.now_ms() - began_ms,
     )
+
+
+def _affordable(shares: Mapping[int, float], step_ms: float) -> tuple[list[int], int]:
+    """Return the candidates and the tokens of a text for which there is time, those with the most
+    layers left out first; no candidates where there is too little. step_ms: of all texts."""
+    nums = sorted(shares)
+    while nums:
+        token_ms = step_ms * (1.0 + sum(shares[num] for num in nums))
+        num_tokens = int(min(MAX_MS / max(token_ms, 1e-9), MAX_TOKENS))
+        if num_tokens >= MIN_TOKENS:
+            return nums, num_tokens
+        nums.pop()
+    return [], 0
 
 
 class _Passes:

@@ -19,7 +19,7 @@ from quire.engine.assembly import self_draft, self_draft_trial
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.proposers import sized_proposer
 from quire.engine.assembly.self_draft import sized_self_draft
-from quire.engine.assembly.self_draft_trial import Trial, tried
+from quire.engine.assembly.self_draft_trial import Trial, _affordable, tried
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import open_model
@@ -191,6 +191,24 @@ def test_what_is_measured_is_what_drafts_are_accepted(
     assert drafts["drafted"] > 40
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "nums", "num_tokens"),
+    [
+        (1.0, [3, 6, 13, 19, 26], 24),
+        (100.0, [3, 6, 13, 19, 26], 16),
+        (400.0, [3, 6, 13, 19, 26], 4),
+        (700.0, [3, 6, 13], 4),  # fewer candidates before fewer tokens than four
+        (1100.0, [3], 4),
+        (1200.0, [], 0),
+    ],
+)
+def test_what_is_measured_depends_on_the_time_of_a_step(
+    step_ms: float, nums: list[int], num_tokens: int
+) -> None:
+    shares = {num: num / 32 for num in (3, 6, 13, 19, 26)}
+    assert _affordable(shares, step_ms) == (nums, num_tokens)
+
+
 def test_a_machine_that_is_too_slow_to_measure_takes_a_fifth(
     early: Path, trials: list[Trial | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +216,19 @@ def test_a_machine_that_is_too_slow_to_measure_takes_a_fifth(
     with LLM(early, **SETTINGS) as llm:
         assert llm.generate(PROMPTS[:1], SAMPLING[0])[0].outputs[0].token_ids
     assert trials == [None]
+
+
+def test_shorter_texts_of_fewer_candidates_are_measured_where_time_is_short(
+    early: Path, trials: list[Trial | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_draft_trial, "_affordable", lambda shares, step_ms: ([1, 2], 5))
+    with LLM(early, block_size=4, **SETTINGS) as llm:
+        assert llm.generate(PROMPTS[:1], SAMPLING[0])
+    (trial,) = trials
+    assert trial is not None
+    assert [one.num for one in trial.measured] == [1, 2]
+    assert trial.measured[1].agrees.shape == (4, 5)
+    assert trial.measured[1].first == 1.0
 
 
 def test_a_context_that_is_too_short_to_measure_takes_a_fifth(
