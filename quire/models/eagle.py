@@ -56,6 +56,8 @@ SOURCES: Mapping[str, str] = {
 FUSE, D2T, T2D, EMBEDDING = "fc.weight", "d2t", "t2d", "embed_tokens.weight"
 LM_HEAD, INPUT_NORM = "lm_head.weight", "input_norm.weight"
 EACH_NORM = tuple(f"fc_norm.{tap}.weight" for tap in range(NUM_TAPS))
+HIDDEN = "midlayer.hidden_norm.weight"  # of the first layer only
+MAX_LAYERS = 16
 # What a layer of another family than Llama may have besides.
 HEAD_NORMS = tuple(f"midlayer.self_attn.{part}_norm.weight" for part in "qk")
 QKV_BIASES = tuple(f"midlayer.self_attn.{part}_proj.bias" for part in "qkv")
@@ -72,7 +74,8 @@ class FuseNorm(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleSpec:
-    """layer: the shape of the layer; its vocab_size is that of the logits. vocab_size,
+    """layer: the shape of the layer, and how many there are, of which the first reads hidden states
+    and embeddings; its vocab_size is that of the logits. vocab_size,
     target_hidden_size: of the target, 0 where config.json does not say. taps: the layers after
     which hidden states are read; empty: the usual ones. norms_residual: the layer adds to the
     normed vector, not to the vector itself. feeds_normed: the stream is fed back after `norm`."""
@@ -89,12 +92,22 @@ class EagleSpec:
     def layer_sources(self) -> dict[str, str]:
         """The tensors of the layer and its head: by the names in a checkpoint, the builder's."""
         attention = self.layer.attention
-        more = [
+        first = [
+            *(name for name in SOURCES if name.startswith("midlayer.")),
             *(HEAD_NORMS if attention.head_norms else ()),
             *(QKV_BIASES if attention.qkv_bias else ()),
             *((OUTPUT_BIAS,) if attention.output_bias else ()),
         ]
-        return {**SOURCES, **{name: name.replace("midlayer", "model.layers.0") for name in more}}
+        sources = {
+            **SOURCES,
+            **{name: name.replace("midlayer", "model.layers.0") for name in first},
+        }
+        for index in range(1, self.layer.num_layers):
+            later = [
+                name.replace("midlayer", f"layers.{index}") for name in first if name != HIDDEN
+            ]
+            sources |= {name: f"model.{name}" for name in later}
+        return sources
 
     @property
     def fuse_names(self) -> tuple[str, ...]:
@@ -137,16 +150,16 @@ def read_eagle(config: ConfigReader, names: Collection[str] = ()) -> EagleSpec:
     hidden_size = config.whole("hidden_size", 1, 2**20)
     max_positions = config.whole("max_position_embeddings", MIN_POSITIONS, MAX_POSITIONS)
     vocab_size = config.whole("vocab_size", 1, 2**24)
-    config.require("num_hidden_layers", (1,), "heads of one layer are supported")
+    num_layers = config.whole("num_hidden_layers", 1, MAX_LAYERS, default=1)
     config.require("mlp_bias", (False,), "heads with biases in the MLP are not supported")
     spec = ModelSpec(
         architecture="EagleHead",
         vocab_size=config.whole("draft_vocab_size", 1, 2**24, default=vocab_size),
         hidden_size=hidden_size,
-        num_layers=1,
+        num_layers=num_layers,
         max_positions=max_positions,
         dtype=read_dtype(config),
-        attention=_read_attention(config, hidden_size, names),
+        attention=_read_attention(config, hidden_size, num_layers, names),
         mlp=MlpSpec(
             size=config.whole("intermediate_size", 1, 2**22),
             activation=ActivationForm(config.choice("hidden_act", ACTIVATIONS, default="silu")),
@@ -174,7 +187,7 @@ def read_eagle(config: ConfigReader, names: Collection[str] = ()) -> EagleSpec:
 
 
 def _read_attention(
-    config: ConfigReader, hidden_size: int, names: Collection[str]
+    config: ConfigReader, hidden_size: int, num_layers: int, names: Collection[str]
 ) -> AttentionSpec:
     num_heads = config.whole("num_attention_heads", 1, 2**16)
     if not config.has("head_dim") and hidden_size % num_heads:
@@ -183,9 +196,13 @@ def _read_attention(
     if num_heads % num_kv_heads:
         config.note(f"num_attention_heads {num_heads} is no multiple of {num_kv_heads} KV heads")
     has_bias = config.flag("attention_bias", default=False)
-    window, types = 0, config.take("layer_types")
-    if isinstance(types, list) and types[:1] == ["sliding_attention"]:
+    types = config.take("layer_types")
+    types = types[:num_layers] if isinstance(types, list) else []
+    windows: tuple[int, ...] = ()
+    if "sliding_attention" in types:
         window = config.whole("sliding_window", 1, 2**27)
+        windows = tuple(window if one == "sliding_attention" else 0 for one in types)
+        windows += (0,) * (num_layers - len(windows))
     head_dim = config.whole("head_dim", 2, 2**12, default=max(hidden_size // num_heads, 1))
     if head_dim % 2:
         config.note(f"head_dim is {head_dim}; pairs of columns are rotated, so it must be even")
@@ -196,7 +213,7 @@ def _read_attention(
         qkv_bias=has_bias or QKV_BIASES[0] in names,
         output_bias=has_bias or OUTPUT_BIAS in names,
         head_norms=HEAD_NORMS[0] in names,
-        windows=(window,) if window else (),
+        windows=windows,
     )
 
 
@@ -254,12 +271,12 @@ def _read_taps(config: ConfigReader, section: Mapping[str, Any]) -> tuple[int, .
 
 
 def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions: int) -> Program:
-    """Return the program of the layer and its head: vectors [T, H] and token ids in, logits of
+    """Return the program of the layers and their head: vectors [T, H] and token ids in, logits of
     `draft_vocab_size` tokens out, and the stream [T, H] as "hidden". vocab_size: of the target."""
     own = spec.layer
     p = ProgramBuilder("EagleHead", dtype=dtype)
     attention, width = own.attention, own.hidden_size
-    p.cache(CacheSpec("paged", 1, attention.num_kv_heads, attention.head_dim, dtype))
+    p.cache(CacheSpec("paged", own.num_layers, attention.num_kv_heads, attention.head_dim, dtype))
     ropes = layers.declare_ropes(p, own, max_positions)
     part = WeightPart("embed", "model.embed_tokens.weight", vocab_size)
     embedded = p.embed(p.table("embed", part, width))  # [T, H]
@@ -281,6 +298,12 @@ def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions
     delta = layers.self_attention(p, own, (q, k, v), 0, ropes)
     h = layers.norm(p, own, x, "model.layers.0.post_attention_layernorm", delta)
     delta = layers.gated_mlp(p, own, h, 0)
+    for index in range(1, own.num_layers):
+        source = f"model.layers.{index}"
+        h = layers.norm(p, own, x, f"{source}.input_layernorm", delta)
+        delta = layers.self_attention(p, own, layers.qkv(p, own, h, index), index, ropes)
+        h = layers.norm(p, own, x, f"{source}.post_attention_layernorm", delta)
+        delta = layers.gated_mlp(p, own, h, index)
     if not spec.feeds_normed:
         return layers.finish(p, own, x, delta, head, max_positions=max_positions)
     x = layers.norm(p, own, p.add(x, delta), "model.norm", dtype=DType.F32)

@@ -38,9 +38,8 @@ def heads_in(folder: Path) -> HeadName | None:
     if other:
         raise ModelError(
             f"{folder}: these are {other} (architecture {show(first)}), which are not read. "
-            "EAGLE-3 heads of one decoder layer (with draft_vocab_size in config.json) and Medusa "
-            "heads are: take such heads for this model, or train some with `python -m "
-            "quire.train.eagle`"
+            "EAGLE-3 heads (with draft_vocab_size in config.json) and Medusa heads are: take such "
+            "heads for this model, or train some with `python -m quire.train.eagle`"
         )
     return "eagle" if "eagle3" in first.lower() or "draft_vocab_size" in values else None
 

@@ -190,6 +190,44 @@ def test_a_stream_is_fed_back_after_the_norm(tmp_path: Path, make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", EXECUTORS)
+def test_later_layers_read_the_stream_alone(tmp_path: Path, make: Any) -> None:
+    rng = np.random.default_rng(6)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    tensors[EMBEDDING] = rng.normal(0, 1, (VOCAB, WIDTH)).astype(np.float32)
+    own = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB, seed=7)
+    for name, tensor in own.items():
+        if name.startswith("midlayer.") and "hidden_norm" not in name:
+            halved = tensor[:, :WIDTH] if tensor.shape[-1] == 2 * WIDTH else tensor
+            tensors[name.replace("midlayer", "layers.1")] = np.ascontiguousarray(halved)
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, num_hidden_layers=2)
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    token_ids = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    fused = rng.normal(0, 1, (ROWS, WIDTH))
+    program = build_eagle(spec, vocab_size=VOCAB, dtype=DType.F32, max_positions=64)
+    chosen = ChosenTensors(
+        folder, {ours: (stored, name) for name, ours in spec.layer_sources.items()}
+    )
+    batch = batch_of(token_ids, fused)
+    executor = run(make, program, chosen, batch)
+    embedded = tensors[EMBEDDING][token_ids].astype(np.float64)
+    _, first = eagle_by_hand(tensors, embedded, fused, norms_residual=False)
+    # The second layer is the first one's, with nothing where the embedding is.
+    second = {
+        name.replace("layers.1", "midlayer"): value
+        for name, value in tensors.items()
+        if not name.startswith("midlayer.")
+    }
+    for part in "qkv":
+        weight = second[f"midlayer.self_attn.{part}_proj.weight"]
+        none = np.zeros_like(weight)
+        second[f"midlayer.self_attn.{part}_proj.weight"] = np.concatenate((none, weight), 1)
+    second["midlayer.hidden_norm.weight"] = second["midlayer.input_layernorm.weight"]
+    logits, hidden = eagle_by_hand(second, embedded, first, norms_residual=False)
+    np.testing.assert_allclose(executor.output("hidden", ROWS), hidden, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
 def test_a_medusa_head_is_that_of_the_paper(tmp_path: Path, make: Any) -> None:
     tensors = medusa_tensors(hidden_size=WIDTH, vocab_size=VOCAB, num_heads=2, num_layers=2)
     folder = write_medusa(tmp_path, tensors, medusa_num_layers=2)

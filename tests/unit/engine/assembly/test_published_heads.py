@@ -288,6 +288,25 @@ def with_biases() -> tuple[dict[str, Any], Tensors]:
     return {**QWEN3, "attention_bias": True}, stored(tensors, "bf16")
 
 
+def several_layers() -> tuple[dict[str, Any], Tensors]:
+    """The speculators library with three layers, of which the first reads the hidden states."""
+    config, tensors = converted_speculators()
+    layer = {
+        **config["transformer_layer_config"],
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 64,
+    }
+    first = {name for name in tensors if "layers.0." in name and "rotary" not in name}
+    for index in (1, 2):
+        for name in first - {"layers.0.hidden_norm.weight"}:
+            later = tensors[name]
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                later = np.ascontiguousarray(later[:, :HIDDEN])
+            tensors[name.replace("layers.0.", f"layers.{index}.")] = later
+    return {**config, "transformer_layer_config": layer}, tensors
+
+
 EAGLES: dict[Callable[[], tuple[dict[str, Any], Tensors]], tuple[int, ...]] = {
     safeai: USUAL_TAPS,
     safeai_narrow: USUAL_TAPS,
@@ -298,6 +317,7 @@ EAGLES: dict[Callable[[], tuple[dict[str, Any], Tensors]], tuple[int, ...]] = {
     full_vocabulary: USUAL_TAPS,
     tied: USUAL_TAPS,
     converted_speculators: USUAL_TAPS,
+    several_layers: USUAL_TAPS,
     speculators: (1, 3, 4),
     eagle_3_1: USUAL_TAPS,
     qwen_layer: USUAL_TAPS,
@@ -410,7 +430,7 @@ def test_heads_of_other_kinds_are_refused_by_name(
     if message is None:  # as a model's; it is refused where its tensors are read
         assert heads_in(tmp_path) is None
         return
-    with pytest.raises(ModelError, match=f"{message}.*EAGLE-3 heads of one decoder layer"):
+    with pytest.raises(ModelError, match=f"{message}.*EAGLE-3 heads .with draft_vocab_size"):
         heads_in(tmp_path)
 
 
