@@ -195,10 +195,16 @@ def is_cached(file: Path) -> bool:
 
 def _required_files(snapshot: Path) -> list[str]:
     """Return the files without which a directory of safetensors cannot be loaded."""
-    from quire.weights.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map  # imports NumPy
+    from quire.weights.checkpoint import (  # imports NumPy
+        HEADS_FILE,
+        INDEX_FILE,
+        SINGLE_FILE,
+        read_weight_map,
+    )
 
     if is_present(snapshot / SINGLE_FILE) or not is_present(snapshot / INDEX_FILE):
-        return ["config.json", SINGLE_FILE]
+        is_of_heads = is_present(snapshot / HEADS_FILE) and not is_present(snapshot / SINGLE_FILE)
+        return ["config.json", HEADS_FILE if is_of_heads else SINGLE_FILE]
     if not is_cached(snapshot / INDEX_FILE):
         return ["config.json", INDEX_FILE]
     try:

@@ -16,7 +16,13 @@ from quire.base.errors import ModelError
 from quire.base.gguf_parts import parts_of
 from quire.hub.gguf_choice import TEMPLATES, chosen_gguf, gguf_models, size_text
 from quire.hub.names import HubName, is_safe_path
-from quire.weights.checkpoint import INDEX_FILE, MAX_INDEX_BYTES, PICKLE_SUFFIXES, SINGLE_FILE
+from quire.weights.checkpoint import (
+    HEADS_FILE,
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    PICKLE_SUFFIXES,
+    SINGLE_FILE,
+)
 
 MAX_LISTED_FILES = 100_000
 _MAX_NAMED = 12
@@ -74,7 +80,7 @@ def first_files(listing: Listing, name: HubName) -> list[RemoteFile]:
     """
     if name.file:
         return gguf_files(listing, name)
-    has_weights = SINGLE_FILE in listing or INDEX_FILE in listing
+    has_weights = not {SINGLE_FILE, INDEX_FILE, HEADS_FILE}.isdisjoint(listing)
     if CONFIG in listing and has_weights:
         return _small_files(listing, name)
     if gguf_models(_sizes(listing)):
@@ -124,7 +130,7 @@ def _small_files(listing: Listing, name: HubName) -> list[RemoteFile]:
         if len(group) >= len(kinds):
             found += group
             break
-    if SINGLE_FILE not in listing:
+    if SINGLE_FILE not in listing and INDEX_FILE in listing:
         found.append(INDEX_FILE)
     for path in found:
         limit = MAX_INDEX_BYTES if path == INDEX_FILE else MAX_SMALL_BYTES
@@ -154,7 +160,8 @@ def _why_nothing(listing: Listing) -> str:
     if pickles:
         return (
             f"its weights are pickles only ({_listed(pickles)}), which can run any code when they "
-            "are loaded; take a repository with safetensors or GGUF files of the same model"
+            "are loaded; take a repository with safetensors or GGUF files of the same model (those "
+            "of draft heads can be converted: docs/speculation.md#draft-heads)"
         )
     if not listing:
         return "the repository is empty"

@@ -13,6 +13,7 @@ from quire.base.errors import SettingError
 from quire.config.machine import MachineMemory
 from quire.config.memory import RESERVE_BYTES
 from quire.hub.gguf_choice import size_text
+from quire.models.head_kind import heads_in
 from quire.models.registry import build_program, compute_dtype, open_model
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -64,8 +65,17 @@ class Fit:
 def fit_of_directory(path: Path, weights_bytes: int) -> Fit:
     """Estimate from a directory's config.json. Raises ModelError if it is not supported.
 
-    weights_bytes: bytes of the weights' files, which need not be there.
+    weights_bytes: bytes of the weights' files, which need not be there. Draft heads are computed in
+    the dtype of their model, which is not known here.
     """
+    if (kind := heads_in(path)) is not None:
+        return Fit(
+            architecture=f"{kind} heads",
+            weights_bytes=weights_bytes,
+            kv_bytes=0,
+            num_tokens=0,
+            smaller={},
+        )
     spec = open_model(path)
     program = build_program(spec, dtype=compute_dtype(spec), max_positions=spec.max_positions)
     num_tokens = min(CONTEXT, spec.max_positions)

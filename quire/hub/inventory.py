@@ -18,6 +18,7 @@ from quire.base.regular_file import open_regular
 from quire.hub.cache import COMMIT, PLANNED, cache_dir, gguf_sizes, missing_files
 from quire.hub.gguf_choice import gguf_models
 from quire.hub.names import DEFAULT_REVISION, HubName
+from quire.models.head_kind import heads_in
 from quire.models.registry import open_model
 from quire.transfer.folder import tier_files
 from quire.weights.pack_cache import MAGIC
@@ -158,7 +159,8 @@ def _model(
 ) -> Entry:
     architecture, problem = "", ""
     try:
-        architecture = open_model(path).architecture
+        kind = heads_in(path)
+        architecture = open_model(path).architecture if kind is None else f"{kind} heads"
         if missing := missing_files(path):
             problem = f"not complete: {', '.join(missing[:3])} missing; quire pull {name}"
     except ModelError as error:

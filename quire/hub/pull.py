@@ -30,7 +30,7 @@ from quire.hub.fit import Fit, fit_of_directory, fit_of_gguf
 from quire.hub.gguf_choice import size_text
 from quire.hub.names import HubName
 from quire.hub.remote import Revision, read_revision
-from quire.weights.checkpoint import INDEX_FILE, SINGLE_FILE, read_weight_map
+from quire.weights.checkpoint import HEADS_FILE, INDEX_FILE, SINGLE_FILE, read_weight_map
 
 
 class Progress(Protocol):
@@ -148,6 +148,8 @@ def weight_files(name: HubName, revision: Revision, snapshot: Path) -> list[Remo
     """Return the safetensors files of a model. Its index, if any, is in the snapshot."""
     if SINGLE_FILE in revision.files:
         return [revision.files[SINGLE_FILE]]
+    if INDEX_FILE not in revision.files:
+        return [revision.files[HEADS_FILE]]
     return shards(revision.files, name, read_weight_map(snapshot / INDEX_FILE))
 
 

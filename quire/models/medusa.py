@@ -30,12 +30,15 @@ _NAME = re.compile(
 # And what those for vLLM have.
 _BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.([0-9]{1,4})\.layers\.([0-9]{1,4})\.(weight|bias)")
 _HEAD = re.compile(r"(?:medusa_heads\.)?lm_heads\.([0-9]{1,4})\.weight")
+# The only product onto the vocabulary where all heads have it together (original_lm_head).
+_SHARED_HEAD = re.compile(r"(?:medusa_heads\.)?(?:lm_heads\.0|lm_head)\.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaSpec:
     """num_heads heads of num_layers residual blocks each. hidden_size and vocab_size: what
-    config.json says of them, 0 where it does not. has_bias: of the blocks."""
+    config.json says of them, 0 where it does not. has_bias: of the blocks. shares_head: all heads
+    have one product onto the vocabulary."""
 
     num_heads: int
     num_layers: int
@@ -43,6 +46,7 @@ class MedusaSpec:
     vocab_size: int
     dtype: str
     has_bias: bool = True
+    shares_head: bool = False
 
 
 def read_medusa(config: ConfigReader) -> MedusaSpec:
@@ -62,6 +66,7 @@ def read_medusa(config: ConfigReader) -> MedusaSpec:
         hidden_size=config.whole("hidden_size", 1, 2**20, default=0),
         vocab_size=config.whole("vocab_size", 1, 2**24, default=0),
         dtype=read_dtype(config),
+        shares_head=config.flag("original_lm_head", default=False),
     )
     truncated = config.take("truncated_vocab_size")
     if truncated is not None and truncated != spec.vocab_size:
@@ -117,23 +122,37 @@ def _place(name: str, num_layers: int) -> tuple[int, str] | None:
     return None
 
 
+def num_heads_in(spec: MedusaSpec, names: Iterable[str]) -> int:
+    """Return how many heads a checkpoint has: as many as config.json counts, or more.
+
+    Those of FasterDecoding have five heads, of which their config.json counts two.
+    """
+    found = {place[0] for name in names if (place := _place(name, spec.num_layers))}
+    more = spec.num_heads
+    while more in found and more < MAX_HEADS:
+        more += 1
+    return more
+
+
 def head_tensors(spec: MedusaSpec, names: Iterable[str], where: str) -> list[dict[str, str]]:
     """Return for each head the names of its tensors, by those that its program gives them.
 
-    More heads than the configuration counts are left out. Raises ModelError for names that are no
-    head's, and for heads that lack tensors.
+    Raises ModelError for names that are no head's, and for heads that lack tensors.
     """
     heads: list[dict[str, str]] = [{} for _ in range(spec.num_heads)]
-    strange = []
+    strange, product = [], f"{spec.num_layers}.weight"
     for name in names:
         found = _place(name, spec.num_layers)
-        if found is None:
+        if spec.shares_head and _SHARED_HEAD.fullmatch(name):
+            for tensors in heads:
+                tensors[product] = name
+        elif found is None:
             strange.append(name)
         elif found[0] < spec.num_heads:
             heads[found[0]][found[1]] = name
     kinds = ("weight", "bias") if spec.has_bias else ("weight",)
     expected = {f"{layer}.linear.{kind}" for layer in range(spec.num_layers) for kind in kinds} | {
-        f"{spec.num_layers}.weight"
+        product
     }
     problems = [f"{show(name)} is no tensor of a Medusa head" for name in strange[:5]]
     for number, tensors in enumerate(heads):

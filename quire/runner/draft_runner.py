@@ -97,8 +97,12 @@ class DraftRunner:
 
     def close(self) -> None:
         """Close the executor."""
-        self._tables.grammars.close()
+        self.leave()
         self._resources.executor.close()
+
+    def leave(self) -> None:
+        """Close all but the executor, which another owns."""
+        self._tables.grammars.close()
 
     def _plan(self, **parts: object) -> StepPlan:
         self._num_passes += 1

@@ -138,13 +138,18 @@ class Drafter:
     def note_kv(self, slots: Index, block_tables: Int32s, capacities: Int32s) -> None:
         """See DraftSource."""
         assert self._in_cache is not None, "drafts are computed with the target's cache"
-        self._in_cache.note_kv(slots, block_tables, capacities)
+        try:
+            self._in_cache.note_kv(slots, block_tables, capacities)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
+            self._give_up_all(slots, error)
 
     def end(self, slot: int) -> None:
         """See DraftSource."""
         for proposer, asks in self._proposers():
             if asks[slot]:
-                proposer.end(slot)
+                self._end(proposer, slot)
         self._asks_nothing(slot)
 
     def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
@@ -198,17 +203,34 @@ class Drafter:
         """See DraftSource."""
         if self.rests:
             return np.zeros(len(index), np.bool_)
-        drafts, may_compute = self._found(tokens, index, limits)
-        limits = drafts.counts + may_compute
-        if self._control.rests.last:  # the last costs may no longer hold: ask again
-            return limits > 0
-        counts = self._chosen(tokens, index, limits, may_compute > 0, None)
-        return counts > 0
+        try:
+            drafts, may_compute = self._found(tokens, index, limits)
+            limits = drafts.counts + may_compute
+            if self._control.rests.last:  # the last costs may no longer hold: ask again
+                return limits > 0
+            return self._chosen(tokens, index, limits, may_compute > 0, None) > 0
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  of whatever proposes: nothing waits for it
+            self._give_up_all(index, error)
+            return np.zeros(len(index), np.bool_)
 
     def propose(
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
     ) -> tuple[Int32s, Int32s]:
         """See DraftSource."""
+        try:
+            return self._proposed(tokens, index, limits, cost)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
+            self._give_up_all(index, error)
+            return np.zeros(len(index), np.int32), NO_INTS
+
+    def _proposed(
+        self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
+    ) -> tuple[Int32s, Int32s]:
+        """Return the counts and the drafts of what pays."""
         drafts, may_compute = self._found(tokens, index, limits)
         if self._costly is None:
             return self._looked_up(tokens, index, drafts, cost)
@@ -333,10 +355,17 @@ class Drafter:
         self._control.verified(index, drafted, accepted)
         for proposer, asks in self._proposers():
             some = asks[index]
-            if np.logical_and.reduce(some):
-                proposer.verified(index, drafted, accepted)
-            elif np.logical_or.reduce(some):
-                proposer.verified(index[some], drafted[some], accepted[some])
+            if not np.logical_or.reduce(some):
+                continue
+            of_some = index, drafted, accepted
+            if not np.logical_and.reduce(some):
+                of_some = index[some], drafted[some], accepted[some]
+            try:
+                proposer.verified(*of_some)
+            except DeviceLost:
+                raise
+            except Exception as error:  # noqa: BLE001  of whatever proposes: the tokens are known
+                self._give_up_all(of_some[0], error)
 
     def _proposers(self) -> tuple[tuple[Proposer, NDArray[np.bool_]], ...]:
         return (
@@ -374,13 +403,32 @@ class Drafter:
         """Propose no more for the request in `slot`."""
         for proposer, asks in self._proposers():
             if asks[slot]:
-                proposer.end(slot)
+                self._end(proposer, slot)
         self._asks_nothing(slot)
         self._report(
             "proposer failed; the request goes on without drafts",
             request_id=self._request_ids[slot],
             error=f"{type(error).__name__}: {error}",
         )
+
+    def _give_up_all(self, index: Index, error: Exception) -> None:
+        """Propose no more for the requests in `index`."""
+        for slot in index.tolist():
+            if self._asks_proposer[slot] or self._asks_prediction[slot]:
+                self._give_up(slot, error)
+
+    def _end(self, proposer: Proposer, slot: int) -> None:
+        """Let a proposer forget a request; one that fails in that is begun anew with the next."""
+        try:
+            proposer.end(slot)
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  the request has ended, or has no drafts any more
+            self._report(
+                "proposer failed to forget a request",
+                request_id=self._request_ids[slot],
+                error=f"{type(error).__name__}: {error}",
+            )
 
     def _asks_nothing(self, slot: int) -> None:
         self._num_predicting -= int(self._asks_prediction[slot])

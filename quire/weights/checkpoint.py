@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEADS_FILE = "medusa_lm_head.safetensors"  # of draft heads, in place of SINGLE_FILE
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_INDEX_BYTES = 100_000_000
 _MAX_NAME_BYTES = 255  # of a file, on every usual file system

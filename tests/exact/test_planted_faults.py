@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import StepPlan, StepResult
+from quire.cache.manager import CacheManager
 from quire.execute import reference_ops
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.reference import ReferenceExecutor
@@ -318,6 +319,17 @@ def mask_drafts_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftMasks, "after", lambda self, draft_id: self._mask)
 
 
+def share_blocks_before_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the prefix cache find a block as soon as its last token is known. Its position may still
+    have the keys and values of a rejected draft."""
+    register = CacheManager.register
+
+    def early(self: CacheManager, slots: Any, computed: Int32s, tokens: Int32s) -> None:
+        register(self, slots, computed + np.int32(1), tokens)
+
+    monkeypatch.setattr(CacheManager, "register", early)
+
+
 class DropsLayerActivations(_Executor):
     """Drop the activations of a chunk's first layers between steps."""
 
@@ -413,6 +425,7 @@ def test_a_fault_in_the_runner_is_detected(
         keep_runs_after_mismatches,
         count_all_drafts_in_histories,
         mask_drafts_alike,
+        share_blocks_before_verification,
     ],
 )
 def test_a_fault_in_verification_is_detected(

@@ -17,6 +17,7 @@ from tests.exact.workload import Case, draw_case
 
 
 def test_replayed_plans_reproduce_the_recorded_results(models: list[Model], tmp_path: Path) -> None:
+    num_drafts = 0
     for number in range(8):
         case, model = _case(models, number)
         records = _recorded(model, case, tmp_path / f"{number}.plans")
@@ -24,6 +25,8 @@ def test_replayed_plans_reproduce_the_recorded_results(models: list[Model], tmp_
         assert replay(records, fresh) == []
         fresh.end_thread()
         assert len(records) > 1
+        num_drafts += sum(record.plan.draft_ids.size for record in records)
+    assert num_drafts > 100
 
 
 def test_a_replay_reports_the_step_that_differs(models: list[Model], tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (1, {"speculate": "ngram"}),
         (2, {"speculate": "ngram"}),
-        (1, {"speculate": "self", "self_draft_layers": 2}),
+        (1, {"speculate": "self"}),
         (2, {"speculate": "self", "self_draft_layers": 2}),
         (2, {"speculate": "draft", "draft_model": ""}),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.api.anthropic.answer_blocks import BlockEvents, joined_blocks
 from quire.api.anthropic.cache_breakpoints import LIFETIMES_MS
+from quire.api.generation.answer_json import drafts_json
 from quire.api.generation.chat_output import ChatOutputParser
 from quire.api.generation.choice_streams import Choice, PromptState
 from quire.api.generation.generate import Envelope
@@ -119,9 +120,10 @@ class MessageWriter:
     def _usage(self, usage: Usage, *, ends: bool = True) -> dict[str, Any]:
         """Return the object of `usage`. ends: the answer has ended, so that its parts are known."""
         reasoning = 0 if self._parser is None else self._parser.reasoning_tokens
+        details = {"thinking_tokens": reasoning, **drafts_json(usage)}
         return {
             **_counts(usage),
-            "output_tokens_details": {"thinking_tokens": reasoning} if ends else None,
+            "output_tokens_details": details if ends else None,
             "server_tool_use": None,
             "service_tier": self._tier,
             "inference_geo": None,

@@ -107,14 +107,19 @@ def usage_json(usage: Usage, *, reasoning_tokens: int = 0) -> dict[str, Any]:
     """
     counts = prompt_usage_json(usage)
     counts["prompt_tokens_details"]["cache_write_tokens"] = 0
-    details = counts["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    if usage.has_prediction or usage.accepted_drafts or usage.rejected_drafts:
-        kind = "prediction" if usage.has_prediction else "draft"
-        details[f"accepted_{kind}_tokens"] = usage.accepted_drafts
-        details[f"rejected_{kind}_tokens"] = usage.rejected_drafts
+    details = {"reasoning_tokens": reasoning_tokens, **drafts_json(usage)}
+    counts["completion_tokens_details"] = details
     if usage.timings:
         counts["timings"] = msgspec.to_builtins(usage.timings)
     return counts
+
+
+def drafts_json(usage: Usage) -> dict[str, int]:
+    """Return the counts of proposed tokens if there are any, a prediction's by OpenAI's names."""
+    kind = "prediction" if usage.has_prediction else "draft"
+    counts = {"accepted": usage.accepted_drafts, "rejected": usage.rejected_drafts}
+    is_known = usage.has_prediction or any(counts.values())
+    return {f"{name}_{kind}_tokens": num for name, num in counts.items() if is_known}
 
 
 def prompt_usage_json(usage: Usage) -> dict[str, Any]:

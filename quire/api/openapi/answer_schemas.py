@@ -18,6 +18,7 @@ from quire.api.openapi.field_schemas import (
     FLAG,
     TEXT,
     Schema,
+    counts_of_output,
     list_of,
     metadata_row,
     object_of,
@@ -344,13 +345,7 @@ def _usage() -> Schema:
             "total_tokens": COUNT,
             "prompt_tokens_details": cached,
         },
-        completion_tokens_details=_part(
-            {"reasoning_tokens": COUNT},
-            accepted_prediction_tokens=COUNT,
-            rejected_prediction_tokens=COUNT,
-            accepted_draft_tokens=COUNT,
-            rejected_draft_tokens=COUNT,
-        ),
+        completion_tokens_details=counts_of_output("reasoning_tokens"),
         timings=_ref("Timings"),
     )
 

@@ -171,6 +171,15 @@ def whole_object(**properties: Schema) -> Schema:
     return object_of(properties, needed=tuple(properties))
 
 
+def counts_of_output(first: str) -> Schema:
+    """Return the parts of an answer's tokens: `first`, and proposed tokens where there are any."""
+    kinds = ("accepted_prediction", "rejected_prediction", "accepted_draft", "rejected_draft")
+    count: Schema = {"type": "integer", "minimum": 0}
+    return object_of(
+        dict.fromkeys((first, *(f"{kind}_tokens" for kind in kinds)), count), needed=(first,)
+    )
+
+
 def chat_rows(known: Known) -> Mapping[str, Schema]:
     """Return the fields that differ in chats."""
     tops = {**_other_rows(known)["top_logprobs"], "minimum": sampling.ALL_LOGPROBS}

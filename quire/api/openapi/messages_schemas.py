@@ -18,6 +18,7 @@ from quire.api.openapi.field_schemas import (
     TEXT,
     Known,
     Schema,
+    counts_of_output,
     list_of,
     max_output,
     object_of,
@@ -109,7 +110,7 @@ def messages_answers() -> dict[str, Schema]:
             cache_creation=whole_object(
                 ephemeral_5m_input_tokens=_COUNT, ephemeral_1h_input_tokens=_COUNT
             ),
-            output_tokens_details=or_null(whole_object(thinking_tokens=_COUNT)),
+            output_tokens_details=or_null(counts_of_output("thinking_tokens")),
             server_tool_use=_NULL,
             service_tier={"enum": [STANDARD, BATCH]},
             inference_geo=_NULL,

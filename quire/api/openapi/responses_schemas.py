@@ -17,6 +17,7 @@ from quire.api.openapi.field_schemas import (
     Known,
     Schema,
     breakpoint_row,
+    counts_of_output,
     list_of,
     max_output,
     metadata_row,
@@ -75,7 +76,7 @@ def responses_answers() -> dict[str, Schema]:
             input_tokens=_COUNT,
             input_tokens_details=whole_object(**details),
             output_tokens=_COUNT,
-            output_tokens_details=whole_object(reasoning_tokens=_COUNT),
+            output_tokens_details=counts_of_output("reasoning_tokens"),
             total_tokens=_COUNT,
         ),
         "OutputLogprobs": list_of(

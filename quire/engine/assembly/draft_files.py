@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.base.errors import ConfigError, ModelError, SettingError
-from quire.base.regular_file import is_present
-from quire.base.show import show
+from quire.base.errors import ConfigError, SettingError
 from quire.base.user_path import user_path
 from quire.config.groups import EngineConfig
-from quire.config.proposer_kinds import PROPOSERS, HeadName, ProposerName
+from quire.config.proposer_kinds import PROPOSERS, ProposerName
 from quire.engine.assembly.model_files import model_folder
-from quire.models.config_reader import load_config
+from quire.models.head_kind import heads_in
 from quire.models.model_folder import (
     box_path,
     check_model_folder,
     draft_box_path,
     head_box_path,
 )
-
-# Architectures of heads that read one hidden state.
-OLDER_EAGLES = ("EAGLEModel", "EagleModel", "EagleLlamaForCausalLM", "EagleSpeculator")
 
 
 def proposer_of(config: EngineConfig) -> ProposerName:
@@ -58,27 +53,6 @@ def proposer_of(config: EngineConfig) -> ProposerName:
             f"--speculate {found}"
         )
     return named
-
-
-def heads_in(folder: Path) -> HeadName | None:
-    """Return what kind of heads a directory holds, by its config.json; None: something else."""
-    if not folder.is_dir() or not is_present(folder / "config.json"):
-        return None
-    values = load_config(folder / "config.json")
-    names = values.get("architectures")
-    first = str(names[0]) if isinstance(names, list) and names else ""
-    is_medusa = values.get("model_type") == "medusa" or "medusa_num_heads" in values
-    if is_medusa or first == "MedusaModel":
-        return "medusa"
-    if "eagle3" in first.lower() or "draft_vocab_size" in values:
-        return "eagle"
-    if first in OLDER_EAGLES or values.get("model_type") == "eagle":
-        raise ModelError(
-            f"{folder}: these are heads of EAGLE 1 or 2 (architecture {show(first)}); EAGLE-3 "
-            "heads (with draft_vocab_size in config.json) and Medusa heads are read: take such "
-            "heads for this model, or train some with `python -m quire.train.eagle`"
-        )
-    return None
 
 
 def draft_folder(config: EngineConfig, name: ProposerName) -> Path:

@@ -22,7 +22,8 @@ from quire.models.config_reader import ConfigReader, load_config
 from quire.models.eagle import (
     D2T,
     EMBEDDING,
-    FUSE,
+    INPUT_NORM,
+    LM_HEAD,
     NUM_TAPS,
     SOURCES,
     T2D,
@@ -33,14 +34,22 @@ from quire.models.eagle import (
     read_eagle,
     usual_taps,
 )
-from quire.models.medusa import build_medusa_head, has_biases, head_tensors, read_medusa
+from quire.models.medusa import (
+    build_medusa_head,
+    has_biases,
+    head_tensors,
+    num_heads_in,
+    read_medusa,
+)
+from quire.program.declarations import Weight
 from quire.program.forms import IdSource
-from quire.program.ops import Embed
+from quire.program.ops import Embed, Linear
 from quire.program.program import Program
 from quire.program.taps import HEAD_INPUT, num_layers_of, with_head_input
 from quire.program.tensors import DType
 from quire.weights.binding import bind
 from quire.weights.checkpoint import (
+    HEADS_FILE,
     PICKLE_SUFFIXES,
     SINGLE_FILE,
     Checkpoint,
@@ -48,7 +57,6 @@ from quire.weights.checkpoint import (
 )
 from quire.weights.chosen_tensors import ChosenTensors
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"
 MAX_LISTED = 20
 
 
@@ -123,22 +131,24 @@ def _check_weights(kind: HeadName, folder: Path) -> None:
     pickles = [name for name in files if name.endswith(PICKLE_SUFFIXES)]
     if not pickles or any(name.endswith(".safetensors") for name in files):
         return
-    target = MEDUSA_FILE if kind == "medusa" else SINGLE_FILE
+    target = HEADS_FILE if kind == "medusa" else SINGLE_FILE
     raise WeightsError(
         f"{folder}: the weights of these {kind} heads are pickles ({', '.join(pickles[:3])}), "
         "which are rejected because loading one can run any code it contains. Convert them in that "
         "directory, with PyTorch and safetensors installed:\n"
-        f'  python -c "import torch, safetensors.torch as s; s.save_file({{n: t.contiguous() for '
-        f"n, t in torch.load('{pickles[0]}', weights_only=True).items()}}, '{target}')\""
+        f'  python -c "import torch, safetensors.torch as s; s.save_file({{n: '
+        f"t.contiguous().clone() for n, t in torch.load('{pickles[0]}', weights_only=True)"
+        f".items()}}, '{target}')\""
     )
 
 
 def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) -> HeadFiles:
     spec = read_medusa(config)
-    has_own_file = is_present(folder / MEDUSA_FILE) and not is_present(folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder / MEDUSA_FILE if has_own_file else folder)
-    spec = replace(spec, has_bias=has_biases(checkpoint.names))
-    heads = head_tensors(spec, checkpoint.names, str(folder))
+    has_own_file = is_present(folder / HEADS_FILE) and not is_present(folder / SINGLE_FILE)
+    checkpoint = open_checkpoint(folder / HEADS_FILE if has_own_file else folder)
+    names = checkpoint.names
+    spec = replace(spec, has_bias=has_biases(names), num_heads=num_heads_in(spec, names))
+    heads = head_tensors(spec, names, str(folder))
     width = with_head_input(program).outputs[HEAD_INPUT].width
     head = build_medusa_head(spec, hidden_size=width, vocab_size=program.vocab_size, dtype=dtype)
     problems = _differing(
@@ -166,8 +176,13 @@ def _medusa(folder: Path, config: ConfigReader, program: Program, dtype: DType) 
 def _eagle(
     folder: Path, config: ConfigReader, program: Program, target: Checkpoint | None, dtype: DType
 ) -> HeadFiles:
-    spec = read_eagle(config)
     checkpoint = open_checkpoint(folder)
+    stored = {
+        _canonical(name): name
+        for name in checkpoint.names
+        if not name.endswith("rotary_emb.inv_freq")  # computed from config.json
+    }
+    spec = read_eagle(config, stored)
     width, num_layers = program.outputs["hidden"].width, num_layers_of(program)
     taps = spec.taps or usual_taps(num_layers)
     problems = _differing(
@@ -184,37 +199,15 @@ def _eagle(
         spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
     )
     fuse = build_fuse(spec, columns=NUM_TAPS * width, vocab_size=program.vocab_size, dtype=dtype)
-    stored = {
-        _canonical(name): name
-        for name in checkpoint.names
-        if not name.endswith("rotary_emb.inv_freq")  # computed from config.json
-    }
-    names = {ours: stored[theirs] for theirs, ours in SOURCES.items() if theirs in stored}
-    problems += [
-        f"{show(name)} is no tensor of an EAGLE-3 head"
-        for canonical, name in stored.items()
-        if canonical not in {*SOURCES, FUSE, D2T, T2D}
-    ]
-    problems += [
-        f"{theirs} is missing"
-        for theirs in (*SOURCES, FUSE)
-        if theirs not in stored and theirs != EMBEDDING
-    ]
+    names = {ours: stored[name] for name, ours in spec.layer_sources.items() if name in stored}
+    fuse_names = {name: stored[name] for name in spec.fuse_names if name in stored}
+    problems += _unexpected(spec, stored, program)
     problems += _wrong_shapes(layer, checkpoint, names)
-    if FUSE in stored:
-        problems += _wrong_shapes(fuse, checkpoint, {FUSE: stored[FUSE]})
+    problems += _wrong_shapes(fuse, checkpoint, fuse_names)
     sources: dict[str, tuple[Checkpoint, str]] = {
-        name: (checkpoint, stored_name) for name, stored_name in names.items()
+        ours: (checkpoint, name) for ours, name in names.items()
     }
-    if EMBEDDING not in stored:
-        embedding, columns = _embedding_of(program, target)
-        if target is not None:
-            sources[SOURCES[EMBEDDING]] = target, embedding
-        if columns != spec.layer.hidden_size:
-            problems.append(
-                f"{EMBEDDING} is missing, and the model's embedding has {columns} columns, not "
-                f"the {spec.layer.hidden_size} of hidden_size"
-            )
+    problems += _shared(spec, stored, program, target, sources)
     vocabulary, wrong = _vocabulary(spec, checkpoint, program.vocab_size)
     _raise(folder, "eagle", program, width, problems + wrong)
     return HeadFiles(
@@ -223,7 +216,9 @@ def _eagle(
         tapped_layers=taps,
         fuse=Fuse(
             program=fuse,
-            checkpoint=ChosenTensors(folder, {FUSE: (checkpoint, stored.get(FUSE, FUSE))}),
+            checkpoint=ChosenTensors(
+                folder, {name: (checkpoint, theirs) for name, theirs in fuse_names.items()}
+            ),
         ),
         feeds_back=True,
         vocabulary=vocabulary,
@@ -237,16 +232,70 @@ def _canonical(name: str) -> str:
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
-def _embedding_of(program: Program, target: Checkpoint | None) -> tuple[str, int]:
-    """Return the stored name of the target's embedding ("" where it is not there), and its
-    columns."""
+def _unexpected(spec: EagleSpec, stored: Mapping[str, str], program: Program) -> list[str]:
+    """Return which tensors the head has and should not have, and which it lacks.
+
+    stored: the names in the checkpoint, by canonical ones.
+    """
+    needed = (*spec.layer_sources, *spec.fuse_names)
+    # Others skip the tensor where config.json says that nothing is normed with it.
+    allowed = {*needed, D2T, T2D, INPUT_NORM}
+    optional = {EMBEDDING} | ({LM_HEAD} if _has_all_tokens(spec, stored, program) else set())
+    return [
+        f"{show(name)} is no tensor of an EAGLE-3 head"
+        for canonical, name in stored.items()
+        if canonical not in allowed
+    ] + [f"{name} is missing" for name in needed if name not in stored and name not in optional]
+
+
+def _has_all_tokens(spec: EagleSpec, stored: Mapping[str, str], program: Program) -> bool:
+    """Return whether the logits of the head are those of the model's tokens, in order."""
+    return D2T not in stored and spec.layer.vocab_size == program.vocab_size
+
+
+def _shared(
+    spec: EagleSpec,
+    stored: Mapping[str, str],
+    program: Program,
+    target: Checkpoint | None,
+    sources: dict[str, tuple[Checkpoint, str]],
+) -> list[str]:
+    """Add to `sources` what the head has in common with the target: its embedding, and its head
+    where both know the same tokens. Return problems."""
+    problems = []
+    shared = {EMBEDDING: ("embedding", _embedding)}
+    if _has_all_tokens(spec, stored, program):
+        shared[LM_HEAD] = ("head", _head)
+    for name, (what, find) in shared.items():
+        if name in stored:
+            continue
+        weight = find(program)
+        if target is not None:
+            bound = bind(program, target).stored_name(weight.parts[0])
+            sources[SOURCES[name]] = target, bound
+        if weight.columns != spec.layer.hidden_size:
+            problems.append(
+                f"{name} is missing, and the model's {what} has {weight.columns} columns, not "
+                f"the {spec.layer.hidden_size} of hidden_size"
+            )
+    return problems
+
+
+def _embedding(program: Program) -> Weight:
+    """Return the target's embedding of tokens."""
     for op in program.segments["trunk"]:
         if isinstance(op, Embed) and op.ids is IdSource.TOKENS:
-            weight = program.weights[op.weight]
-            if target is None:
-                return "", weight.columns
-            return bind(program, target).stored_name(weight.parts[0]), weight.columns
+            return program.weights[op.weight]
     raise ModelError(f"{program.name}: the model looks up no token embeddings")
+
+
+def _head(program: Program) -> Weight:
+    """Return the target's product onto the vocabulary."""
+    logits = program.outputs["logits"].buffer
+    for op in program.segments["head"]:
+        if isinstance(op, Linear) and op.y.buffer == logits:
+            return program.weights[op.weight]
+    raise ModelError(f"{program.name}: no product writes the logits")
 
 
 def _vocabulary(

@@ -43,7 +43,8 @@ def sized_proposer(
         case "self":
             from quire.engine.assembly.self_draft import sized_self_draft
 
-            return sized_self_draft(config, program, sizing)
+            first_ids = spec.generation.bos_ids
+            return sized_self_draft(config, program, sizing, next(iter(first_ids), 0))
         case "medusa" | "eagle":
             from quire.engine.assembly.heads import sized_heads
 

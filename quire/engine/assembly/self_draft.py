@@ -11,21 +11,26 @@ answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.base.token_table import TokenTable
 from quire.config.groups import EngineConfig
 from quire.config.memory import DraftNeeds
+from quire.config.proposer_kinds import any_of
+from quire.engine.assembly.self_draft_trial import MAX_MS, MIN_TOKENS, tried
 from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
 from quire.engine.assembly.sizing import pass_limits
 from quire.execute.executor import Executor, ExecutorSizing, PipelinedExecutor, StepLimits
 from quire.program.first_layers import first_layers, num_draft_layers, num_layers
 from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
+from quire.speculative.layer_choice import best_of, candidates
 from quire.speculative.proposer import no_drafts
 from quire.speculative.self_draft import SelfProposer
 
@@ -37,26 +42,35 @@ _DRAFTS = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedSelfDraft(SizedProposer):
     """The first layers of a model as a program. limits: its largest pass. has_ranks: several ranks
-    compute them, each its share."""
+    compute them, each its share. num_layers: of the model. choices: programs of some numbers of
+    layers by these, of which the best is measured when the model is loaded; empty: `program`
+    drafts. first_id: the token that measured texts begin with."""
 
     program: Program
     limits: StepLimits
     needs: DraftNeeds
     has_ranks: bool
+    num_layers: int
+    choices: Mapping[int, Program] = field(default_factory=dict)
+    max_drafts: int = 1
+    first_id: int = 0
 
     def notes(self, max_model_len: int) -> list[str]:
         """See SizedProposer."""
-        return [f"drafts: {self.program.name}, at most {self.limits.max_sequences} requests a pass"]
+        name = self.program.name
+        if self.choices:
+            name = f"first layers of the model, {any_of(map(str, self.choices))}, as measured"
+        return [f"drafts: {name}, at most {self.limits.max_sequences} requests a pass"]
 
     def load(self, model: LoadedModel) -> SelfProposer:
         """See SizedProposer: the layers have the weights and the cache of the model's executor."""
         memory, num_slots = model.memory, model.limits.max_num_seqs
-        program = replace(self.program, max_positions=memory.max_model_len)
+        program = self._chosen(model)
         is_beside = model.limits.plans_in_flight > 1
         is_beside &= not isinstance(model.executor, PipelinedExecutor)  # runs in the same thread
         own_threads = model.options.num_threads if is_beside else 0
         runner = DraftRunner(
-            _first_layers_of(model.executor, replace(self, program=program), own_threads),
+            self._executor_of(program, model, own_threads),
             num_slots=num_slots,
             max_model_len=memory.max_model_len,
             block_size=memory.block_size,
@@ -70,11 +84,53 @@ class SizedSelfDraft(SizedProposer):
         _time_passes(proposer, num_slots, memory.num_blocks, memory.block_size)
         return proposer
 
+    def _executor_of(self, program: Program, model: LoadedModel, own_threads: int = 0) -> Executor:
+        """Return an executor of the layers, within the context of the engine."""
+        program = replace(program, max_positions=model.memory.max_model_len)
+        return _first_layers_of(model.executor, replace(self, program=program), own_threads)
+
+    def _chosen(self, model: LoadedModel) -> Program:
+        """Return the program that drafts: of several the best, as measured."""
+        if not self.choices:
+            return self.program
+        trial = tried(
+            model,
+            {num: num / self.num_layers for num in self.choices},
+            lambda num: self._executor_of(self.choices[num], model),
+            first_id=self.first_id,
+            max_samples=min(self.limits.max_samples, model.options.limits.max_samples),
+        )
+        log = Log("engine")
+        if trial is None:
+            log.event(
+                "first layers are not measured",
+                because=f"texts of {MIN_TOKENS} tokens would take over {MAX_MS / 1000:.0f} s or "
+                "exceed the context",
+                drafts=self.program.name,
+                to_do="set --self-draft-layers to the best number for your texts",
+            )
+            return self.program
+        best = best_of(trial.measured, trial.times, self.max_drafts)
+        log.event(
+            "first layers are measured",
+            drafts=self.choices[best.num].name,
+            agreed="; ".join(
+                f"{one.num}: {one.first:.0%} in {one.pass_ms:.2f} ms" for one in trial.measured
+            ),
+            step_ms=round(trial.times.step_ms, 2),
+            tokens=trial.num_tokens,
+            ms=round(trial.ms),
+        )
+        return self.choices[best.num]
+
 
 def sized_self_draft(
-    config: EngineConfig, program: Program, sizing: ExecutorSizing
+    config: EngineConfig, program: Program, sizing: ExecutorSizing, first_id: int = 0
 ) -> SizedSelfDraft:
-    """Cut the first layers of `program` and size them. Raises SettingError where there are none."""
+    """Cut the first layers of `program` and size them. first_id: the token that texts begin with.
+
+    Raises SettingError where there are no layers that can draft.
+    """
     total, given = num_layers(program), config.speculation.self_draft_layers
     if total < 2 or (given is not None and given >= total):
         wanted = "speculate is self" if given is None else f"self_draft_layers is {given}"
@@ -82,25 +138,31 @@ def sized_self_draft(
             f"{wanted} and the model has {total} layers, of which fewer than all can draft; "
             + (f"set 1 to {total - 1}" if total > 1 else "set --speculate ngram or off")
         )
-    num = num_draft_layers(program, given)
+    num, has_ranks = num_draft_layers(program, given), config.executor.num_ranks > 1
+    nums = () if given is not None or has_ranks or total < 3 else candidates(total)
     try:
         short = first_layers(program, num)
+        choices = {one: first_layers(program, one) for one in nums}
     except ValueError as error:
         raise SettingError(
             f"the first {num} layers cannot draft for this model ({error}); set another "
             "--self-draft-layers, or --speculate ngram, or give a --draft-model"
         ) from error
-    limits = pass_limits(config, sizing)
+    largest = choices[max(choices)] if choices else short
     return SizedSelfDraft(
         program=short,
-        limits=limits,
+        limits=pass_limits(config, sizing),
         needs=DraftNeeds(
             name="first layers",
-            step_bytes=_pass_bytes(config, program, short, sizing),
+            step_bytes=_pass_bytes(config, program, largest, sizing),
             max_model_len=program.max_positions,
             advice="set --speculate ngram",
         ),
-        has_ranks=config.executor.num_ranks > 1,
+        has_ranks=has_ranks,
+        num_layers=total,
+        choices=choices,
+        max_drafts=config.speculation.max_draft_tokens,
+        first_id=first_id,
     )
 
 

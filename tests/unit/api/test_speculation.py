@@ -191,3 +191,38 @@ def test_what_a_server_does_not_offer_is_refused(
 ) -> None:
     with pytest.raises(InvalidParameter, match=message):
         speculation_of(card, SpeculationParams(**wishes))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "details"),
+    [
+        ("/v1/responses", {"input": "hi"}, "output_tokens_details"),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}, "output_tokens_details"),
+    ],
+)
+def test_other_dialects_count_proposed_tokens_too(
+    path: str, body: dict[str, Any], details: str
+) -> None:
+    predicted = post({**body, "prediction": PREDICTION}, path)[0].json["usage"][details]
+    assert predicted["accepted_prediction_tokens"] == 3
+    assert predicted["rejected_prediction_tokens"] == 1
+    drafted = post({**body, "speculation": "auto"}, path)[0].json["usage"][details]
+    assert (drafted["accepted_draft_tokens"], drafted["rejected_draft_tokens"]) == (3, 1)
+    assert len(post(body, path)[0].json["usage"][details]) == 1
+
+
+@each_case(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/api/generate", {"prompt": "x"}),
+    ],
+)
+def test_routes_without_a_prediction_say_so(path: str, body: dict[str, Any]) -> None:
+    reply, engine = post({**body, "prediction": PREDICTION}, path)
+    assert reply.status == 400
+    assert "prediction" in str(reply.json["error"])
+    assert not engine.asked
+    assert post({**body, "speculation": "auto"}, path)[1].asked[0].terms.speculation == (
+        SpeculationParams(is_on=True)
+    )

@@ -278,6 +278,35 @@ def test_both_executors_draft_alike(deep_model: Path, eagle: Path, watched: Watc
     assert drafts[0] == drafts[1]
 
 
+def test_a_head_of_eagle_3_1_with_two_layers_and_the_models_own_product_drafts(
+    deep_model: Path, tmp_path: Path, watched: Watched
+) -> None:
+    tensors = eagle_tensors(hidden_size=HIDDEN, vocab_size=VOCAB, draft_vocab_size=VOCAB)
+    tensors |= {f"fc_norm.{tap}.weight": np.ones(HIDDEN, np.float32) for tap in range(3)}
+    for name in [name for name in tensors if name.startswith("midlayer.")]:
+        if "hidden_norm" not in name:
+            later = tensors[name][:, :HIDDEN] if tensors[name].ndim == 2 else tensors[name]
+            tensors[name.replace("midlayer", "layers.1")] = np.ascontiguousarray(later)
+    own = {"fc_norm": True, "norm_output": True, "num_hidden_layers": 2}
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, torch_dtype="float32", **own)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    write_tensors(folder / "model.safetensors", tensors, {})
+    drafts = []
+    for executor in ("native", "reference"):
+        settings = {**SETTINGS, "executor": executor, "draft_model": str(folder)}
+        with LLM(deep_model, speculate="eagle", **settings) as llm:
+            watched.drafts.clear()
+            plain = generated(llm, OFF)
+            assert not watched.drafts
+            assert generated(llm) == plain
+            watched.drafts.clear()
+            llm.generate([PROMPTS[0]], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
@@ -320,11 +349,11 @@ def test_eagle_heads_of_another_model_are_refused(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2: heads of one layer"),
+        ({"num_hidden_layers": 17}, "num_hidden_layers is 17; a whole number from 1 to 16"),
         ({TAP_KEY: [0, 2, 2]}, "3 different numbers from 1"),
         ({"eagle_config": {TAP_KEY: [0, 1]}}, "eagle_config.*3 different numbers from 0"),
-        ({"norm_before_fc": True}, "heads that norm hidden states are not supported"),
-        ({"attention_bias": True}, "heads with biases are not supported"),
+        ({"fc_norm": 1}, "fc_norm is 1; true or false"),
+        ({"mlp_bias": True}, "heads with biases in the MLP are not supported"),
         ({"rope_scaling": {"rope_type": "curly"}}, "curly"),
     ],
 )

@@ -14,7 +14,7 @@ from threading import Event, Thread
 import pytest
 from huggingface_hub import constants, hf_hub_download
 
-from quire.base.errors import CapacityError, ModelError
+from quire.base.errors import CapacityError, ConfigError, ModelError
 from quire.config.machine import MachineMemory
 from quire.hub import cache, download, remote
 from quire.hub import pull as pull_module
@@ -22,6 +22,8 @@ from quire.hub.files import RemoteFile
 from quire.hub.fit import fit_of_directory, fit_of_gguf
 from quire.hub.names import required_name
 from quire.hub.pull import pull
+from quire.models.head_kind import heads_in
+from tests.draft_heads import eagle_tensors, medusa_tensors, write_eagle, write_medusa
 from tests.fake_hub import TOKEN, FakeHub
 from tests.unit.cli.command import quire_main
 
@@ -622,3 +624,26 @@ def test_an_endpoint_without_a_scheme_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(constants, "ENDPOINT", "huggingface.co")
     done = quire_main("pull", "acme/tiny")
     assert 'HF_ENDPOINT is "huggingface.co"; an address with http:// or https://' in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_draft_heads_are_pulled_and_listed(hub: FakeHub, tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 60, "vocab_size": 307}
+    if kind == "eagle":
+        folder = write_eagle(tmp_path / "heads", eagle_tensors(**sizes), vocab_size=307)
+    else:
+        tensors = medusa_tensors(**sizes, prefix="")
+        folder = write_medusa(
+            tmp_path / "heads", tensors, file="medusa_lm_head.safetensors", model_type=None
+        )
+    hub.add("acme/heads", files_of(folder) | {"pytorch_model.bin": b"x", "README.md": b"x"})
+    path, shown = pulled("acme/heads")
+    assert files_of(path) == files_of(folder)
+    assert f"{kind} heads" in shown.lines[0]
+    assert "without KV" in shown.lines[3]
+    assert cache.required_local(required_name("acme/heads")) == path
+    assert heads_in(path) == kind
+    assert f"{kind} heads" in quire_main("models").stdout
+    next(path.glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="quire pull acme/heads"):
+        cache.required_local(required_name("acme/heads"))

@@ -14,8 +14,10 @@ from quire.execute.native import NativeExecutor
 from quire.execute.reference import ReferenceExecutor
 from quire.models.config_reader import ConfigReader, load_config
 from quire.models.eagle import (
+    EACH_NORM,
     EMBEDDING,
     FUSE,
+    INPUT_NORM,
     SOURCES,
     build_eagle,
     build_fuse,
@@ -138,6 +140,89 @@ def test_the_eagle_layer_is_that_of_the_paper(
         fused.astype(np.float64),
         norms_residual=norms_residual,
     )
+    np.testing.assert_allclose(executor.output("hidden", ROWS), hidden, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+@pytest.mark.parametrize("key", ["norm_before_fc", "fc_norm"])
+def test_hidden_states_are_normed_before_fc(tmp_path: Path, make: Any, key: str) -> None:
+    rng = np.random.default_rng(4)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    weights = rng.uniform(0.5, 1.5, 3 * WIDTH).astype(np.float32)
+    if key == "norm_before_fc":
+        tensors[INPUT_NORM] = weights
+    else:
+        tensors |= dict(zip(EACH_NORM, np.split(weights, 3), strict=True))
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, **{key: True})
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    assert read_eagle(reader(folder), stored.names) == spec
+    states = rng.normal(0, 1, (ROWS, 3, WIDTH)) * [[[1], [5], [0.2]]]
+    fuse = build_fuse(spec, columns=3 * WIDTH, vocab_size=VOCAB, dtype=DType.F32)
+    chosen = ChosenTensors(folder, {name: (stored, name) for name in spec.fuse_names})
+    batch = batch_of(np.zeros(ROWS, np.int32), states.reshape(ROWS, -1))
+    fused = run(make, fuse, chosen, batch).output("hidden", ROWS)
+    whole = states.reshape(ROWS, -1)
+    normed = norm(whole, weights)
+    if key == "fc_norm":
+        normed = norm(states, weights.reshape(3, WIDTH)).reshape(ROWS, -1)
+    np.testing.assert_allclose(fused, normed @ tensors[FUSE].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_a_stream_is_fed_back_after_the_norm(tmp_path: Path, make: Any) -> None:
+    rng = np.random.default_rng(5)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    tensors[EMBEDDING] = rng.normal(0, 1, (VOCAB, WIDTH)).astype(np.float32)
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, norm_output=True)
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    token_ids = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    fused = rng.normal(0, 1, (ROWS, WIDTH))
+    layer = build_eagle(spec, vocab_size=VOCAB, dtype=DType.F32, max_positions=64)
+    chosen = ChosenTensors(folder, {ours: (stored, name) for name, ours in SOURCES.items()})
+    batch = batch_of(token_ids, fused)
+    executor = run(make, layer, chosen, batch)
+    embedded = tensors[EMBEDDING][token_ids].astype(np.float64)
+    logits, hidden = eagle_by_hand(tensors, embedded, fused, norms_residual=False)
+    fed = norm(hidden, tensors["norm.weight"])
+    np.testing.assert_allclose(executor.output("hidden", ROWS), fed, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", EXECUTORS)
+def test_later_layers_read_the_stream_alone(tmp_path: Path, make: Any) -> None:
+    rng = np.random.default_rng(6)
+    tensors = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB)
+    tensors[EMBEDDING] = rng.normal(0, 1, (VOCAB, WIDTH)).astype(np.float32)
+    own = eagle_tensors(hidden_size=WIDTH, vocab_size=VOCAB, seed=7)
+    for name, tensor in own.items():
+        if name.startswith("midlayer.") and "hidden_norm" not in name:
+            halved = tensor[:, :WIDTH] if tensor.shape[-1] == 2 * WIDTH else tensor
+            tensors[name.replace("midlayer", "layers.1")] = np.ascontiguousarray(halved)
+    folder = write_eagle(tmp_path, tensors, vocab_size=VOCAB, num_hidden_layers=2)
+    spec, stored = read_eagle(reader(folder)), open_checkpoint(folder)
+    token_ids = rng.integers(0, VOCAB, ROWS).astype(np.int32)
+    fused = rng.normal(0, 1, (ROWS, WIDTH))
+    program = build_eagle(spec, vocab_size=VOCAB, dtype=DType.F32, max_positions=64)
+    chosen = ChosenTensors(
+        folder, {ours: (stored, name) for name, ours in spec.layer_sources.items()}
+    )
+    batch = batch_of(token_ids, fused)
+    executor = run(make, program, chosen, batch)
+    embedded = tensors[EMBEDDING][token_ids].astype(np.float64)
+    _, first = eagle_by_hand(tensors, embedded, fused, norms_residual=False)
+    # The second layer is the first one's, with nothing where the embedding is.
+    second = {
+        name.replace("layers.1", "midlayer"): value
+        for name, value in tensors.items()
+        if not name.startswith("midlayer.")
+    }
+    for part in "qkv":
+        weight = second[f"midlayer.self_attn.{part}_proj.weight"]
+        none = np.zeros_like(weight)
+        second[f"midlayer.self_attn.{part}_proj.weight"] = np.concatenate((none, weight), 1)
+    second["midlayer.hidden_norm.weight"] = second["midlayer.input_layernorm.weight"]
+    logits, hidden = eagle_by_hand(second, embedded, first, norms_residual=False)
     np.testing.assert_allclose(executor.output("hidden", ROWS), hidden, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(executor.run_head(batch, 0, ROWS), logits, rtol=1e-3, atol=1e-3)
 

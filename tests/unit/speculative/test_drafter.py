@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -354,3 +355,54 @@ def test_what_a_proposer_can_do_is_said_by_its_base_classes() -> None:
     case.drafter.learn(0, ints(1))
     with pytest.raises(TypeError, match="abstract"):
         type("Costly", (ScriptedProposer, CostlyProposer), {})()
+
+
+@pytest.mark.parametrize(
+    "method", ["begin", "propose", "possible", "behind_ms", "pass_ms", "call_ms", "verified", "end"]
+)
+def test_a_proposer_that_raises_anywhere_costs_drafts_and_nothing_else(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request has one report at most, but for one of its end."""
+    case = Case(CountedModel())
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(CountedModel, method, fails)
+    for slot in range(2):
+        case.begin(slot, [1, 2, 3], 3)
+    has_drafts = method in ("verified", "end")
+    assert case.propose(0, 1) == ([[7, 8]] * 2 if has_drafts else [[], []])
+    both = np.array([0, 1])
+    case.drafter.verified(both, ints(2, 2), ints(1, 0))
+    if method != "end":
+        assert sorted(report["request_id"] for report in case.reports) == ["r0", "r1"]
+        assert case.propose(0, 1) == [[], []]
+    assert not case.drafter.would_propose(case.tokens, both, ints(3, 3)).any() or method == "end"
+    for slot in range(2):
+        case.drafter.end(slot)
+    assert len(case.reports) == 2
+    monkeypatch.undo()
+    case.begin(0, [1, 2, 3], 3)
+    assert case.propose(0) == [[7, 8]]  # the next request has drafts
+
+
+def test_a_loss_of_the_device_in_any_method_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(CountedModel())
+    case.begin(0, [1, 2, 3], 3)
+
+    def lost(*_: object) -> None:
+        raise DeviceLost("a rank has ended")
+
+    calls: dict[str, Callable[[], object]] = {
+        "possible": lambda: case.propose(0),
+        "verified": lambda: case.drafter.verified(np.array([0]), ints(1), ints(1)),
+        "end": lambda: case.drafter.end(0),
+    }
+    for method, call in calls.items():
+        with monkeypatch.context() as planted:
+            planted.setattr(CountedModel, method, lost)
+            with pytest.raises(DeviceLost):
+                call()
+    assert not case.reports

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from quire.api.generation.answer_json import drafts_json
 from quire.api.generation.chat_output import ChatOutputParser
 from quire.api.generation.choice_streams import Choice, PromptState
 from quire.api.generation.usage import Usage
@@ -194,7 +195,7 @@ class ResponseWriter:
                 "cache_write_tokens": 0,  # see usage_json
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens, **drafts_json(usage)},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
         if self._status == "completed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import plan_memory
+from quire.engine.assembly import self_draft, self_draft_trial
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.proposers import sized_proposer
 from quire.engine.assembly.self_draft import sized_self_draft
+from quire.engine.assembly.self_draft_trial import Trial, _affordable, tried
 from quire.engine.assembly.sizing import memory_needs, step_limits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import open_model
@@ -24,6 +27,7 @@ from quire.speculative.control import AdaptiveControl
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.drafter import Drafter
 from quire.speculative.self_draft import SelfProposer
+from quire.train.tensor_file import read_tensors, write_tensors
 from tests.tiny_models import write_tiny_llama
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [20, 21, 22], [5, 6, 7, 8]]
@@ -116,13 +120,134 @@ def test_a_pass_that_raises_costs_the_drafts_only(
         assert drafts["drafted"] == 0
 
 
-def test_a_fifth_of_the_layers_drafts_by_default(deep: Path) -> None:
+def test_how_many_layers_draft_is_open_until_it_is_measured(deep: Path) -> None:
     config = engine_config({"model": str(deep), **SETTINGS})
     program = engine_program(config, open_model(deep), None)
     draft = sized_self_draft(config, program, NativeExecutor)
-    assert draft.program.name == "LlamaForCausalLM, first 1 of 6 layers"
-    assert draft.notes(64) == [f"drafts: {draft.program.name}, at most 4 requests a pass"]
+    assert sorted(draft.choices) == [1, 2, 4, 5]
+    assert draft.notes(64) == [
+        "drafts: first layers of the model, 1, 2, 4 or 5, as measured, at most 4 requests a pass"
+    ]
     assert draft.limits.max_tokens == draft.limits.max_sequences == 4
+    assert draft.program.name == "LlamaForCausalLM, first 1 of 6 layers"  # where it is not
+
+
+@pytest.mark.parametrize(
+    "given", [{"self_draft_layers": 2}, {"pipeline_parallel_size": 2, "threads": 2}]
+)
+def test_a_given_number_and_several_ranks_leave_nothing_open(
+    deep: Path, given: dict[str, Any]
+) -> None:
+    config = engine_config({"model": str(deep), **SETTINGS, **given})
+    program = engine_program(config, open_model(deep), None)
+    draft = sized_self_draft(config, program, NativeExecutor)
+    assert not draft.choices
+    num = given.get("self_draft_layers", 1)
+    assert draft.program.name == f"LlamaForCausalLM, first {num} of 6 layers"
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of six layers, of which those after the second add nothing."""
+    folder = tmp_path_factory.mktemp("self") / "early"
+    write_tiny_llama(folder, seed=4, num_hidden_layers=6)
+    file = folder / "model.safetensors"
+    tensors, _ = read_tensors(file)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")) and int(name.split(".")[2]) >= 2:
+            tensors[name][:] = 0.0
+    write_tensors(file, tensors, {})
+    return folder
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial | None]:
+    """Return what was measured when engines were loaded."""
+    found: list[Trial | None] = []
+
+    def watched(*given: Any, **named: Any) -> Trial | None:
+        found.append(tried(*given, **named))
+        return found[-1]
+
+    monkeypatch.setattr(self_draft, "tried", watched)
+    return found
+
+
+@pytest.mark.parametrize("executor", ["native", "reference"])
+def test_what_is_measured_is_what_drafts_are_accepted(
+    early: Path, drafts: dict[str, int], trials: list[Trial | None], executor: str
+) -> None:
+    settings = {**SETTINGS, "executor": executor, "kv_cache_memory": "256KiB", "max_num_seqs": 8}
+    with LLM(early, **settings) as llm:
+        plain = answers(llm, OFF)
+        assert answers(llm) == plain
+    (trial,) = trials
+    assert trial is not None
+    assert [one.num for one in trial.measured] == [1, 2, 4, 5]
+    assert trial.num_tokens == 8 * 24
+    shares = [one.first for one in trial.measured]
+    assert shares[0] < 0.9
+    assert shares[1:] == [1.0] * 3
+    assert drafts["drafted"] > 40
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "nums", "num_tokens"),
+    [
+        (1.0, [3, 6, 13, 19, 26], 24),
+        (100.0, [3, 6, 13, 19, 26], 16),
+        (400.0, [3, 6, 13, 19, 26], 4),
+        (700.0, [3, 6, 13], 4),  # fewer candidates before fewer tokens than four
+        (1100.0, [3], 4),
+        (1200.0, [], 0),
+    ],
+)
+def test_what_is_measured_depends_on_the_time_of_a_step(
+    step_ms: float, nums: list[int], num_tokens: int
+) -> None:
+    shares = {num: num / 32 for num in (3, 6, 13, 19, 26)}
+    assert _affordable(shares, step_ms) == (nums, num_tokens)
+
+
+def test_a_machine_that_is_too_slow_to_measure_takes_a_fifth(
+    early: Path, trials: list[Trial | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_draft_trial, "MAX_MS", 0.0)
+    with LLM(early, **SETTINGS) as llm:
+        assert llm.generate(PROMPTS[:1], SAMPLING[0])[0].outputs[0].token_ids
+    assert trials == [None]
+
+
+def test_shorter_texts_of_fewer_candidates_are_measured_where_time_is_short(
+    early: Path, trials: list[Trial | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_draft_trial, "_affordable", lambda shares, step_ms: ([1, 2], 5))
+    with LLM(early, block_size=4, **SETTINGS) as llm:
+        assert llm.generate(PROMPTS[:1], SAMPLING[0])
+    (trial,) = trials
+    assert trial is not None
+    assert [one.num for one in trial.measured] == [1, 2]
+    assert trial.measured[1].agrees.shape == (4, 5)
+    assert trial.measured[1].first == 1.0
+
+
+def test_a_context_that_is_too_short_to_measure_takes_a_fifth(
+    early: Path, trials: list[Trial | None]
+) -> None:
+    with LLM(early, **{**SETTINGS, "max_model_len": 4}) as llm:
+        assert llm.generate([[5, 6]], replace(SAMPLING[0], max_tokens=2))
+    assert trials == [None]
+
+
+def test_one_block_of_kv_cache_is_enough_to_measure(
+    early: Path, trials: list[Trial | None]
+) -> None:
+    settings = {**SETTINGS, "max_num_seqs": 1, "max_model_len": 16, "block_size": 16}
+    with LLM(early, kv_cache_memory="50KiB", **settings) as llm:
+        assert llm.generate([[5, 6, 7]], replace(SAMPLING[0], max_tokens=4))
+    (trial,) = trials
+    assert trial is not None
+    assert trial.num_tokens == 15
 
 
 def test_buffers_of_passes_are_all_that_the_memory_plan_adds(deep: Path) -> None:
