@@ -55,9 +55,9 @@ Context: TypeAlias = Any  # grpc.aio.ServicerContext, which has no types
 
 
 class WholeMessages:
-    """The context of a streaming call whose messages are written whole.
+    """The context of a streaming call, which writes each message whole.
 
-    A cancelled task does not cancel its write: gRPC refuses the status of a call whose first
+    A cancelled task does not cancel its write: gRPC refuses the status of a call if the first
     message is half written (TOO_MANY_OPERATIONS), and the client would wait to its deadline.
     """
 
