@@ -34,6 +34,7 @@ from quire.transfer.links.messages import (
     End,
     Fetch,
     Identity,
+    Landed,
     Load,
     MessageError,
     Prefill,
@@ -47,6 +48,8 @@ Bytes = NDArray[np.uint8]
 
 MAX_THREADS = 16
 CONNECT_S = 3.0
+# After so many blocks at the latest, both engines learn how many are here.
+LANDED_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,8 @@ class _Gave(Exception):
 
 
 class BlockClient:
-    """Fetches for one engine. room: returns the memory of a place. wake: called when a job ends.
+    """Fetches for one engine. room: returns the memory of a place. wake: called when blocks have
+    landed, and when a job ends.
 
     openers: how other engines' memory is read, by backend. timeout_s: the longest wait for a block.
     """
@@ -291,6 +295,10 @@ class BlockClient:
             if not self._place(job, said, channel, reader):
                 return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
+            if not job.num_landed % LANDED_EVERY or not channel.has_input():
+                with contextlib.suppress(OSError):  # found out when more is received, if it is
+                    channel.send(Landed(job.num_landed), within_s=LOST_S)
+                self._wake()  # so that they are loaded while others are on their way
 
     def _place(self, job: FetchJob, said: Block, channel: Channel, reader: Reader | None) -> bool:
         """Bring a block into its place, and check what is there; return False after `cancel`.
