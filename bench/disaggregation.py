@@ -258,6 +258,7 @@ def gaps_beside(
         stream.start()
     while min(len(stream.times_s) for stream in streams) < args.steps_before:
         time.sleep(0.01)
+    before = {} if prefill is None else transfer_counts(prefill, server)
     ttfts_s, tokens, began_s = [], [], time.monotonic()
     for number in range(args.prompts):
         note(f"prompt {number + 1} of {args.prompts} beside {args.decoding} streams")
@@ -268,6 +269,7 @@ def gaps_beside(
         if time.monotonic() > until_s:
             break
     ended_s = time.monotonic()
+    counts = {} if prefill is None else transfer_counts(prefill, server)
     alone_s, again_s = [], []
     if prefill is not None and args.alone:
         note("the prompts alone at the prefill engine, and again at the decode engine")
@@ -289,6 +291,7 @@ def gaps_beside(
         "ttft_s": statistics.median(ttfts_s),
         "num_gaps": len(gaps_ms),
         "num_prompts": len(ttfts_s),
+        **({"counts": {name: counts[name] - before[name] for name in counts}} if counts else {}),
         **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
         **({"again_s": statistics.median(again_s)} if again_s else {}),
     }
@@ -331,8 +334,8 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         decode = Server(args.model, folder, cores[1:], *context, *shared, *flags)
         ending.callback(decode.end)
         result["two engines"] = gaps_beside(decode, args, until_s, prefill)
-        num_prompts = result["two engines"]["num_prompts"]
-        result["two engines"] |= transfer_of(prefill, decode, num_prompts, args.prompt)
+        two = result["two engines"]
+        two |= transfer_of(two.pop("counts"), two["num_prompts"])
     found = [result[name].pop("tokens") for name in ("one engine", "two engines")]
     if any(one != two for one, two in zip(*found, strict=False)):
         raise SystemExit("the prompts' first tokens differ: the run is wrong")
@@ -349,26 +352,27 @@ def prompt_s(server: Server, args: argparse.Namespace, number: int, salt: str = 
     return time.monotonic() - began_s
 
 
-def transfer_of(prefill: Server, decode: Server, prompts: int, tokens: int) -> dict[str, Any]:
-    """Return what was moved, how fast, and how much of it while the prompts were computed.
+def transfer_counts(prefill: Server, decode: Server) -> dict[str, float]:
+    """Return what both engines have counted so far."""
+    of = {
+        prefill: ("sent_bytes", "overlapped_bytes"),
+        decode: ("received_bytes", "received_blocks", "early_blocks", "failures"),
+    }
+    counts = {
+        name: server.metric(f"quire_kv_transfer_{name}_total")
+        for server, names in of.items()
+        for name in names
+    }
+    return {**counts, "receive_s": decode.metric("quire_kv_transfer_receive_seconds_total")}
 
-    tokens: of each prompt; a shorter one went before them.
-    """
-    share = tokens / (prompts * tokens + min(tokens, WARM_PROMPT))
-    sent_bytes, overlapped_bytes = (
-        prefill.metric(f"quire_kv_transfer_{name}_bytes_total") for name in ("sent", "overlapped")
-    )
-    num_bytes = decode.metric("quire_kv_transfer_received_bytes_total")
-    seconds = decode.metric("quire_kv_transfer_receive_seconds_total")
+
+def transfer_of(counts: dict[str, float], num_prompts: int) -> dict[str, Any]:
+    """Return what was moved, how fast, and how much of it while the prompts were computed."""
+    seconds = counts["receive_s"]
     return {
-        "received_bytes": num_bytes,
-        "gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
-        "receive_s_per_prompt": seconds * share,
-        "sent_bytes": sent_bytes,
-        "overlapped_bytes": overlapped_bytes,
-        "early_blocks": decode.metric("quire_kv_transfer_early_blocks_total"),
-        "received_blocks": decode.metric("quire_kv_transfer_received_blocks_total"),
-        "failures": decode.metric("quire_kv_transfer_failures_total"),
+        **counts,
+        "gb_per_s": counts["received_bytes"] / seconds / 1e9 if seconds else 0.0,
+        "receive_s_per_prompt": seconds / num_prompts,
     }
 
 
@@ -438,7 +442,7 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
     listening.close()
     try:
         os.read(ready, 1)
-        ended = threading.Event()
+        woken = threading.Event()
         agent = NixlAgent("fetching") if backend == "nixl" else None
         openers: dict[str, Opener] = {}
         if backend == "shm":
@@ -449,7 +453,7 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
             security=security,
             identity=identity,
             room=lambda place: got[place],
-            wake=ended.set,
+            wake=woken.set,
             openers=openers,
             timeout_s=600.0,
         )
@@ -457,10 +461,11 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
             got[:] = 1
             source = Source(host="127.0.0.1", port=address, transfer_id=bytes([number]) * 16)
             job = FetchJob(source, _digests(count), range(count))
-            ended.clear()
             began_s = time.monotonic()
             client.start(job)
-            ended.wait(600)
+            while job not in client.ended():
+                woken.wait(600)
+                woken.clear()
             took_s.append(time.monotonic() - began_s)
             if job.failure is not None:
                 raise SystemExit(f"{backend}: {job.failure} {job.detail}")
