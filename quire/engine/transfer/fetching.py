@@ -24,8 +24,8 @@ from quire.base.records import Request, RequestOutput
 from quire.base.report import Field, Report
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
+from quire.engine.early_loads import EarlyLoads
 from quire.engine.outside_blocks import Levels, can_use_outside_blocks
-from quire.engine.transfer.early_loads import EarlyLoads
 from quire.engine.transfer.link_times import LinkTimes
 from quire.engine.transfer.own_load import OwnLoad
 from quire.engine.transfer.peers import Peer, Peers

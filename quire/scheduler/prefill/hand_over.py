@@ -9,7 +9,6 @@ computed it ended well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -38,7 +37,7 @@ class HandOvers(StepExtension):
     """The prompts of one scheduler that are handed over, by request id.
 
     A prompt may have two users: an engine that fetches its blocks, and a store. step_tokens: the
-    largest step.
+    largest step. loads: begun by `load`, those under way among them.
     """
 
     def __init__(
@@ -48,6 +47,7 @@ class HandOvers(StepExtension):
         self._batch, self._cache, self._loads = batch, cache, loads
         self.step_tokens = step_tokens
         self._tiers: TierTransfers = cache.tiers
+        self.loads: list[Fetch] = []
         self._open: dict[str, _HandOver] = {}
 
     @property
@@ -66,17 +66,17 @@ class HandOvers(StepExtension):
         rest = self._cache.match(chain).rest
         return rest[len(self._tiers.run(rest)) :]
 
-    def load(self, chain: Chain, token_ids: Int32s, under_way: Sequence[Fetch]) -> Fetch | None:
+    def load(self, chain: Chain, token_ids: Int32s) -> Fetch | None:
         """Begin to load what the tier has of a prompt into the pool, before its request begins.
 
-        under_way: loads begun before; theirs are not loaded again. What arrives is found like any
-        free block, and kept for no request. None: there is nothing to load, or running requests may
-        need the room.
+        What arrives is found like any free block, and kept for no request. None: there is nothing
+        to load, or running requests may need the room.
         """
+        self.loads = [load for load in self.loads if not load.has_ended]
         match, cache = self._cache.match(chain), self._cache
         coming = {
             key: block
-            for load in under_way
+            for load in self.loads
             for key, block in zip(load.keys, load.blocks.tolist(), strict=False)
         }
         before = [coming[key] for key in takewhile(coming.__contains__, match.rest)]
@@ -91,6 +91,7 @@ class HandOvers(StepExtension):
         self._loads.any_used = True
         fetch = cache.swap_in(match, places, token_ids)
         self._tiers.release(fetch)
+        self.loads.append(fetch)
         return fetch
 
     def generating(self) -> tuple[int, int]:

@@ -456,6 +456,14 @@ def test_blocks_that_are_there_when_the_prompt_ends_are_counted(pair: Pair) -> N
     assert pair.leases.overlapped_blocks_total == 3
 
 
+def test_the_last_blocks_of_a_prompt_that_is_still_computed_are_counted(pair: Pair) -> None:
+    """Its last tokens fill no block."""
+    pair.lease()
+    lease = pair.leases._open[TRANSFER]
+    assert pair.finished(pair.start()).failure is None
+    pair.until(lambda: lease.num_there == NUM_BLOCKS)
+
+
 def test_a_side_that_has_more_than_was_sent_is_not_believed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,15 +29,16 @@ class _Early:
 
 
 class EarlyLoads:
-    """Of the requests of one engine that wait for transfers."""
+    """Of the requests that wait for one source of blocks."""
 
     def __init__(self, hand_overs: HandOvers) -> None:
         self._hand_overs = hand_overs
         self._waiting: dict[str, _Early] = {}
-        self._under_way: list[Fetch] = []
 
     def begin(self, request: Request) -> None:
-        """Note that a request waits for blocks, until `end`."""
+        """Note that a request waits for blocks, until `end`; no effect if it does."""
+        if request.request_id in self._waiting:
+            return
         chain = self._hand_overs.chain(request, request.known_ids)
         self._waiting[request.request_id] = _Early(request, chain, frozenset(chain.keys))
 
@@ -49,14 +50,11 @@ class EarlyLoads:
         early = self._waiting.get(request_id)
         if early is None:
             return 0
-        self._under_way = [load for load in self._under_way if not load.has_ended]
-        ids = early.request.known_ids
-        own = self._hand_overs.load(early.chain, ids, self._under_way)
+        own = self._hand_overs.load(early.chain, early.request.known_ids)
         if own is not None:
-            self._under_way.append(own)
             early.own.append(own)
         early.loads = [load for load in early.loads if not load.has_ended]
-        for load in self._under_way:
+        for load in self._hand_overs.loads:
             if load not in early.loads and not early.keys.isdisjoint(load.keys):
                 early.loads.append(load)
         return 0 if own is None else len(own.keys)
