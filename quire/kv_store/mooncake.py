@@ -149,13 +149,14 @@ class MooncakeStore:
         """
         with self._changed:
             if self._client is None:
+                if not self._is_starting:
+                    self._fault = None  # the master may have come since
                 self._begin()
                 self._changed.wait_for(lambda: not self._is_starting, self._start_s)
                 if self._is_starting:
                     raise StoreNotReady("Mooncake is being set up")
-                fault, self._fault = self._fault, None
-                if fault is not None:
-                    raise fault
+                if self._fault is not None:
+                    raise self._fault
                 if self._client is None:
                     raise OSError(errno.ENOTCONN, "the store is closed")
             elif time.monotonic() - self._answered_s >= ASK_AGAIN_S:
@@ -163,8 +164,8 @@ class MooncakeStore:
             return self._client
 
     def _begin(self) -> None:
-        """Set the library up in a thread of its own, unless that goes on or has just failed."""
-        if not (self._is_starting or self._is_closed or self._fault is not None):
+        """Set the library up in a thread of its own, unless that goes on."""
+        if not (self._is_starting or self._is_closed):
             self._is_starting = True
             threading.Thread(target=self._start, name="quire-mooncake", daemon=True).start()
 
@@ -177,7 +178,10 @@ class MooncakeStore:
             fault = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
         with self._changed:
             self._is_starting = False
-            self._client, self._fault = client, fault
+            if self._is_closed and client is not None:
+                client.close()
+            else:
+                self._client, self._fault = client, fault
             self._changed.notify_all()
 
     def _reach(self) -> None:
