@@ -4,10 +4,12 @@
 are the gaps between the tokens of the streams from the first prompt's arrival to the last one's
 first token, and the prompts' times to first token: of one engine with two cores, and of a prefill
 and a decode engine with one core each (processes are bound to cores; this one runs beside them).
-Each prompt's tokens must be equal in both, or the run is refused. hidden_share: how much of the
-bytes' time was covered by the prefill. What moving has delayed is the time to first token, less the
-prompt's time at the prefill engine itself, and less its time at the decode engine once that has its
-blocks, both beside the same streams.
+Each prompt's tokens must be equal in both, or the run is refused. hidden_share: of all bytes that
+were sent, those that the decode engine had before the prompt was computed, as the prefill engine
+counts them. hidden_time_share (with --alone): how much of the time spent on the bytes did not delay
+the first token. What has is the time to first token, less the prompt's time at the prefill engine
+by itself, and less its time at the decode engine once that has its blocks, both beside the same
+streams; what the prefill engine spends on copies and checksums counts as delay.
 `links`: GB/s of each backend between the stores of two processes (nixl where it is installed),
 beside memcpy of the same blocks; `first` is a transfer that touches the other store's pages for the
 first time. Memory is touched before, since engines use theirs again and again.
@@ -16,8 +18,11 @@ first time. Memory is touched before, since engines use theirs again and again.
 prompts of --prompt tokens would take longer, fewer or shorter ones are sent. The result names what
 was sent. What is being done is written to the standard error.
 
-Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER] [--prompt 8192]
-     [--prompts 4] [--decoding 16] [--minutes 6] [--backend auto] [--out FILE] [--smoke]
+With --exact prompts are not made shorter, and fewer are sent. At least one is.
+
+Run: python -m bench.disaggregation [--runs links,serving] [--model FOLDER | --shape qwen3-0.6b]
+     [--prompt-tokens 8192] [--exact] [--prompts 4] [--decoding 16] [--minutes 6] [--alone]
+     [--backend auto] [--out FILE] [--smoke]
 """
 
 from __future__ import annotations
@@ -65,6 +70,8 @@ DECODING_PROMPT = 64
 _VOCAB = 1000  # ids that every checkpoint has
 # Prompts are not made shorter than that; one of so many tokens measures how fast they are computed.
 MIN_PROMPT = 512
+# Sent first to each engine.
+WARM_PROMPT = 1024
 # How much longer a prompt takes than alone on two cores: beside streams, on one core, and at so
 # many tokens of depth.
 _BESIDE, _ONE_CORE, _DEPTH = 2.0, 2.0, 8192.0
@@ -182,25 +189,39 @@ def note(text: str) -> None:
     print(f"[{time.monotonic() - _BEGAN_S:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def total_s(alone_s: float, prompt: int, prompts: int) -> float:
-    """Return about how long all prompts of `serving` take. alone_s: of MIN_PROMPT tokens."""
+def total_s(alone_s: float, prompt: int, prompts: int, *, alone: bool = False) -> float:
+    """Return about how long all prompts of `serving` take. alone_s: of MIN_PROMPT tokens.
+
+    alone: they are sent to the prefill engine by itself too.
+    """
     one_s = alone_s * prompt / MIN_PROMPT * (1.0 + prompt / _DEPTH)
-    at_one_engine = 1 + prompts * _BESIDE
-    at_two = _ONE_CORE * (1 + 2 * prompts)
+    at_one_engine = prompts * _BESIDE
+    at_two = _ONE_CORE * (2 if alone else 1) * prompts
     return one_s * (at_one_engine + at_two)
 
 
-def fitting(alone_s: float, left_s: float, prompt: int, prompts: int) -> tuple[int, int]:
+def fitting(
+    alone_s: float,
+    left_s: float,
+    prompt: int,
+    prompts: int,
+    *,
+    alone: bool = False,
+    min_prompt: int = MIN_PROMPT,
+) -> tuple[int, int]:
     """Return the tokens and the number of prompts, at most these, that take no longer than left_s.
 
-    Fewer prompts come before shorter ones; the shortest are sent whatever they take.
+    Fewer prompts come before shorter ones; the shortest are sent whatever they take. alone: see
+    total_s.
     """
     while True:
-        for count in dict.fromkeys((prompts, max(prompts // 2, 1))):
-            if total_s(alone_s, prompt, count) <= left_s:
+        is_shortest = prompt // 2 < min_prompt
+        least = 1 if is_shortest else max(prompts // 2, 1)
+        for count in range(prompts, least - 1, -1):
+            if total_s(alone_s, prompt, count, alone=alone) <= left_s:
                 return prompt, count
-        if prompt // 2 < MIN_PROMPT:
-            return prompt, max(prompts // 2, 1)
+        if is_shortest:
+            return prompt, least
         prompt //= 2
 
 
@@ -213,7 +234,9 @@ def sized(args: argparse.Namespace, server: Server, began_s: float) -> argparse.
     server.post(prompt_body(alone, -2))
     alone_s = (time.monotonic() - before_s) * MIN_PROMPT / alone.prompt
     left_s = 60.0 * args.minutes - 4.0 * start_s  # three starts, and streams that begin
-    prompt, prompts = fitting(alone_s, left_s, args.prompt, args.prompts)
+    least = args.prompt if args.exact else MIN_PROMPT
+    wanted = (args.prompt, args.prompts)
+    prompt, prompts = fitting(alone_s, left_s, *wanted, alone=args.alone, min_prompt=least)
     note(f"{MIN_PROMPT} tokens take {alone_s:.2f} s: {prompts} prompts of {prompt} tokens")
 
     return argparse.Namespace(**{**vars(args), "prompt": prompt, "prompts": prompts})
@@ -227,13 +250,15 @@ def gaps_beside(
     until_s: when no further prompt is sent. prefill: where they are computed; prompts are then sent
     there too, beside the same streams.
     """
-    server.post(prompt_body(args, args.prompts))  # memory is in use, and step costs are known
+    warm = argparse.Namespace(**{**vars(args), "prompt": min(args.prompt, WARM_PROMPT)})
+    server.post(prompt_body(warm, args.prompts))  # step costs are known
     stop = threading.Event()
     streams = [Stream(server, number, stop) for number in range(args.decoding)]
     for stream in streams:
         stream.start()
     while min(len(stream.times_s) for stream in streams) < args.steps_before:
         time.sleep(0.01)
+    before = {} if prefill is None else transfer_counts(prefill, server)
     ttfts_s, tokens, began_s = [], [], time.monotonic()
     for number in range(args.prompts):
         note(f"prompt {number + 1} of {args.prompts} beside {args.decoding} streams")
@@ -244,8 +269,9 @@ def gaps_beside(
         if time.monotonic() > until_s:
             break
     ended_s = time.monotonic()
+    counts = {} if prefill is None else transfer_counts(prefill, server)
     alone_s, again_s = [], []
-    if prefill is not None:
+    if prefill is not None and args.alone:
         note("the prompts alone at the prefill engine, and again at the decode engine")
         again_s = [prompt_s(server, args, at) for at in range(len(ttfts_s))]
         alone_s = [prompt_s(prefill, args, at, salt="alone") for at in range(len(ttfts_s))]
@@ -265,6 +291,7 @@ def gaps_beside(
         "ttft_s": statistics.median(ttfts_s),
         "num_gaps": len(gaps_ms),
         "num_prompts": len(ttfts_s),
+        **({"counts": {name: counts[name] - before[name] for name in counts}} if counts else {}),
         **({"prefill_s": statistics.median(alone_s)} if alone_s else {}),
         **({"again_s": statistics.median(again_s)} if again_s else {}),
     }
@@ -307,7 +334,8 @@ def serving(args: argparse.Namespace) -> dict[str, Any]:
         decode = Server(args.model, folder, cores[1:], *context, *shared, *flags)
         ending.callback(decode.end)
         result["two engines"] = gaps_beside(decode, args, until_s, prefill)
-        result["two engines"] |= transfer_of(decode, result["two engines"]["num_prompts"])
+        two = result["two engines"]
+        two |= transfer_of(two.pop("counts"), two["num_prompts"])
     found = [result[name].pop("tokens") for name in ("one engine", "two engines")]
     if any(one != two for one, two in zip(*found, strict=False)):
         raise SystemExit("the prompts' first tokens differ: the run is wrong")
@@ -324,19 +352,36 @@ def prompt_s(server: Server, args: argparse.Namespace, number: int, salt: str = 
     return time.monotonic() - began_s
 
 
-def transfer_of(decode: Server, num_prompts: int) -> dict[str, Any]:
-    """Return what was moved, and how fast."""
-    num_bytes = decode.metric("quire_kv_transfer_received_bytes_total")
-    seconds = decode.metric("quire_kv_transfer_receive_seconds_total")
+def transfer_counts(prefill: Server, decode: Server) -> dict[str, float]:
+    """Return what both engines have counted so far."""
+    of = {
+        prefill: ("sent_bytes", "overlapped_bytes"),
+        decode: ("received_bytes", "received_blocks", "early_blocks", "failures"),
+    }
+    counts = {
+        name: server.metric(f"quire_kv_transfer_{name}_total")
+        for server, names in of.items()
+        for name in names
+    }
+    return {**counts, "receive_s": decode.metric("quire_kv_transfer_receive_seconds_total")}
+
+
+def transfer_of(counts: dict[str, float], num_prompts: int) -> dict[str, Any]:
+    """Return what was moved, how fast, and how much of it while the prompts were computed."""
+    seconds = counts["receive_s"]
     return {
-        "received_bytes": num_bytes,
-        "gb_per_s": num_bytes / seconds / 1e9 if seconds else 0.0,
-        "receive_s_per_prompt": seconds / (num_prompts + 1),
-        "failures": decode.metric("quire_kv_transfer_failures_total"),
+        **counts,
+        "gb_per_s": counts["received_bytes"] / seconds / 1e9 if seconds else 0.0,
+        "receive_s_per_prompt": seconds / num_prompts,
     }
 
 
 def hidden_share(two: dict[str, Any]) -> float:
+    """Return the share of the bytes that were there before the prompts were computed."""
+    return two["overlapped_bytes"] / two["sent_bytes"] if two["sent_bytes"] else 0.0
+
+
+def hidden_time_share(two: dict[str, Any]) -> float:
     """Return the share of the bytes' time that did not delay the first token."""
     exposed_s = max(two["ttft_s"] - two["prefill_s"] - two["again_s"], 0.0)
     moved_s = two["receive_s_per_prompt"]
@@ -397,7 +442,7 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
     listening.close()
     try:
         os.read(ready, 1)
-        ended = threading.Event()
+        woken = threading.Event()
         agent = NixlAgent("fetching") if backend == "nixl" else None
         openers: dict[str, Opener] = {}
         if backend == "shm":
@@ -408,7 +453,7 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
             security=security,
             identity=identity,
             room=lambda place: got[place],
-            wake=ended.set,
+            wake=woken.set,
             openers=openers,
             timeout_s=600.0,
         )
@@ -416,10 +461,11 @@ def _moved(backend: str, segment: OwnSegment, sent: np.ndarray) -> tuple[float, 
             got[:] = 1
             source = Source(host="127.0.0.1", port=address, transfer_id=bytes([number]) * 16)
             job = FetchJob(source, _digests(count), range(count))
-            ended.clear()
             began_s = time.monotonic()
             client.start(job)
-            ended.wait(600)
+            while job not in client.ended():
+                woken.wait(600)
+                woken.clear()
             took_s.append(time.monotonic() - began_s)
             if job.failure is not None:
                 raise SystemExit(f"{backend}: {job.failure} {job.detail}")
@@ -510,7 +556,10 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--runs", default="links,serving")
     parser.add_argument("--model", default="")
-    parser.add_argument("--prompt", type=int, default=8192)
+    parser.add_argument("--shape", default=SHAPE, help="of random weights, without --model")
+    parser.add_argument("--prompt-tokens", "--prompt", dest="prompt", type=int, default=8192)
+    parser.add_argument("--exact", action="store_true", help="send no shorter prompts")
+    parser.add_argument("--alone", action="store_true", help="measure hidden_time_share too")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--decoding", type=int, default=16)
     parser.add_argument("--steps-before", type=int, default=20)
@@ -527,7 +576,7 @@ def main(arguments: list[str]) -> None:
         args.prompt, args.prompts, args.decoding, args.room = 256, 2, 2, 256
         args.kv, args.transfer_size, args.link_bytes = "64MiB", "32MiB", 32 << 20
     elif not args.model:
-        args.model = str(random_checkpoint(SHAPE))
+        args.model = str(random_checkpoint(args.shape))
     # Parts of an earlier run stay, each with the load of its own beginning.
     content: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     content |= {"bench": "disaggregation", "machine": machine_card()}
@@ -537,7 +586,11 @@ def main(arguments: list[str]) -> None:
         content["links"] = {**links(args), "load_at_start": load}
     if "serving" in args.runs.split(","):
         content["serving"] = {**serving(args), "load_at_start": load}
-        content["hidden_share"] = hidden_share(content["serving"]["two engines"])
+        two = content["serving"]["two engines"]
+        content["hidden_share"] = hidden_share(two)
+        content.pop("hidden_time_share", None)  # of an earlier run
+        if "again_s" in two:
+            content["hidden_time_share"] = hidden_time_share(two)
     print(json.dumps({name: one for name, one in content.items() if name != "machine"}, indent=1))
     args.out.write_text(json.dumps(content, indent=1) + "\n")
 

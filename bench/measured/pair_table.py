@@ -115,11 +115,12 @@ def _serving(measured: Mapping[str, Any]) -> list[str]:
     serving = measured["serving"]
     one, two = serving["one engine"], serving["two engines"]
     hidden = ""
-    if "again_s" in two and "hidden_share" in measured:
-        hidden = (
-            f" Of the blocks' time {100 * measured['hidden_share']:.0f} % was hidden behind the "
-            "prefill: on one core each, the threads that move blocks take the time of the steps."
-        )
+    if "overlapped_bytes" in two:
+        share = f"{100 * measured['hidden_share']:.0f} %"
+        hidden = f" {share} of the bytes were there before their prompt was computed."
+    if "hidden_time_share" in measured and hidden:
+        share = f"{100 * measured['hidden_time_share']:.0f} %"
+        hidden += f" {share} of the time spent on them did not delay the first token."
     text = (
         f"A larger model there ({measured['model']}), {two['num_prompts']} prompts of "
         f"{serving['prompt']:,} tokens beside {measured['decoding']} streams"

@@ -59,12 +59,18 @@ class TransferCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """Counters and gauges. failures: how often, by Failure; *_ms: time spent on the bytes alone."""
+    """Counters and gauges. failures: how often, by Failure; *_ms: time spent on the bytes alone.
+
+    overlapped: sent, and received before the prompt was computed; early: loaded into the pool
+    before the last block of the prompt had come.
+    """
 
     leases: int = 0
     fetching: int = 0
     sent_blocks_total: int = 0
     sent_bytes_total: int = 0
+    overlapped_bytes_total: int = 0
+    early_blocks_total: int = 0
     received_blocks_total: int = 0
     received_bytes_total: int = 0
     receive_ms_total: float = 0.0

@@ -58,6 +58,13 @@ class Breaker:
         with self._lock:
             self._state, self._num_failures = BreakerState.CLOSED, 0
 
+    def undecided(self) -> None:
+        """Note that a store is not ready: a trial is made again, after a pause."""
+        with self._lock:
+            if self._state is BreakerState.HALF_OPEN:
+                self._state = BreakerState.OPEN
+                self._until_ms = self._now_ms() + FIRST_PAUSE_MS
+
     def failed(self) -> bool:
         """Note a call that failed; return whether this opened the breaker."""
         with self._lock:

@@ -23,7 +23,7 @@ from quire.base.report import Report
 from quire.kv_store.breaker import Breaker
 from quire.kv_store.entry import HEAD_BYTES, EntryFormat
 from quire.kv_store.int8 import Int8Encoding
-from quire.kv_store.shared_store import Parts, SharedStore
+from quire.kv_store.shared_store import Parts, SharedStore, StoreNotReady
 
 Bytes = NDArray[np.uint8]
 Answer = TypeVar("Answer")
@@ -177,6 +177,9 @@ class SharedLevel:
         began_ms = self._now_ms()
         try:
             answer = call()
+        except StoreNotReady:
+            self.breaker.undecided()
+            return None
         except Exception as error:  # noqa: BLE001  of a file system or a library; costs time only
             self._fail(StoreFailure.ERROR)
             self._open(f"{type(error).__name__}: {error}")

@@ -4,8 +4,8 @@ The only file that imports mooncake. The client library runs in this process: it
 store's memory, and moves values over TCP between the memories of all clients; no etcd is needed. A
 library call with a dead master blocks for seconds, so the master's port is tried before, at most
 once a second. A claim is a value too: its name has the time it was made in, rounded, because values
-cannot be overwritten. Knows no blocks. Always
-holds: the library is set up in the first call that finds the master, in a thread that may wait.
+cannot be overwritten. Knows no blocks. Always holds: the library is set up in a thread of its own,
+since that may take seconds; until it is, a call waits for a moment and finds nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.kv_store import StorePlace
-from quire.kv_store.shared_store import CLAIM_LEASE_S, Parts
+from quire.kv_store.shared_store import CLAIM_LEASE_S, Parts, StoreNotReady
 
 PROTOCOL = "tcp"
 # Clients exchange their addresses themselves; there is no metadata server.
@@ -28,6 +28,8 @@ METADATA = "P2PHANDSHAKE"
 # The master's port is tried again where its last answer is older than this.
 ASK_AGAIN_S = 1.0
 CONNECT_S = 0.25
+# A call waits so long for the library to be set up, and `close` for an attempt to end.
+START_WAIT_S, CLOSE_S = 1.0, 5.0
 # Copies of values on their way, of all threads.
 MIN_BUFFER_BYTES, BUFFERED_ENTRIES = 64 << 20, 32
 _SEGMENT_UNIT = 16 << 20
@@ -57,9 +59,14 @@ class MooncakeStore:
         self._segment_bytes = -(-segment_bytes // _SEGMENT_UNIT) * _SEGMENT_UNIT
         self._buffer_bytes = max(MIN_BUFFER_BYTES, BUFFERED_ENTRIES * entry_bytes)
         self._connect_s = min(CONNECT_S, timeout_s)
-        self._lock = threading.Lock()
+        self._start_s = min(START_WAIT_S, timeout_s / 4)
+        self._changed = threading.Condition()
         self._client: Any = None
+        self._fault: OSError | None = None  # of the last attempt to set it up
+        self._is_starting = self._is_closed = False
         self._answered_s = -ASK_AGAIN_S
+        with self._changed:
+            self._begin()
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """See SharedStore."""
@@ -114,9 +121,16 @@ class MooncakeStore:
             if client.get(name) == record:
                 client.remove(name, True)
 
+    def wait_until_ready(self, within_s: float) -> bool:
+        """Return whether the library is set up, at the latest after so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._client is not None, within_s)
+
     def close(self) -> None:
         """Leave the store, with what this client's memory holds."""
-        with self._lock:
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._is_starting, CLOSE_S)
             if self._client is not None:
                 self._client.close()
                 self._client = None
@@ -129,16 +143,52 @@ class MooncakeStore:
         return [one == 1 for one in found]
 
     def _ready(self) -> Any:
-        """Return the client, set up; raise OSError where the master does not answer."""
-        with self._lock:
-            if self._client is not None and time.monotonic() - self._answered_s < ASK_AGAIN_S:
-                return self._client
-            address = (self._place.host.strip("[]"), self._place.port)
-            socket.create_connection(address, self._connect_s).close()
+        """Return the client, set up.
+
+        Raises OSError where the master does not answer, and StoreNotReady while it is set up.
+        """
+        with self._changed:
             if self._client is None:
-                self._client = self._set_up()
-            self._answered_s = time.monotonic()
+                if not self._is_starting:
+                    self._fault = None  # the master may have come since
+                self._begin()
+                self._changed.wait_for(lambda: not self._is_starting, self._start_s)
+                if self._is_starting:
+                    raise StoreNotReady("Mooncake is being set up")
+                if self._fault is not None:
+                    raise self._fault
+                if self._client is None:
+                    raise OSError(errno.ENOTCONN, "the store is closed")
+            elif time.monotonic() - self._answered_s >= ASK_AGAIN_S:
+                self._reach()
             return self._client
+
+    def _begin(self) -> None:
+        """Set the library up in a thread of its own, unless that goes on."""
+        if not (self._is_starting or self._is_closed):
+            self._is_starting = True
+            threading.Thread(target=self._start, name="quire-mooncake", daemon=True).start()
+
+    def _start(self) -> None:
+        client, fault = None, None
+        try:
+            self._reach()
+            client = self._set_up()
+        except Exception as error:  # noqa: BLE001  of a library; raised in the next call
+            fault = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
+        with self._changed:
+            self._is_starting = False
+            if self._is_closed and client is not None:
+                client.close()
+            else:
+                self._client, self._fault = client, fault
+            self._changed.notify_all()
+
+    def _reach(self) -> None:
+        """Find out whether the master's port answers. Raises OSError."""
+        address = (self._place.host.strip("[]"), self._place.port)
+        socket.create_connection(address, self._connect_s).close()
+        self._answered_s = time.monotonic()
 
     def _set_up(self) -> Any:
         client = _library().MooncakeDistributedStore()

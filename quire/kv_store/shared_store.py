@@ -20,6 +20,10 @@ CLAIM_LEASE_S = 10.0
 MAX_CLAIM_BYTES = 1 << 16
 
 
+class StoreNotReady(OSError):
+    """A store is being set up: for now it has nothing, and nothing is wrong with it."""
+
+
 class SharedStore(Protocol):
     """Methods raise OSError where the store cannot be asked; any thread may call them."""
 

@@ -295,8 +295,18 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
         ("requests", "Transfers begun from other engines", stats.transfers_total),
         ("sent_blocks", "KV blocks sent to other engines", stats.sent_blocks_total),
         ("sent_bytes", "Bytes of KV blocks sent to other engines", stats.sent_bytes_total),
+        (
+            "overlapped_bytes",
+            "Bytes of those that the other engine had before the prompt was computed",
+            stats.overlapped_bytes_total,
+        ),
         ("received_blocks", "KV blocks received", stats.received_blocks_total),
         ("received_bytes", "Bytes of KV blocks received", stats.received_bytes_total),
+        (
+            "early_blocks",
+            "KV blocks received that were in the cache before the last one had come",
+            stats.early_blocks_total,
+        ),
         (
             "receive_seconds",
             "Time spent on the bytes of received KV blocks",

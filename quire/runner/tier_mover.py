@@ -44,13 +44,17 @@ def num_buffers(block_bytes: int, tier: Tier) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """queued: waits until the device has reached the copy, there: until raw is filled."""
+    """queued: waits until the device has reached the copy, there: until raw is filled.
+
+    epoch: how often all was forgotten before.
+    """
 
     place: int
     digest: bytes
     raw: Bytes
     queued: Callable[[], None]
     there: Callable[[], None]
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class TierMover:
     """Between the pool of `executor` and `store`, which it closes.
 
     now_ms: a clock, for how long copies take. wake: called in the thread, when none is left.
+    on_saved: called there with digest and place of each block that is saved, before `ended` does.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class TierMover:
     ) -> None:
         self.store = store
         self.wake = wake
+        self.on_saved: Callable[[bytes, int], None] = lambda digest, place: None
         self._now_ms, self._report = now_ms, report
         count = num_buffers(executor.block_bytes, store.tier)
         self._way = BlockTransport(executor, most=count)
@@ -128,7 +134,7 @@ class TierMover:
         self._behind: deque[_Save | _Fetch] = deque()
         self._pending: set[int] = set()  # pool blocks that have not arrived
         self._being_read: Counter[int] = Counter()  # places
-        self._must_clear = False
+        self._must_clear, self._epoch = False, 0
         self._closing = False
         self._is_broken = self._broken_told = False
         self._ended = _Ended([], [], [])
@@ -191,7 +197,7 @@ class TierMover:
     def clear(self) -> None:
         """Nothing saved until now is ever given out again."""
         with self._changed:
-            self._must_clear = True
+            self._must_clear, self._epoch = True, self._epoch + 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -212,7 +218,7 @@ class TierMover:
         queued = self._wait_of(self._way.queued)
         with self._changed:
             for (_, place, digest), raw in zip(saves, raws, strict=True):
-                self._behind.append(_Save(place, digest, raw, queued, there))
+                self._behind.append(_Save(place, digest, raw, queued, there, self._epoch))
             self._changed.notify_all()
         return len(raws)
 
@@ -297,6 +303,8 @@ class TierMover:
             if not self._is_memory:
                 self._buffers.append(save.raw)
             self._note(self.store.tier, save.place, arrived=arrived)
+            if arrived and save.epoch == self._epoch:
+                self.on_saved(save.digest, save.place)
             self._ended.saved += arrived
             self._ended.save_ms += took_ms if arrived else 0.0
             none_left = not self._fetches and not self._behind

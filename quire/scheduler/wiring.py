@@ -140,7 +140,7 @@ def wire(
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
         extensions.append(drafts)  # last: drafts take what all rows leave
-    hand_overs = _hand_overs(limits, batch, cache)
+    hand_overs = _hand_overs(limits, batch, cache, loads)
     extensions += [hand_overs] if hand_overs is not None else []
     gates = [*([loads] if cache.tiers is not None else []), *_length_gates(limits)]
     slots = SlotAllocator(batch, cache, policy, shares, loads, stats, pins)
@@ -184,13 +184,13 @@ def _continued_first(
 
 
 def _hand_overs(
-    limits: SchedulerLimits, batch: RunningBatch, cache: CacheManager
+    limits: SchedulerLimits, batch: RunningBatch, cache: CacheManager, loads: KVLoads
 ) -> HandOvers | None:
     if cache.tiers is None or not cache.tiers.tier.exchanges:
         return None
     from quire.scheduler.prefill.hand_over import HandOvers  # only where engines exchange blocks
 
-    return HandOvers(batch, cache, step_tokens=limits.max_num_batched_tokens)
+    return HandOvers(batch, cache, loads, step_tokens=limits.max_num_batched_tokens)
 
 
 def _keeps_evicted(cache: CacheManager) -> bool:

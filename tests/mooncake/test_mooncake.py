@@ -6,6 +6,7 @@ Skipped where quire-llm[mooncake], or what its library needs of the system, is n
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ def stores(master: Master) -> Iterator[list[MooncakeStore]]:
         )
         for _ in range(2)
     ]
+    assert all(store.wait_until_ready(START_S) for store in made)
     yield made
     for store in made:
         store.close()
@@ -98,7 +100,7 @@ def test_entries_of_others_are_not_accepted_and_removed(stores: list[MooncakeSto
 
 def test_a_full_store_evicts_or_refuses(stores: list[MooncakeStore]) -> None:
     level = level_of(stores[0])
-    keys = [number.to_bytes(16, "big") for number in range(900)]  # 56 MiB into 32
+    keys = [number.to_bytes(16, "big") for number in range(1400)]  # 88 MiB into 64
     stored = [level.put([key], [raw(0)])[0] for key in keys]
     assert any(stored)
     assert level.failures[StoreFailure.FULL] == stored.count(False)
@@ -138,6 +140,38 @@ def test_a_dead_master_is_a_miss_without_a_wait(
     assert fetched(level, 1) is Fetched.WHOLE
 
 
+def test_an_engine_that_starts_before_its_store_goes_on_and_uses_it_later(
+    master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the library is set up the store is empty, which does not open the breaker."""
+    goes_on = threading.Event()
+    set_up = MooncakeStore._set_up
+
+    def held(store: MooncakeStore) -> Any:
+        goes_on.wait(START_S)
+        return set_up(store)
+
+    monkeypatch.setattr(MooncakeStore, "_set_up", held)
+    store = MooncakeStore(
+        master.place,
+        own_host="127.0.0.1",
+        segment_bytes=16 << 20,
+        entry_bytes=BLOCK_BYTES,
+        timeout_s=0.2,
+    )
+    level = level_of(store)
+    assert level.has(KEYS[:1]) == [False]
+    assert level.put(KEYS[:1], [raw(0)]) == [False]
+    assert level.claim(KEYS[0], b"mine")
+    assert level.breaker.state is BreakerState.CLOSED
+    assert not any(level.failures.values())
+    goes_on.set()
+    assert store.wait_until_ready(START_S)
+    assert level.put(KEYS[:1], [raw(0)]) == [True]
+    assert fetched(level, 0) is Fetched.WHOLE
+    store.close()
+
+
 def test_two_masters_are_two_stores(master: Master) -> None:
     second = Master()
     made = [
@@ -150,6 +184,7 @@ def test_two_masters_are_two_stores(master: Master) -> None:
         )
         for one in (master, second)
     ]
+    assert all(store.wait_until_ready(START_S) for store in made)
     one, other = map(level_of, made)
     one.put(KEYS[:1], [raw(0)])
     assert fetched(other, 0) is Fetched.MISSING
@@ -169,6 +204,8 @@ def test_engines_share_blocks_and_go_on_without_a_master(master: Master, tmp_pat
     store: Any = f"mooncakestore://127.0.0.1:{master.port}"
     one, other = Node(model, store, **settings), Node(model, store, **settings)
     try:
+        shared: list[Any] = [node.client._shared.store for node in (one, other)]
+        assert all(store.wait_until_ready(START_S) for store in shared)
         wanted = one.answer(request_of("a"))
         one.settle()
         assert one.stats.put_blocks_total == NUM_BLOCKS

@@ -34,6 +34,13 @@ TO_HAND_OVER = {
     "remote_host": None,
     "remote_port": None,
 }
+# What makes a decode engine fetch, but for blocks.
+SOURCE = {
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "remote_request_id": "0" * 32,
+}
 FLAGS = ("--threads", "1", "--max-num-seqs", "8", "--kv-cache-memory", "24MiB")
 TRANSFER = ("--kv-transfer-size", "8MiB", "--kv-transfer-timeout", "20")
 FAILURES = "quire_kv_transfer_failures_total"
@@ -161,6 +168,24 @@ def test_a_continuation_takes_the_first_token_of_the_prefill_engine(
     known = first["choices"][0]["token_ids"]
     rest = decode.post("/v1/completions", {**body, "output_ids": known, PARAMS: params})
     assert answer_of(rest)["token_ids"] == wanted["token_ids"][1:]
+
+
+def test_what_vllm_and_its_orchestrators_add_is_accepted(
+    prefill: RunningServer, decode: RunningServer
+) -> None:
+    """Blocks in one list for each group of layers, their expiry, and a name of the transfer."""
+    body = drawn(Random(16), 200)
+    wanted = alone(prefill, body, "of vLLM")
+    named = {**TO_HAND_OVER, "transfer_id": "attempt-1", "remote_num_tokens": None}
+    status, answer = prefill.post("/v1/completions", {**body, PARAMS: named})
+    assert status == 200, answer
+    params = answer[PARAMS]
+    assert (params["transfer_id"], params["remote_num_tokens"]) == ("attempt-1", 200)
+    params |= {"remote_block_ids": [params["remote_block_ids"]], "tp_size": 1}
+    params |= {"remote_blocks_expiry_time": 1790000000.5}
+    before = decode.metric("quire_kv_transfer_received_blocks_total")
+    assert answer_of(decode.post("/v1/completions", {**body, PARAMS: params})) == wanted
+    assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 200 // 16
 
 
 def test_chats_and_streams_carry_the_parameters(
@@ -367,6 +392,12 @@ def test_a_store_without_room_fetches_what_fits(folder: Path, prefill: RunningSe
         ({"do_remote_prefill": True, "remote_host": "::1", "remote_port": 9}, "remote_request_id"),
         ({"do_remote_decode": True}, "role is decode"),
         ({"do_remote_decode": True, "tp_size": 0}, "1 to 64"),
+        ({"do_remote_decode": True, "remote_num_tokens": -1}, "from 0"),
+        ({"do_remote_decode": True, "remote_num_tokens": True}, "from 0"),
+        ({"do_remote_decode": True, "transfer_id": 7}, "a text"),
+        ({"do_remote_decode": True, "remote_blocks_expiry_time": "soon"}, "a number"),
+        (SOURCE | {"remote_block_ids": [[1], [2]]}, "one such list"),
+        (SOURCE | {"remote_block_ids": [-1]}, "from 0"),
     ],
 )
 def test_malformed_parameters_are_refused_by_name(

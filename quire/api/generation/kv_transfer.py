@@ -31,7 +31,7 @@ _FLAGS = ("do_remote_prefill", "do_remote_decode")
 _NAMES = (
     *_FLAGS,
     *("remote_engine_id", "remote_block_ids", "remote_host", "remote_port", "remote_request_id"),
-    "tp_size",
+    *("tp_size", "remote_num_tokens", "remote_blocks_expiry_time", "transfer_id"),
 )
 _ID_BYTES = 16
 _MAX_ID_CHARS = 256
@@ -53,10 +53,11 @@ def with_transfer(
 
     async def read_job(request: Any) -> Any:
         job = await read(request)
-        return replace(job, **_changed(job.prompts, job.writer, transfer, card))
+        changed = _changed(job.prompts, job.writer, transfer, card, given[PARAM].get("transfer_id"))
+        return replace(job, **changed)
 
-    changed: Route = replace(generation_route, read=read_job)
-    return replace(terms, kv_transfer=transfer), changed
+    changed_route: Route = replace(generation_route, read=read_job)
+    return replace(terms, kv_transfer=transfer), changed_route
 
 
 def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | None:
@@ -74,6 +75,7 @@ def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | No
     if type(degree) is not int or not 1 <= degree <= _MAX_DEGREE:
         raise _wrong(".tp_size", degree, f"a number of ranks from 1 to {_MAX_DEGREE} is allowed")
     fetches, hands_over = (fields.get(name, False) for name in _FLAGS)
+    _check_names(fields)
     if not fetches and not hands_over:
         return None
     if fetches and hands_over:
@@ -88,7 +90,11 @@ def kv_transfer_of(given: Mapping[str, Any], card: ModelCard) -> KVTransfer | No
 
 
 def _changed(
-    prompts: Sequence[Prompt], writer: Writer, transfer: KVTransfer, card: ModelCard
+    prompts: Sequence[Prompt],
+    writer: Writer,
+    transfer: KVTransfer,
+    card: ModelCard,
+    named: str | None,
 ) -> dict[str, Any]:
     """Return the fields of a job that a transfer changes. Raises InvalidParameter."""
     sampling = prompts[0].sampling
@@ -110,6 +116,8 @@ def _changed(
     one_token = replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1))
     prompt = replace(prompts[0], sampling=one_token)
     offer = _offer(transfer, card, len(prompt.token_ids))
+    if named is not None:
+        offer["transfer_id"] = named
     return {"prompts": (prompt,), "writer": _HandOverWriter(writer, offer)}
 
 
@@ -179,18 +187,14 @@ def _fetch(fields: Mapping[str, Any], value: Any, offer: TransferCard) -> KVTran
     engine_id = fields.get("remote_engine_id", "")
     if not isinstance(engine_id, str) or len(engine_id) > _MAX_ID_CHARS:
         raise _wrong(".remote_engine_id", engine_id, "the one of the prefill engine is allowed")
-    block_ids = fields.get("remote_block_ids")
-    if block_ids is not None and not (
-        isinstance(block_ids, list) and all(type(one) is int and one >= 0 for one in block_ids)
-    ):
-        raise _wrong(".remote_block_ids", block_ids, "a list of block numbers from 0 is allowed")
+    block_ids = _block_ids(fields.get("remote_block_ids"))
     return KVTransfer(
         transfer_id=str(transfer_id),
         hand_over=False,
         host=host,
         port=port,
         engine_id=engine_id,
-        block_ids=None if block_ids is None else tuple(block_ids),
+        block_ids=block_ids,
     )
 
 
@@ -206,7 +210,45 @@ def _offer(transfer: KVTransfer, card: ModelCard, num_prompt_tokens: int) -> dic
         "remote_host": offer.host,
         "remote_port": offer.port,
         "remote_request_id": transfer.transfer_id,
+        "remote_num_tokens": num_prompt_tokens,
     }
+
+
+def _check_names(fields: Mapping[str, Any]) -> None:
+    """Check fields that other engines and orchestrators add; they change nothing here.
+
+    Raises InvalidParameter.
+    """
+    tokens = fields.get("remote_num_tokens", 0)
+    if type(tokens) is not int or tokens < 0:
+        raise _wrong(".remote_num_tokens", tokens, "a number of tokens from 0 is allowed")
+    expiry = fields.get("remote_blocks_expiry_time", 0)
+    if type(expiry) not in (int, float):
+        raise _wrong(".remote_blocks_expiry_time", expiry, "a time as a number is allowed")
+    named = fields.get("transfer_id", "")
+    if not isinstance(named, str) or len(named) > _MAX_ID_CHARS:
+        raise _wrong(
+            ".transfer_id", named, f"a text of at most {_MAX_ID_CHARS} characters is allowed"
+        )
+
+
+def _block_ids(given: Any) -> tuple[int, ...] | None:
+    """Return numbers of blocks; vLLM puts them into one list for each group of layers.
+
+    Raises InvalidParameter.
+    """
+    if given is None:
+        return None
+    one_group = given
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
+        one_group = given[0]
+    if not isinstance(one_group, list) or not all(type(n) is int and n >= 0 for n in one_group):
+        raise _wrong(
+            ".remote_block_ids",
+            given,
+            "a list of block numbers from 0 is allowed, or one such list in a list",
+        )
+    return tuple(one_group)
 
 
 def _may_connect(host: str, offer: TransferCard) -> bool:

@@ -327,12 +327,16 @@ def _conversation_rows() -> dict[str, Schema]:
 
 def _kv_transfer_params() -> Schema:
     port = {"type": "integer", "minimum": 1, "maximum": 65535}
-    block_ids = list_of({"type": "integer", "minimum": 0})
+    count: Schema = {"type": "integer", "minimum": 0}
+    groups = list_of(list_of(count), least=1, most=1)
     rows: dict[str, Schema] = {
         **dict.fromkeys(("do_remote_prefill", "do_remote_decode"), FLAG),
         **dict.fromkeys(("remote_engine_id", "remote_host", "remote_request_id"), TEXT),
         "remote_port": port,
-        "remote_block_ids": block_ids,
+        "remote_block_ids": {"anyOf": [list_of(count), groups]},
+        "remote_num_tokens": count,
+        "remote_blocks_expiry_time": {"type": "number"},
+        "transfer_id": {"type": "string", "maxLength": 256},
         "tp_size": {"type": ["integer", "null"], "minimum": 1, "maximum": 64},
     }
     return object_of({name: or_null(schema) for name, schema in rows.items()})

@@ -103,7 +103,10 @@ class ExchangePort:
         memory, segment = _memory(settings, num_blocks * block_bytes, rooms)
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
-        exchange = make(num_blocks, max_saving=num_buffers(block_bytes, store.tier))
+        # Of a step at least, so that none of its blocks waits for the next one.
+        step_blocks = (config.scheduler.max_num_batched_tokens or 0) // config.kv_block_tokens
+        max_saving = max(num_buffers(block_bytes, store.tier), 2 * step_blocks)
+        exchange = make(num_blocks, max_saving=max_saving)
         mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
         opened = ExchangeStore(
             tier=exchange,
@@ -113,6 +116,7 @@ class ExchangePort:
             store=store,
             levels=levels,
             exchange=exchange,
+            own_mover=mover,
             memory=memory,
             segment=segment,
         )
@@ -166,10 +170,11 @@ class ExchangePort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeStore(MemoryTier):
-    """The memory as a tier, or as a part of one. exchange: the map of its own places. memory: all
-    of it; segment: the same, where other processes may map it."""
+    """The memory as a tier, or as a part of one. exchange: the map of its own places; own_mover:
+    copies to them. memory: all of it; segment: the same, where other processes may map it."""
 
     exchange: ExchangeMap
+    own_mover: TierMover
     memory: NDArray[np.uint8]
     segment: OwnSegment | None
 
@@ -221,6 +226,7 @@ def _started(
         shared=ways.to_close,
     )
     if port.listening is not None:
+        opened.own_mover.on_saved = leases.saved
         exchange.server = BlockServer(
             port.listening,
             security=port.security,

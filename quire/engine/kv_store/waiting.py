@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from quire.base.records import Int32s, Request
 from quire.base.timeline import WaitReason
 from quire.cache.store_map import StoreMap
+from quire.engine.early_loads import EarlyLoads
 from quire.engine.kv_store.claims import Claims
 from quire.engine.kv_store.costs import FetchCosts
 from quire.engine.kv_store.fetches import Fetches
@@ -96,7 +97,7 @@ class WaitingRequests:
         claims: Claims,
         now_ms: Callable[[], float],
     ) -> None:
-        self._hand_overs, self._tier = hand_overs, tier
+        self._hand_overs, self._tier, self._early = hand_overs, tier, EarlyLoads(hand_overs)
         self._threads, self._fetches, self._costs = threads, fetches, costs
         self._publishing, self._claims, self._now_ms = publishing, claims, now_ms
         self._engine_id = secrets.token_bytes(ENGINE_ID_BYTES)
@@ -122,7 +123,10 @@ class WaitingRequests:
                 return False
             waiting = self._begin(request, sequence.token_ids)
             self._waiting[request.request_id] = waiting
-        return not waiting.is_over
+        if not waiting.is_over or self._early.are_under_way(request.request_id):
+            return True
+        sequence.kv.num_fetched_blocks += self._early.take_count(request.request_id)
+        return False
 
     # ---- Levels: of requests for which another engine may have blocks
 
@@ -150,6 +154,7 @@ class WaitingRequests:
         waiting = self._waiting.pop(request_id, None)
         if waiting is None:
             return
+        self._early.end(request_id)
         self._open(waiting)
         for place in waiting.held:
             self._tier.end_fetch(place)
@@ -347,6 +352,7 @@ class WaitingRequests:
         """Fetch the blocks that are stored and not asked for yet, as far as there is room."""
         first, end = waiting.num_asked, len(waiting.levels)
         jobs, count = self._fetches.begin(waiting.keys[first:end], waiting.levels[first:])
+        self._early.begin(waiting.request)
         waiting.jobs |= jobs
         waiting.num_asked += count
 
@@ -398,6 +404,8 @@ class WaitingRequests:
         """Enter what a job brought into the map, kept for the requests that wait for it."""
         users = [waiting for waiting in self._waiting.values() if job in waiting.jobs]
         self._fetches.end(job, [waiting.held for waiting in users])
+        for waiting in users:
+            self._early.load(waiting.request.request_id)
         self.fetch_ms += job.read_ms - job.began_ms
         for level, num_whole, took_ms in job.took():
             self._costs.note_fetch(level, num_whole, took_ms)

@@ -131,6 +131,8 @@ class Exchange:
             fetching=fetching.num_jobs,
             sent_blocks_total=sent.blocks_total if sent is not None else 0,
             sent_bytes_total=sent.bytes_total if sent is not None else 0,
+            overlapped_bytes_total=self.handing.num_overlapped * self._block_bytes,
+            early_blocks_total=fetching.num_early,
             received_blocks_total=fetching.num_received,
             received_bytes_total=fetching.num_received * self._block_bytes,
             receive_ms_total=fetching.receive_ms,

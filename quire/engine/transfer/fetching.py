@@ -3,11 +3,11 @@
 A request says where its blocks are, or a prefill engine among the peers is asked to compute them
 where that is predicted to cost less than computing them here (placement.py): by the load that was
 seen of the peer, then by the one that it sends when the connection opens. What is fetched arrives
-in the exchange's store, and is loaded into the pool as from any tier; until it has arrived, or
-failed to, its request waits at a gate. Where there is a shared store (`levels`), it is asked first,
-and what it has is not fetched here. Knows jobs, peers, the map of places and requests; all of it in
-the engine's thread. Always holds: a request waits for jobs that are under way, and these end in
-time; whatever fails, missing blocks are computed.
+in the exchange's store, and is loaded into the pool while the rest is on its way (early_loads.py);
+until all has arrived, or failed to, its request waits at a gate. Where there is a shared store
+(`levels`), it is asked first, and what it has is not fetched here. Knows jobs, peers, the map of
+places and requests; all of it in the engine's thread. Always holds: a request waits for jobs that
+are under way, and these end in time; whatever fails, missing blocks are computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from quire.base.records import Request, RequestOutput
 from quire.base.report import Field, Report
 from quire.base.timeline import WaitReason
 from quire.cache.exchange_map import ExchangeMap
+from quire.engine.early_loads import EarlyLoads
 from quire.engine.outside_blocks import Levels, can_use_outside_blocks
+from quire.engine.transfer.link_times import LinkTimes
 from quire.engine.transfer.own_load import OwnLoad
 from quire.engine.transfer.peers import Peer, Peers
 from quire.engine.transfer.placement import Placement
@@ -41,7 +43,6 @@ _OF_THE_PEER = frozenset(
 )
 # Failures for one reason are logged at most so often; all are counted.
 _REPORT_EVERY_MS = 1_000.0
-_KEEP = 0.9  # what a transferred block leaves of the estimate before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +60,14 @@ class FetchTerms:
 @dataclass(slots=True, eq=False)
 class _Fetch:
     """One job, and the peer that was asked by this engine itself, if any, for the prompt of
-    `placement`. has_load: whether the load of the peer was noted."""
+    `placement`. has_load: whether the load of the peer was noted. num_landed: blocks that are in
+    the map."""
 
     job: FetchJob
     peer: Peer | None
     placement: Placement | None = None
     has_load: bool = False
+    num_landed: int = 0
 
 
 @dataclass(slots=True)
@@ -96,7 +99,8 @@ class _Link:
     @property
     def block_ms(self) -> float:
         """See Link."""
-        return self._fetching.block_ms if self.source is not None else math.inf
+        source = self.source
+        return math.inf if source is None else self._fetching.links.block_ms(source.host)
 
     def begin(self, num_elsewhere: int) -> int:
         """See Link."""
@@ -117,10 +121,7 @@ class Connections(Protocol):
 
 
 class Fetching:
-    """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing.
-
-    block_ms: what a block takes on its way.
-    """
+    """A Gate of `scheduler`. client: of connections; None for an engine that fetches nothing."""
 
     until_event = True
     reason = WaitReason.KV_LOAD
@@ -142,16 +143,17 @@ class Fetching:
         self._store, self._tier = store, tier
         self._peers, self._own, self._terms = peers, own, terms
         self._now_ms, self._report = now_ms, report
-        self.block_ms = terms.block_ms
+        self.links = LinkTimes(terms.block_ms)
         self.client: Connections | None = None
         self.levels: Levels | None = None  # a store, which is asked first
         self._jobs: dict[FetchJob, _Fetch] = {}  # those under way
         self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way
         self._waiting: dict[str, _Waiting] = {}
         self._planned: dict[str, _Link] = {}  # by request; a store is asked before them
+        self.early = EarlyLoads(self._hand_overs)
         self._reported_ms: dict[str, float] = {}
         self.failures: Counter[Failure] = Counter()
-        self.num_received = self.num_transfers = 0
+        self.num_received = self.num_early = self.num_transfers = 0
         self.receive_ms = 0.0
         scheduler.add_gate(self)
 
@@ -174,8 +176,14 @@ class Fetching:
 
     def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
         """Return whether blocks for `sequence` are on their way from another engine."""
-        waiting = self._waiting.get(sequence.request.request_id)
-        return waiting is not None and any(job in self._jobs for job in waiting.jobs)
+        request_id = sequence.request.request_id
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        if not waiting.jobs.isdisjoint(self._jobs) or self.early.are_under_way(request_id):
+            return True
+        sequence.kv.num_fetched_blocks += self.early.take_count(request_id)
+        return False
 
     # ---- requests
 
@@ -208,9 +216,8 @@ class Fetching:
         if not keys:
             return
         placement = self._placement(len(chain.digests), len(keys))
-        now_ms = self._now_ms()
-        peer = self._peers.best(now_ms, placement.remote_ms)
-        if self._is_forced or placement.pays(None if peer is None else peer.load_at(now_ms)):
+        peer = self._best(placement)
+        if self._is_forced or self._pays(placement, peer):
             self._plan(_Link(self, request, keys, placement))
 
     def use(self, link: _Link, num_elsewhere: int) -> int:
@@ -234,6 +241,7 @@ class Fetching:
             if waiting is None:
                 continue
             self._release(waiting)
+            self.early.end(request_id)
             for job in waiting.jobs & self._jobs.keys():
                 if not any(job in other.jobs for other in self._waiting.values()):
                     job.cancel()
@@ -254,13 +262,15 @@ class Fetching:
             if job in self._jobs:  # not cancelled before
                 self._resolve(job)
                 has_news = True
+        for fetch in self._jobs.values():
+            self._land(fetch)
         return has_news
 
     def clear(self) -> None:
         """End all jobs: the map has forgotten all places, on their way or not."""
         for fetch in list(self._jobs.values()):
             fetch.job.cancel()
-            for place in fetch.job.places:  # nothing writes into them any more
+            for place in fetch.job.places[fetch.num_landed :]:  # nothing writes into them any more
                 self._tier.land(place, arrived=False)
             self._note_end(fetch)
         self._job_of.clear()
@@ -277,16 +287,17 @@ class Fetching:
 
     def _ask(self, link: _Link, keys: Sequence[bytes]) -> int:
         """Have a peer compute a prompt for its last blocks `keys`; return how many come."""
-        request, now_ms = link.request, self._now_ms()
+        request = link.request
         assert link.placement is not None, "of a link without a source"
         size = self._terms.block_size
         placement = link.placement.after((len(link.keys) - len(keys)) * size)
-        peer = self._peers.best(now_ms, placement.remote_ms)
+        peer = self._best(placement)
         if peer is None:
             self.failures[Failure.NO_PEER] += 1
             return 0
-        if not self._is_forced and not placement.pays(peer.load_at(now_ms)):
+        if not self._is_forced and not self._pays(placement, peer):
             return 0
+        placement = self._over(placement, peer)
         num_tokens = len(request.known_ids) // size * size
         source = Source(
             host=peer.host,
@@ -296,7 +307,7 @@ class Fetching:
             token_ids=request.known_ids[:num_tokens].astype("<i4").tobytes(),
         )
         if self._fetch(request, keys, source, peer, placement):
-            peer.note_asked(placement.start, placement.end, now_ms)
+            peer.note_asked(placement.start, placement.end, self._now_ms())
         return self._num_coming(keys)
 
     def _num_coming(self, keys: Sequence[bytes]) -> int:
@@ -320,19 +331,38 @@ class Fetching:
         return self._terms.fetch == "always"
 
     def _placement(self, num_blocks: int, num_lacking: int) -> Placement:
-        """Return what a prompt costs of which the last blocks lack.
+        """Return what a prompt costs of which the last blocks lack, without the link.
 
         Prompts that wait for blocks on their way are not computed here.
         """
         size, here = self._terms.block_size, self._own.now()
-        spared_ms = len(self._job_of) * size * here.token_ms
+        spared_ms = sum(len(job.digests) for job in self._jobs) * size * here.token_ms
         return Placement(
             start=(num_blocks - num_lacking) * size,
             end=num_blocks * size,
-            moving_ms=num_lacking * self.block_ms,
+            moving_ms=0.0,
             here=replace(here, queue_ms=max(here.queue_ms - spared_ms, 0.0)),
             num_decoding=self._own.num_decoding,
         )
+
+    def _over(self, placement: Placement, peer: Peer | None) -> Placement:
+        """Return a placement with the time of its blocks on their way from a peer."""
+        num_blocks = (placement.end - placement.start) // self._terms.block_size
+        block_ms = self.links.block_ms("" if peer is None else peer.host)
+        return replace(placement, moving_ms=num_blocks * block_ms)
+
+    def _best(self, placement: Placement) -> Peer | None:
+        """Return the peer that has a prompt here soonest."""
+        return self._peers.best(
+            self._now_ms(), lambda peer, load: self._over(placement, peer).remote_ms(load)
+        )
+
+    def _pays(self, placement: Placement, peer: Peer | None) -> bool:
+        """Return whether to have a peer compute a prompt. None: all failed recently."""
+        placement = self._over(placement, peer)
+        if peer is not None and not placement.is_worth_moving:
+            self.links.fade(peer.host)
+        return placement.pays(None if peer is None else peer.load_at(self._now_ms()))
 
     def _fetch(
         self,
@@ -376,26 +406,51 @@ class Fetching:
             self.client.start(job)
         if waiting.jobs:
             self._waiting[request.request_id] = waiting
+            self.early.begin(request)
         return bool(own)
 
     def _resolve(self, job: FetchJob) -> None:
-        """Enter what a job brought into the map, kept for the requests that wait for it."""
+        """Enter what a job brought into the map; what it did not bring may be looked up again."""
         fetch = self._jobs[job]
-        users = {id_: one for id_, one in self._waiting.items() if job in one.jobs}
-        for at, (key, place) in enumerate(zip(job.digests, job.places, strict=True)):
+        self._land(fetch)
+        for key, place in self._left(fetch):
             self._job_of.pop(key, None)
-            arrived = at < job.num_landed
-            if arrived:
-                self._store.save(place, key, self._store.room(place))
-            self._tier.land(place, arrived=arrived)
-            if arrived and self._tier.run((key,)) == [place]:
-                for waiting in users.values():
-                    self._tier.hold((place,))
-                    waiting.held.append(place)
+            self._tier.land(place, arrived=False)
         self._note_end(fetch)
         if self.levels is not None and job.num_landed < len(job.digests):
-            for request_id in users:
+            for request_id, _ in self._users(job):
                 self.levels.look_again(request_id)
+
+    def _land(self, fetch: _Fetch) -> None:
+        """Enter what has landed since into the map, kept for the requests that wait for it, and
+        load it into the pool."""
+        job, num_new = fetch.job, fetch.job.num_landed - fetch.num_landed
+        if not num_new:
+            return
+        users = self._users(job)
+        for key, place in self._left(fetch)[:num_new]:
+            self._job_of.pop(key, None)
+            self._store.save(place, key, self._store.room(place))
+            self._tier.land(place, arrived=True)
+            if self._tier.run((key,)) == [place]:
+                for _, waiting in users:
+                    self._tier.hold((place,))
+                    waiting.held.append(place)
+        fetch.num_landed += num_new
+        self.num_received += num_new
+        is_last = fetch.num_landed == len(job.digests)
+        for request_id, _ in users:
+            num_loaded = self.early.load(request_id)
+            self.num_early += 0 if is_last else num_loaded
+
+    def _left(self, fetch: _Fetch) -> list[tuple[bytes, int]]:
+        """Return the blocks of a job that are not in the map."""
+        job, first = fetch.job, fetch.num_landed
+        return [*zip(job.digests[first:], job.places[first:], strict=True)]
+
+    def _users(self, job: FetchJob) -> list[tuple[str, _Waiting]]:
+        """Return the requests that wait for a job."""
+        return [(id_, waiting) for id_, waiting in self._waiting.items() if job in waiting.jobs]
 
     def _note_loads(self) -> None:
         """Take in the loads of peers to which connections have opened."""
@@ -417,12 +472,9 @@ class Fetching:
         """Count what a job brought, and why it brought no more."""
         job = fetch.job
         del self._jobs[job]
-        self.num_received += job.num_landed
         self.receive_ms += job.receive_ms
         if job.num_landed:
-            keep = _KEEP**job.num_landed
-            block_ms = job.receive_ms / job.num_landed
-            self.block_ms = keep * self.block_ms + (1.0 - keep) * block_ms
+            self.links.note(job.source.host, job.num_landed, job.receive_ms)
         if job.failure is not None:
             self.failures[job.failure] += 1
         if job.failure not in (None, Failure.BUSY):  # which is as intended

@@ -70,6 +70,11 @@ class Handing:
         return len(self._leases)
 
     @property
+    def num_overlapped(self) -> int:
+        """Blocks that other engines had before their prompt was computed."""
+        return self._leases.overlapped_blocks_total
+
+    @property
     def num_kept(self) -> int:
         """Places of the store that a lease or a waiting request keeps as they are."""
         return self._tier.num_kept

@@ -70,7 +70,9 @@ class Peers:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def best(self, now_ms: float, delay_ms: Callable[[PrefillLoad | None], float]) -> Peer | None:
+    def best(
+        self, now_ms: float, delay_ms: Callable[[Peer, PrefillLoad | None], float]
+    ) -> Peer | None:
         """Return the peer with the shortest delay, by its load; None where all failed recently.
 
         Of those with a delay that is hardly longer, the one with the fewest open transfers, then
@@ -79,7 +81,7 @@ class Peers:
         usable = [peer for peer in self._peers if peer.not_before_ms <= now_ms]
         if not usable:
             return None
-        delays_ms = {peer: delay_ms(peer.load_at(now_ms)) for peer in usable}
+        delays_ms = {peer: delay_ms(peer, peer.load_at(now_ms)) for peer in usable}
         limit_ms = ALIKE * min(delays_ms.values())
         alike = [peer for peer in usable if delays_ms[peer] <= limit_ms]
         return min(alike, key=lambda one: (one.num_open, one.last_ms))

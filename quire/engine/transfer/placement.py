@@ -59,8 +59,11 @@ class Placement:
         moved_ms = max(compute_ms + last * self.moving_ms, self.moving_ms)
         return ROUND_TRIP_MS + there.queue_ms + moved_ms
 
+    @property
+    def is_worth_moving(self) -> bool:
+        """Whether moving the blocks takes less than computing them here."""
+        return ROUND_TRIP_MS + self.moving_ms < self.here.span_ms(self.start, self.end)
+
     def pays(self, there: PrefillLoad | None) -> bool:
         """Return whether to have the prompt computed there."""
-        compute_ms = self.here.span_ms(self.start, self.end)
-        is_worth_moving = ROUND_TRIP_MS + self.moving_ms < compute_ms
-        return is_worth_moving and self.remote_ms(there) < self.local_ms
+        return self.is_worth_moving and self.remote_ms(there) < self.local_ms

@@ -1,22 +1,24 @@
 """HandOvers: blocks of prompts that other engines fetch are saved as soon as they are computed.
 
 Each step makes findable what the last ones computed, and saves it with the plan being made, so that
-a block can be sent while the next chunk of its prompt is computed. Also answers which blocks of a
-request an engine lacks. Knows digests and blocks; no connection. Always holds: a block is saved
-only after the steps that computed it ended well.
+a block can be sent while the next chunk of its prompt is computed. On the other side it loads what
+has arrived for a prompt that has not begun, and answers which blocks of a request an engine lacks.
+Knows digests and blocks; no connection. Always holds: a block is saved only after the steps that
+computed it ended well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from quire.base.records import Int32s, Request
-from quire.cache.chain import Chain
+from quire.cache.chain import Chain, PrefixMatch
 from quire.cache.manager import CacheManager
-from quire.cache.tier_transfers import TierTransfers
-from quire.scheduler.interfaces import StepExtension
+from quire.cache.tier_transfers import Fetch, TierTransfers
+from quire.scheduler.interfaces import BlockLoads, StepExtension
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.running_batch import RunningBatch
 
@@ -35,14 +37,17 @@ class HandOvers(StepExtension):
     """The prompts of one scheduler that are handed over, by request id.
 
     A prompt may have two users: an engine that fetches its blocks, and a store. step_tokens: the
-    largest step.
+    largest step. loads: begun by `load`, those under way among them.
     """
 
-    def __init__(self, batch: RunningBatch, cache: CacheManager, *, step_tokens: int) -> None:
+    def __init__(
+        self, batch: RunningBatch, cache: CacheManager, loads: BlockLoads, *, step_tokens: int
+    ) -> None:
         assert cache.tiers is not None, "blocks are handed over through a tier"
-        self._batch, self._cache = batch, cache
+        self._batch, self._cache, self._loads = batch, cache, loads
         self.step_tokens = step_tokens
         self._tiers: TierTransfers = cache.tiers
+        self.loads: list[Fetch] = []
         self._open: dict[str, _HandOver] = {}
 
     @property
@@ -60,6 +65,34 @@ class HandOvers(StepExtension):
         """Return the digests of the blocks after those that pool and tier have."""
         rest = self._cache.match(chain).rest
         return rest[len(self._tiers.run(rest)) :]
+
+    def load(self, chain: Chain, token_ids: Int32s) -> Fetch | None:
+        """Begin to load what the tier has of a prompt into the pool, before its request begins.
+
+        What arrives is found like any free block, and kept for no request. None: there is nothing
+        to load, or running requests may need the room.
+        """
+        self.loads = [load for load in self.loads if not load.has_ended]
+        match, cache = self._cache.match(chain), self._cache
+        coming = {
+            key: block
+            for load in self.loads
+            for key, block in zip(load.keys, load.blocks.tolist(), strict=False)
+        }
+        before = [coming[key] for key in takewhile(coming.__contains__, match.rest)]
+        if before:
+            blocks = np.concatenate((match.blocks, np.array(before, np.int32)))
+            match = PrefixMatch(match.chain, blocks)
+        places = self._tiers.run(match.rest)
+        active, num_left = self._batch.active, len(chain.digests) - len(before) + 1
+        num_needed = cache.blocks_lacking(active, self._batch.goal[active]) + num_left
+        if not len(places) or not cache.can_allocate(num_needed):
+            return None
+        self._loads.any_used = True
+        fetch = cache.swap_in(match, places, token_ids)
+        self._tiers.release(fetch)
+        self.loads.append(fetch)
+        return fetch
 
     def generating(self) -> tuple[int, int]:
         """Return how many running requests generate, and how many positions they attend to."""

@@ -34,6 +34,7 @@ from quire.transfer.links.messages import (
     End,
     Fetch,
     Identity,
+    Landed,
     Load,
     MessageError,
     Prefill,
@@ -47,6 +48,8 @@ Bytes = NDArray[np.uint8]
 
 MAX_THREADS = 16
 CONNECT_S = 3.0
+# After so many blocks at the latest, both engines learn how many are here.
+LANDED_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,8 @@ class _Gave(Exception):
 
 
 class BlockClient:
-    """Fetches for one engine. room: returns the memory of a place. wake: called when a job ends.
+    """Fetches for one engine. room: returns the memory of a place. wake: called when blocks have
+    landed, and when a job ends.
 
     openers: how other engines' memory is read, by backend. timeout_s: the longest wait for a block.
     """
@@ -272,8 +276,10 @@ class BlockClient:
 
     def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _Gave where they are too few."""
-        last_s = time.monotonic()
+        last_s, num_told = time.monotonic(), 0
         while job.num_landed < len(job.digests):
+            if num_told < job.num_landed and not channel.has_input():
+                num_told = self._tell(job, channel)
             said = channel.receive(Block, Beat, End, within_s=LOST_S)
             if isinstance(said, End):
                 raise _Gave(*_shortage(said.reason))
@@ -291,6 +297,16 @@ class BlockClient:
             if not self._place(job, said, channel, reader):
                 return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
+            if job.num_landed - num_told >= LANDED_EVERY:
+                num_told = self._tell(job, channel)
+        self._tell(job, channel)
+
+    def _tell(self, job: FetchJob, channel: Channel) -> int:
+        """Let both engines know how many blocks are here; return that number."""
+        with contextlib.suppress(OSError):  # found out when more is received, if it is
+            channel.send(Landed(job.num_landed), within_s=LOST_S)
+        self._wake()  # they are loaded while others are on their way
+        return job.num_landed
 
     def _place(self, job: FetchJob, said: Block, channel: Channel, reader: Reader | None) -> bool:
         """Bring a block into its place, and check what is there; return False after `cancel`.

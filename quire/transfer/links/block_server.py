@@ -1,10 +1,11 @@
 """BlockServer: the handing side of transfers: accepts connections and sends blocks of leases.
 
 A thread accepts, and one thread a connection sends blocks in the order asked for, each as soon as
-the engine has it, so that a transfer runs beside the prefill. Knows leases, places and bytes; no
-scheduler. Always holds: at most MAX_CONNECTIONS are open; nothing is sent before the handshake; a
-connection without a sign of life for LOST_S ends, and its lease with it; a checksum is sent only if
-the lease was valid after the bytes were summed.
+it is saved, so that a transfer runs beside the prefill. The other side says how many it has, by
+which the share that the prefill covers is counted. Knows leases, places and bytes; no scheduler.
+Always holds: at most MAX_CONNECTIONS are open; nothing is sent before the handshake; a connection
+without a sign of life for LOST_S ends, and its lease with it; a checksum is sent only if the lease
+was valid after the bytes were summed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from quire.transfer.links.messages import (
     End,
     Fetch,
     Identity,
+    Landed,
     Load,
     MessageError,
     Prefill,
@@ -48,6 +50,8 @@ MAX_CONNECTIONS = 64
 # Signs of life are sent so often while there is nothing else to send, and missed after so long.
 BEAT_S = 0.5
 LOST_S = 10.0
+# While the other side has not said that it has all that was sent, it is listened to so often.
+LISTEN_S = 0.02
 # A fetching side has so long to ask for blocks, and a lease to be opened by the engine.
 ASK_S = 10.0
 _CLOSE_S = 2.0
@@ -197,7 +201,7 @@ class BlockServer:
             return
         is_over = False
         try:
-            life = _SignsOfLife(channel)
+            life = _SignsOfLife(channel, lambda count: self._leases.note_there(lease, count))
             reason = self._send_blocks(life, lease, asked)
             channel.send(End(reason), within_s=LOST_S)
             life.wait_for_end()
@@ -223,14 +227,14 @@ class BlockServer:
         for index, digest in enumerate(asked.digests):
             while True:
                 try:
-                    place = self._leases.place(lease, digest, BEAT_S)
+                    place = self._leases.place(lease, digest, life.wait_s)
                 except KeyError:
                     # What comes after a gap is of no use: a prefix is read up to it.
                     return lease.failure or ("missing" if lease.valid else "expired")
                 if place is not None:
                     break
-                self._desk.settle()
-                life.beat()
+                if life.beat():
+                    self._desk.settle()
                 if life.is_done:
                     return "done"
             raw = self._room(place)
@@ -242,7 +246,7 @@ class BlockServer:
                 offset, inline = Block.INLINE, raw.data
             elif not self._shared:
                 raise MessageError("blocks in memory are asked for, and none is shared")
-            life.channel.send(Block(index, summed, offset), inline, within_s=LOST_S)
+            life.send(Block(index, summed, offset), inline)
             with self._lock:
                 self.counts.blocks_total += 1
                 self.counts.bytes_total += len(raw)
@@ -253,30 +257,62 @@ class BlockServer:
 
 
 class _SignsOfLife:
-    """Beats in both directions of a connection. is_done: the other side needs nothing more."""
+    """Both directions of a connection while blocks are sent.
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
+    is_done: the other side needs nothing more. note_landed: called with how many blocks it has.
+    """
+
+    def __init__(self, channel: Channel, note_landed: Callable[[int], None]) -> None:
+        self._channel, self._note_landed = channel, note_landed
         self.is_done = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._sent_s = time.monotonic()
+        self._num_sent = self._num_landed = 0
 
-    def beat(self) -> None:
-        """Send a sign of life. Raises LinkTimeout where the other side sent none for long."""
-        self.channel.send(Beat(), within_s=LOST_S)
+    @property
+    def wait_s(self) -> float:
+        """How long to wait for a block before the other side is listened to."""
+        return BEAT_S if self._num_landed == self._num_sent else LISTEN_S
+
+    def send(self, block: Block, inline: memoryview) -> None:
+        """Send a block."""
+        self._channel.send(block, inline, within_s=LOST_S)
+        self._num_sent += 1
+        self._sent_s = time.monotonic()
+
+    def beat(self) -> bool:
+        """Listen, and send a sign of life if one is due; return whether it was.
+
+        Raises LinkTimeout where the other side sent nothing for long.
+        """
         self.read()
-        if time.monotonic() - self._heard_s > LOST_S:
+        now_s = time.monotonic()
+        if now_s - self._sent_s < BEAT_S:
+            return False
+        self._channel.send(Beat(), within_s=LOST_S)
+        self._sent_s = now_s
+        if now_s - self._heard_s > LOST_S:
             raise LinkTimeout("the fetching engine shows no sign of life")
+        return True
 
     def read(self) -> None:
         """Take in what came; does not wait."""
-        while not self.is_done and self.channel.has_input():
-            self.is_done = isinstance(self.channel.receive(Beat, Done, within_s=LOST_S), Done)
-            self._heard_s = time.monotonic()
+        while not self.is_done and self._channel.has_input():
+            self._take()
 
     def wait_for_end(self) -> None:
         """Wait until the other side has all: it may still copy from shared memory."""
         try:
             while not self.is_done:
-                self.is_done = isinstance(self.channel.receive(Beat, Done, within_s=LOST_S), Done)
+                self._take()
         except LinkClosed:
             pass  # as good as Done: it has what it needs, or is gone
+
+    def _take(self) -> None:
+        said = self._channel.receive(Beat, Done, Landed, within_s=LOST_S)
+        self._heard_s = time.monotonic()
+        self.is_done = isinstance(said, Done)
+        if isinstance(said, Landed):
+            if said.num_blocks > self._num_sent:
+                raise MessageError(f"{said.num_blocks} blocks are there and {self._num_sent} sent")
+            self._num_landed = max(self._num_landed, said.num_blocks)
+            self._note_landed(self._num_landed)

@@ -2,9 +2,10 @@
 
 The engine's thread opens a lease when it takes a request, notes each block that has reached the
 store, and releases what a lease held once it has ended; threads of connections wait for blocks and
-read them. Knows digests, places and times; no sockets and no map of places. Always holds: a lease
-that no connection uses ends at its time limit; `valid` turns False before any of its places can be
-used again, so that bytes summed while it was True were the block's.
+read them. A block that a thread has saved is there for connections at once, before the engine, in
+the middle of a step, has noted it. Knows digests, places and times; no sockets and no map of
+places. Always holds: a lease that no connection uses ends at its time limit; `valid` turns False
+before any of its places can be used again, so that bytes summed while it was True were the block's.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ MAX_LEASES = 1024
 class Lease:
     """The blocks of one transfer. The book's lock guards all fields.
 
-    places: of the blocks that are there, by digest. lost: digests of blocks that will not come.
-    users: connections that read it. ends_ms: when it ends unless a connection uses it.
+    places: of the blocks that are there, by digest; saved: of those that the engine has not noted.
+    lost: digests of blocks that will not come. num_there: blocks that the other engine has. users:
+    connections that read it. ends_ms: when it ends unless a connection uses it.
     """
 
-    __slots__ = ("ends_ms", "failure", "is_complete", "keys", "lost", "places", "users", "valid")
+    __slots__ = (
+        *("ends_ms", "failure", "is_complete", "keys", "lost", "num_there", "places", "saved"),
+        *("users", "valid"),
+    )
 
     def __init__(self, keys: Sequence[bytes], ends_ms: float) -> None:
         self.keys = frozenset(keys)
         self.places: dict[bytes, int] = {}
+        self.saved: dict[bytes, int] = {}
         self.lost: set[bytes] = set()
+        self.num_there = 0
         self.is_complete = False  # the request has ended: all blocks were computed
         self.valid = True
         self.failure = ""
@@ -42,11 +49,15 @@ class Lease:
 
 
 class LeaseBook:
-    """The leases of one engine. keep_ms: how long one without a connection is kept."""
+    """The leases of one engine. keep_ms: how long one without a connection is kept.
+
+    overlapped_blocks_total: blocks that other engines had before their prompt was computed.
+    """
 
     def __init__(self, now_ms: Callable[[], float], keep_ms: float) -> None:
         self._now_ms = now_ms
         self._keep_ms = keep_ms
+        self.overlapped_blocks_total = 0
         self._changed = threading.Condition()
         self._open: dict[bytes, Lease] = {}
         self._ended: list[Lease] = []
@@ -76,6 +87,8 @@ class LeaseBook:
                 if key in lease.keys and key not in lease.places and key not in lease.lost
             ]
             for lease in holding:
+                if lease.saved.pop(key, place) != place:
+                    lease.valid = False  # what connections read may be another block soon
                 lease.places[key] = place
             if holding:
                 self._changed.notify_all()
@@ -91,6 +104,8 @@ class LeaseBook:
         """Note that the request of a lease has ended: the time limit counts from now."""
         with self._changed:
             if (lease := self._open.get(transfer_id)) is not None:
+                if not lease.is_complete:
+                    self.overlapped_blocks_total += lease.num_there
                 lease.is_complete = True
                 lease.ends_ms = self._now_ms() + self._keep_ms
                 self._changed.notify_all()
@@ -133,6 +148,16 @@ class LeaseBook:
                 self._end(transfer_id)
             self._changed.notify_all()
 
+    # ---- the thread that saves blocks
+
+    def saved(self, key: bytes, place: int) -> None:
+        """Note that a block is whole in `place`, and stays there until `landed` is called."""
+        with self._changed:
+            for lease in self._open.values():
+                if key in lease.keys and key not in lease.places and key not in lease.lost:
+                    lease.saved[key] = place
+            self._changed.notify_all()
+
     # ---- threads of connections
 
     def claim(self, transfer_id: bytes, wait_s: float) -> Lease | None:
@@ -151,11 +176,20 @@ class LeaseBook:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: key in lease.places or key in lease.lost or not lease.valid, wait_s
+                lambda: (
+                    not lease.valid
+                    or any(key in some for some in (lease.places, lease.saved, lease.lost))
+                ),
+                wait_s,
             )
             if not lease.valid or key in lease.lost or key not in lease.keys:
                 raise KeyError(key)
-            return lease.places.get(key)
+            return lease.places.get(key, lease.saved.get(key))
+
+    def note_there(self, lease: Lease, num_blocks: int) -> None:
+        """Note how many blocks of a lease the other engine has."""
+        with self._changed:
+            lease.num_there = max(lease.num_there, num_blocks)
 
     def is_valid(self, lease: Lease) -> bool:
         """Return whether all places of the lease still hold its blocks."""

@@ -7,6 +7,7 @@
     Prefill, Fetch             compute a prompt for me; send me the blocks with these digests
     Release                    nothing is fetched of a transfer, its lease can end
     Block, End                 a block or where it lies, with its checksum; no more blocks follow
+    Landed                     so many blocks are here
     Beat, Done                 a sign of life; the blocks are here, the lease can end
 
 Integers are little-endian, texts UTF-8 with a 16-bit length. Always holds: `unpack` accepts exactly
@@ -24,7 +25,7 @@ from typing import ClassVar, Protocol, Self
 from quire.base.key_proof import NONCE_BYTES, PROOF_BYTES
 from quire.base.prefill_load import PrefillLoad
 
-VERSION = 4
+VERSION = 5
 MAGIC = b"QuireKVX"
 FINGERPRINT_BYTES = 32
 DIGEST_BYTES = 16
@@ -465,6 +466,29 @@ class Load:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """So many of the fetched blocks, from the first on, are whole at the fetching side."""
+
+    num_blocks: int
+
+    kind = 15
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<I")
+    max_bytes = LAYOUT.size
+
+    def pack(self) -> bytes:
+        """See Message."""
+        return self.LAYOUT.pack(self.num_blocks)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Landed:
+        """See Message."""
+        reader = _Reader(payload)
+        (num_blocks,) = reader.fields(cls.LAYOUT)
+        reader.end()
+        return cls(num_blocks)
+
+
 AnyMessage = (
     Hello
     | Proof
@@ -480,9 +504,10 @@ AnyMessage = (
     | Release
     | Agent
     | Load
+    | Landed
 )
 _ALL = (
     *(Hello, Proof, Identity, Refusal, Prefill, Fetch, Block, End),
-    *(Segment, Beat, Done, Release, Agent, Load),
+    *(Segment, Beat, Done, Release, Agent, Load, Landed),
 )
 KINDS: Mapping[int, type[AnyMessage]] = {message.kind: message for message in _ALL}

@@ -18,10 +18,9 @@ from tests.unit.sim.made import DEFAULTS, config, machine, request
     ("alone_s", "wanted"),
     [
         (0.05, (8192, 4)),  # all of it
-        (0.5, (8192, 2)),  # fewer prompts come first
-        (1.0, (4096, 2)),
-        (5.0, (1024, 2)),
-        (100.0, (MIN_PROMPT, 2)),  # the shortest, whatever it takes
+        (0.7, (8192, 3)),  # fewer prompts come first
+        (2.0, (4096, 3)),
+        (100.0, (MIN_PROMPT, 1)),  # the shortest, whatever it takes
     ],
 )
 def test_prompts_are_fewer_and_shorter_where_they_take_long(
@@ -36,6 +35,7 @@ def test_prompts_are_fewer_and_shorter_where_they_take_long(
 def test_a_prompt_of_any_length_is_one_that_was_asked_for() -> None:
     assert fitting(1000.0, 1.0, 256, 1) == (256, 1)
     assert fitting(0.0, 1.0, 100, 3) == (100, 3)
+    assert fitting(3.0, 300.0, 8192, 4, min_prompt=8192) == (8192, 1)
 
 
 def test_gaps_are_those_between_the_tokens_of_a_request() -> None:

@@ -13,7 +13,7 @@ from quire.kv_store.breaker import FIRST_PAUSE_MS, MAX_PAUSE_MS, Breaker
 from quire.kv_store.entry import HEAD_BYTES, EntryFormat, Seal, checksum, keyed_seal
 from quire.kv_store.int8 import Int8Encoding
 from quire.kv_store.level import Bytes, Fetched, SharedLevel
-from quire.kv_store.shared_store import Parts
+from quire.kv_store.shared_store import Parts, StoreNotReady
 from tests.cases import each_case
 
 BLOCK_BYTES = 512
@@ -284,3 +284,36 @@ def test_int8_does_not_store_what_it_cannot_stand_for(bad: float) -> None:
 def test_int8_needs_whole_vectors() -> None:
     with pytest.raises(ValueError, match="no vectors"):
         Int8Encoding(100, 16)
+
+
+def not_ready() -> None:
+    raise StoreNotReady("it is being set up")
+
+
+def test_a_store_that_is_being_set_up_is_empty_and_not_out_of_use() -> None:
+    store, clock, reports = MemoryStore(), Clock(), list[str]()
+    level = level_of(store, clock, reports)
+    store.before = not_ready
+    assert level.has(KEYS[:2]) == [False, False]
+    assert fetched(level, 0) is Fetched.MISSING
+    assert level.put(KEYS[:1], [raw(0)]) == [False]
+    assert level.breaker.state is BreakerState.CLOSED
+    assert not reports
+    assert not any(level.failures.values())
+    store.before = lambda: None
+    assert level.put(KEYS[:1], [raw(0)]) == [True]
+
+
+def test_a_trial_that_finds_a_store_being_set_up_is_made_again() -> None:
+    store, clock = MemoryStore(), Clock()
+    level = level_of(store, clock)
+    store.before = fail
+    level.has(KEYS[:1])
+    clock.ms += FIRST_PAUSE_MS
+    store.before = not_ready
+    assert level.has(KEYS[:1]) == [False]
+    assert level.breaker.state is BreakerState.OPEN
+    clock.ms += FIRST_PAUSE_MS
+    store.before = lambda: None
+    level.has(KEYS[:1])
+    assert level.breaker.state is BreakerState.CLOSED

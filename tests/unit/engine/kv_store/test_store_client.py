@@ -329,6 +329,7 @@ def test_what_another_engine_computes_is_fetched_while_it_does(
     wanted = one.finish(request_of("a"))
     one.until(lambda: one.stats.put_blocks_total == 4)
     other.until(lambda: other.stats.fetched_blocks_total == 4)
+    other.until(lambda: other.engine.core.stats().tier_fetched_blocks_total == 4)  # in its cache
     assert other.engine.core.stats().running == 0
     HaltedStore.goes_on.set()
     one.settle()
@@ -336,6 +337,7 @@ def test_what_another_engine_computes_is_fetched_while_it_does(
     assert other.stats.fetched_blocks_total == NUM_BLOCKS
     assert other.stats.waited_in_vain_total == 0
     assert other.engine.core.stats().prefix_hit_tokens_total == NUM_BLOCKS * BLOCK
+    assert other.engine.core.stats().prefix_hit_host_tokens_total == NUM_BLOCKS * BLOCK
 
 
 class SlowStore(DirectoryStore):

@@ -15,8 +15,12 @@ def queue_of(load: PrefillLoad | None) -> float:
     return 0.0 if load is None else load.queue_ms
 
 
+def wait_at(peer: Peer, load: PrefillLoad | None) -> float:
+    return queue_of(load)
+
+
 def best(peers: Peers, now_ms: float) -> Peer:
-    found = peers.best(now_ms, queue_of)
+    found = peers.best(now_ms, wait_at)
     assert found is not None
     return found
 
@@ -51,7 +55,7 @@ def test_the_peer_that_is_free_first_is_asked() -> None:
 def test_idle_peers_of_about_one_speed_take_turns_and_a_slow_one_is_not_asked() -> None:
     """Estimates always differ by a little; by the least of them all engines would ask one peer."""
 
-    def delay_ms(load: PrefillLoad | None) -> float:
+    def delay_ms(peer: Peer, load: PrefillLoad | None) -> float:
         assert load is not None
         return load.queue_ms + load.prompt_ms(0, 100)
 
@@ -89,7 +93,7 @@ def test_a_peer_that_fails_is_left_alone_longer_each_time_and_asked_again() -> N
         peer = best(peers, now_ms)
         peer.note_asked(0, 10, now_ms)
         peers.ended(peer, now_ms, failed=True)
-        assert peers.best(now_ms, queue_of) is None
+        assert peers.best(now_ms, wait_at) is None
         assert peer.load_at(now_ms) is None  # another process may be there next
         pauses.append(peer.not_before_ms - now_ms)
         now_ms = peer.not_before_ms

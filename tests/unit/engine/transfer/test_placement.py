@@ -19,6 +19,7 @@ from quire.base.kv_transfer import Failure
 from quire.base.prefill_load import PrefillLoad
 from quire.base.records import Request
 from quire.engine.process.messages import Submit
+from quire.engine.transfer.link_times import LinkTimes
 from quire.engine.transfer.peers import KNOWN_MS
 from quire.transfer.links.block_client import FetchJob
 from tests.tiny_models import write_tiny_llama
@@ -84,7 +85,7 @@ class Placing:
             "_own": self.own,
             "_now_ms": lambda: self.now_ms,
             "_report": lambda what, **_: self.reports.append(what),
-            "block_ms": 0.1,
+            "links": LinkTimes(0.1),
         }
         for name, value in replaced.items():
             setattr(self.fetching, name, value)
@@ -203,8 +204,24 @@ def test_peers_get_prompts_by_their_speed(folder: Path) -> None:
 
 def test_a_slow_link_is_not_worth_it_whatever_runs(placing: Placing) -> None:
     placing.own.num_decoding = 50
-    placing.fetching.block_ms = 1.1 * PROMPT_MS / NUM_BLOCKS
+    placing.fetching.links.guess_ms = 1.1 * PROMPT_MS / NUM_BLOCKS
     assert placing.num_asked(3) == 0
+
+
+def test_a_link_that_was_slow_is_tried_again_in_the_end(placing: Placing) -> None:
+    """Each prompt that is computed here because of it makes it 2 % faster: 1.5 times in 20."""
+    placing.own.num_decoding = 50
+    placing.fetching.links.note("127.0.0.1", 1, 1.5 * PROMPT_MS / NUM_BLOCKS)
+    assert placing.num_asked(20) == 0
+    job = next(job for job in (placing.arrive() for _ in range(5)) if job is not None)
+    placing.meet(job, EQUAL)
+    job.num_landed, job.receive_ms = len(job.digests), 15.0
+    placing.client.done.append(job)
+    placing.engine.outside.take([])
+    measured_ms = placing.fetching.links.block_ms("127.0.0.1")
+    assert measured_ms == pytest.approx(15.0 / NUM_BLOCKS, rel=2.0)
+    assert measured_ms < PROMPT_MS / NUM_BLOCKS
+    assert placing.fetching.links.block_ms("another machine") == 0.1
 
 
 def test_a_peer_that_has_timed_few_steps_counts_as_fast_as_this_engine(placing: Placing) -> None:

@@ -22,7 +22,7 @@ from quire.transfer.links.channel import Channel
 from quire.transfer.links.checksum import checksum_of
 from quire.transfer.links.handshake import TransferKeys
 from quire.transfer.links.leases import LeaseBook
-from quire.transfer.links.messages import VERSION, Hello, Identity
+from quire.transfer.links.messages import VERSION, Hello, Identity, Landed
 from quire.transfer.links.security import LinkSecurity
 from quire.transfer.links.shared_memory import MappedSegments, OwnSegment
 from tests.flawed_link import cutting, flawed_link, flipping
@@ -419,3 +419,57 @@ def test_leases_are_bounded() -> None:
     book = LeaseBook(lambda: 0.0, 1.0)
     opened = [book.open(bytes(14) + at.to_bytes(2, "big"), DIGESTS) for at in range(1100)]
     assert sum(lease is not None for lease in opened) == 1024
+
+
+def test_a_saved_block_is_sent_before_the_engine_has_noted_it(pair: Pair) -> None:
+    pair.lease(num_landed=0)
+    job = pair.start()
+    for place in range(3):
+        pair.leases.saved(DIGESTS[place], place)
+    pair.until(lambda: job.num_landed == 3)
+    assert not pair.leases._open[TRANSFER].places
+    pair.land(0, NUM_BLOCKS)
+    assert pair.finished(job).failure is None
+
+
+def test_a_saved_block_that_lands_in_another_place_ends_the_lease() -> None:
+    book = LeaseBook(lambda: 0.0, 1.0)
+    lease = book.open(TRANSFER, DIGESTS)
+    assert lease is not None
+    book.saved(DIGESTS[0], 5)
+    assert book.place(lease, DIGESTS[0], 0.0) == 5
+    assert book.landed(DIGESTS[0], 6) == [lease]
+    assert not book.is_valid(lease)
+    with pytest.raises(KeyError):
+        book.place(lease, DIGESTS[0], 0.0)
+
+
+def test_blocks_that_are_there_when_the_prompt_ends_are_counted(pair: Pair) -> None:
+    pair.lease(num_landed=3)
+    job = pair.start()
+    lease = pair.leases._open[TRANSFER]
+    pair.until(lambda: lease.num_there == 3)
+    for _ in range(2):
+        pair.leases.completed(TRANSFER)
+    pair.land(3, NUM_BLOCKS)
+    assert pair.finished(job).failure is None
+    assert pair.leases.overlapped_blocks_total == 3
+
+
+def test_the_last_blocks_of_a_prompt_that_is_still_computed_are_counted(pair: Pair) -> None:
+    """Its last tokens fill no block."""
+    pair.lease()
+    lease = pair.leases._open[TRANSFER]
+    assert pair.finished(pair.start()).failure is None
+    pair.until(lambda: lease.num_there == NUM_BLOCKS)
+
+
+def test_a_side_that_has_more_than_was_sent_is_not_believed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_client, "Landed", lambda count: Landed(count + NUM_BLOCKS))
+    pair.lease(num_landed=3)
+    job = pair.start()
+    lease = pair.leases._open[TRANSFER]
+    assert pair.finished(job).failure is Failure.CUT
+    assert lease.num_there == 0

@@ -21,6 +21,7 @@ from quire.transfer.links.messages import (
     Fetch,
     Hello,
     Identity,
+    Landed,
     Load,
     MessageError,
     Prefill,
@@ -46,6 +47,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Release(b"t" * 16),
     Agent(1 << 47, 1 << 40, b"metadata of NIXL"),
     Load(PrefillLoad(queue_ms=1.5, token_ms=0.25, step_tokens=512, is_measured=True)),
+    Landed(1 << 20),
 )
 
 
