@@ -298,6 +298,12 @@ class EngineClient:
             self._timelines.fail(_not_sent())
         return await answer
 
+    def give_up_requests(self, reason: str) -> None:
+        """Fail what is open with a QuireError; the engine drops it once it goes on."""
+        self._send_abort(tuple(id_ for ids in self._callers.values() for id_ in ids))
+        for unread in self._streams.end():
+            unread.put(Fault(kind=QuireError.__name__, message=reason))
+
     def refusal(self) -> QuireError | None:
         """Return the error of requests that arrive now; None while the engine takes them."""
         is_dead = self.dead.is_set()
