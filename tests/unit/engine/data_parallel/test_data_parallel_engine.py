@@ -202,7 +202,7 @@ def test_the_backlog_is_calibrated_by_first_tokens() -> None:
 
 
 def test_requests_of_a_stopped_engine_go_on_at_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is silent while it has work, and the other one's is not: no watchdog is needed."""
+    """Its process is silent while it has work, and the other one's is not."""
     monkeypatch.setattr("quire.engine.data_parallel.data_parallel_engine._LOOK_S", 0.001)
 
     async def check() -> None:
