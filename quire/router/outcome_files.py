@@ -102,7 +102,8 @@ def _is_torn(line: bytes, error: Exception) -> bool:
     is_no_json = isinstance(error, msgspec.DecodeError | UnicodeError) and not isinstance(
         error, msgspec.ValidationError
     )
-    return not line.endswith(b"\n") or (is_no_json and line.startswith(_LOGGED))
+    is_of_router = line.startswith(_LOGGED) or _LOGGED.startswith(line.rstrip())
+    return not line.endswith(b"\n") or (is_no_json and is_of_router)
 
 
 def _example(line: bytes) -> tuple[str, Example]:
