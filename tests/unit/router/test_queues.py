@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from quire.base.log import Log
 from quire.base.server_url import server_url
 from quire.router.fleet import Fleet
 from quire.router.replica import MAX_OVERTAKEN_TOKENS, Load, Replica
 from quire.router.settings import RouterSettings
+from quire.routing.policy import RouteKey
 from tests.unit.router.fake_replica import FakeReplica, Listed, Router, run
 from tests.unit.router.made_replicas import key_of, made_replicas
 from tests.unit.router.test_failover import _until, stream
 
 
-def _load(replica: Replica, began_s: float, tokens: int, *, is_whole: bool = True) -> Load:
-    load = Load(
+def _made(began_s: float, tokens: int, *, is_whole: bool) -> Load:
+    return Load(
         tokens=tokens + 50,
         cut=lambda reason: None,
         began_s=began_s,
@@ -26,6 +26,10 @@ def _load(replica: Replica, began_s: float, tokens: int, *, is_whole: bool = Tru
         prompt_tokens=tokens,
         new_tokens=tokens,
     )
+
+
+def _load(replica: Replica, began_s: float, tokens: int, *, is_whole: bool = True) -> Load:
+    load = _made(began_s, tokens, is_whole=is_whole)
     replica.begin(load)
     return load
 
@@ -75,33 +79,25 @@ def test_an_open_whole_answer_is_no_queue_for_the_next_prompts() -> None:
 
 
 def test_streams_that_continue_go_where_their_prompt_is_cached_as_far_as_that_pays() -> None:
-    """By counts of tokens to compute: without the cache each would compute its prompt again."""
+    """By counts of tokens to compute. Of 30 prompts of 1,024 tokens each of two replicas has some,
+    and each stream has 200 tokens of output, which no replica has."""
 
-    async def place(policy: str) -> tuple[list[int], int]:
-        urls = tuple(server_url(f"http://10.0.0.{at}:1") for at in (1, 2, 3))
-        settings = RouterSettings(policy=policy)
-        fleet = Fleet(settings, Listed(urls), Log("test"))
+    async def place(policy: str, *, both: bool) -> tuple[list[int], int]:
+        urls = tuple(server_url(f"http://10.0.0.{at}:1") for at in (1, 2))
+        fleet = Fleet(RouterSettings(policy=policy), Listed(urls), Log("test"))
         replicas = list(fleet.replicas.values())
+        keys = []
         for one in replicas:
             one.state, one.is_fenced, one.models = "ready", False, {"box": "fp"}
-        prompt = "a" * 4096
-        key = key_of(prompt)
-        key = type(key)(blocks=key.blocks, tokens=1300, prompt_tokens=1024)
-        fleet.policy.sent(replicas[0], key)
-        num_sent, computed = [0, 0, 0], 0
-        for _ in range(30):
+        for at in range(30):
+            blocks = key_of(f"{at} " * 2048).blocks[:16]
+            keys.append(RouteKey(blocks=blocks, tokens=1280, prompt_tokens=1024))
+            fleet.policy.sent(replicas[at // 3 % 2 if both else 0], keys[-1])
+        num_sent, computed = [0, 0], 0
+        for key in keys:
             found = fleet.choose(key, "box", fingerprint="fp", spreads=True)
             assert found is not None
-            load: Any = _load(found, 1.0, 0, is_whole=False)
-            found.end(load)
-            load = Load(
-                tokens=1300,
-                cut=lambda reason: None,
-                began_s=1.0,
-                last_s=lambda: 0.0,
-                is_paused=lambda: False,
-                prompt_tokens=1024 + 200,
-            )
+            load = _made(began_s=1.0, tokens=1224, is_whole=False)
             fleet.weigh(found, key, load)
             found.begin(load)
             fleet.policy.sent(found, key)
@@ -109,9 +105,10 @@ def test_streams_that_continue_go_where_their_prompt_is_cached_as_far_as_that_pa
             num_sent[found.number] += 1
         return num_sent, computed
 
-    warm, warm_tokens = asyncio.run(place("warm-cache"))
-    even, even_tokens = asyncio.run(place("least-tokens"))
-    assert sorted(even) == [10, 10, 10]
-    assert even_tokens == 30 * 1224
-    assert 10 < warm[0] < 20, "one replica does not get them all"
-    assert warm_tokens < even_tokens / 3
+    assert asyncio.run(place("least-tokens", both=True)) == ([15, 15], 30 * 1224)
+    num_sent, computed = asyncio.run(place("warm-cache", both=True))
+    assert num_sent == [15, 15]
+    assert computed < 30 * 300, "nearly all find their prompt"
+    num_sent, computed = asyncio.run(place("warm-cache", both=False))
+    assert 15 < num_sent[0] < 29, "the only warm one gets more, and not all"
+    assert computed < 30 * 1224 / 2
