@@ -23,7 +23,7 @@ PATH = b"/health/beats"
 # A replica may be silent for a multiple of the longest gap between its beats lately, within these
 # bounds. The lower one leaves time for a packet that is lost and sent again twice.
 MIN_SILENT_S = 0.6
-_MULTIPLE = 4.0
+_MULTIPLE = 3.0
 # Gaps are kept as the longest of each second, for so many seconds.
 _NUM_SECONDS, _MIN_SECONDS = 30, 3
 # After a connection has ended, and where a server has no beats, it is asked again so much later.

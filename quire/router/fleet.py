@@ -122,10 +122,10 @@ class Fleet:
         ]
         able = [one for one in able if one.state != ASLEEP] or able
         if spreads and len(able) > 1:
-            able = self._least_queued(able, key)
+            able = self._with_short_queue(able, key)
         return self.policy.choose(able, key) if able else None
 
-    def _least_queued(self, able: list[Replica], key: RouteKey) -> list[Replica]:
+    def _with_short_queue(self, able: list[Replica], key: RouteKey) -> list[Replica]:
         """Return the replicas with the fewest prompt tokens to compute, with those of this request;
         of two that differ by little, both."""
         most = min(one.queued_tokens for one in able) + SPREAD_TOKENS

@@ -23,8 +23,8 @@ def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
         beats._note(now_s)
     assert beats.limit_s(2.0) == MIN_SILENT_S
     beats._note(now_s := now_s + 0.3)
-    assert beats.limit_s(2.0) == pytest.approx(1.2)
-    assert beats.limit_s(1.0) == 1.0, "no longer than without beats"
+    assert beats.limit_s(2.0) == pytest.approx(0.9)
+    assert beats.limit_s(0.8) == 0.8, "no longer than without beats"
     beats._note(now_s := now_s + 5.0)
     assert beats.limit_s(2.0) == 2.0
     for _ in range(350):

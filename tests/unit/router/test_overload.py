@@ -205,8 +205,8 @@ def test_a_silent_replica_among_working_ones_is_given_up_soon(
 
 
 def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
-    """An engine that computes for a second and a server that answers no probe meanwhile are told
-    from a stopped process by the beats; and beats that are late at times are waited for longer."""
+    """An engine that computes for a second behind a server that answers no probe meanwhile differs
+    from a stopped process by its beats; and beats that are late at times are waited for longer."""
 
     def late(now_s: float) -> float:
         return 0.9 if 107.0 < now_s < 107.5 else 0.1

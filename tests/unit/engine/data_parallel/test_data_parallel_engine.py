@@ -75,7 +75,7 @@ class Fake(FakeClient):
 
 
 class Stopped(Fake):
-    """A Fake whose process is stopped at a token. silent_ms: as its health says."""
+    """A Fake with a process that is stopped at a token. silent_ms: as its health says."""
 
     stops_at: int | None = None
     silent_ms = 0
