@@ -20,6 +20,7 @@ from quire.router.http_client import ConnectionPool, Exchange, Headers
 from quire.router.replica import Replica
 
 PATH = b"/health/beats"
+_TYPE, _EVENTS = b"content-type", b"text/event-stream"
 # A replica may be silent for a multiple of the longest gap between its beats lately, within these
 # bounds. The lower one leaves time for a packet that is lost and sent again twice.
 MIN_SILENT_S = 0.6
@@ -58,7 +59,7 @@ class Beats:
         exchange = await pool.send(b"GET", PATH, headers, b"", is_fresh=True)
         try:
             await exchange.head()
-            if exchange.status != 200:
+            if exchange.status != 200 or _EVENTS not in dict(exchange.headers).get(_TYPE, b""):
                 return False
             await self._read(exchange)
             return True

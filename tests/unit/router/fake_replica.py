@@ -153,7 +153,9 @@ class FakeReplica:
         """Write beats, and what is put into `changes`, until a change is empty."""
         self.beats = asyncio.Event()
         self.beats.set()
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         while True:
             await self.beats.wait()
             try:
