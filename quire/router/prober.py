@@ -72,6 +72,7 @@ class Prober:
         self._engines: dict[Replica, EngineSilence] = defaultdict(EngineSilence)
         self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
+        self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
         self._probing: dict[Replica, asyncio.Task[None]] = {}
         headers = key_headers(self._settings.replica_key)
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -117,6 +118,7 @@ class Prober:
         self._beats.keep(self._fleet.replicas.values())
         of_replicas: tuple[dict[Replica, Any], ...]
         of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
+        of_replicas += (self._heard_s,)
         for known in of_replicas:
             for replica in [one for one in known if one.state == "removed"]:
                 del known[replica]
@@ -224,6 +226,7 @@ class Prober:
         elif health.state in _LEAVING:
             self._leaves(replica, health.state, health.reason)
         else:
+            self._heard_s[replica] = self._loop.time()
             state = "stalled" if health.state == "ready" else health.state
             self._fence(replica, state, health.reason)
 
@@ -290,7 +293,8 @@ class Prober:
                 return
             self._answer_times[replica].append(self._loop.time() - asked_s)
             self._asked_s.pop(replica, None)
-            if replica.state != "removed":  # it may be by now
+            # It may be removed by now, or have said that this is over.
+            if replica.state != "removed" and asked_s > self._heard_s.get(replica, 0.0):
                 await self._judge(replica, status, health)
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s

@@ -154,7 +154,8 @@ class FakeReplica:
         self.beats = asyncio.Event()
         self.beats.set()
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
         )
         while True:
             await self.beats.wait()
