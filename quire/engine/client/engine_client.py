@@ -195,12 +195,7 @@ class EngineClient:
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise the RequestError that `generate` would raise for these, if any."""
         make_requests(
-            self.card,
-            prompt_ids,
-            sampling,
-            request_id="",
-            arrival_ms=0.0,
-            encoder=self.tokenizer,
+            self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0, encoder=self.tokenizer
         )
 
     async def generate(
@@ -377,14 +372,11 @@ class EngineClient:
         elif isinstance(message, Loading):
             self.loading = (message.done_bytes, message.total_bytes)
         elif isinstance(message, Hello) and message.protocol_version != PROTOCOL_VERSION:
-            self._die(
-                fault_of(
-                    WorkerError(
-                        f"the engine speaks version {message.protocol_version}, this client "
-                        f"{PROTOCOL_VERSION}; install one version of quire in both places"
-                    )
-                )
+            error = WorkerError(
+                f"the engine speaks version {message.protocol_version}, this client "
+                f"{PROTOCOL_VERSION}; install one version of quire in both places"
             )
+            self._die(fault_of(error))
 
     def _on_end(self, reason: str) -> None:
         self._die(fault_of(WorkerError(reason)))
