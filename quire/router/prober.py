@@ -65,6 +65,8 @@ class Prober:
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
         self._silence = SilenceLimit(fleet.log)
+        # An engine that is only slow says nothing of the process that writes beats.
+        self._beat_silence = SilenceLimit(fleet.log)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answer_times: dict[Replica, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_ANSWERS)
@@ -85,8 +87,9 @@ class Prober:
             while True:
                 fleet.probe_now.clear()
                 fleet.follow()
-                self._silence.tick(self._loop.time())
-                self._silence.keep(fleet.replicas.values())
+                for silence in (self._silence, self._beat_silence):
+                    silence.tick(self._loop.time())
+                    silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
                 self._note_failed()
                 for replica in list(fleet.replicas.values()):
@@ -208,9 +211,11 @@ class Prober:
                 or self._others_work(replica, quiet_s, now_s)
             ):
                 continue  # nothing is gained by haste: _check_answers decides
-            limit_s *= self._silence.factor_of(replica, now_s, others_work=True)
+            limit_s *= self._beat_silence.factor_of(replica, now_s, others_work=True)
             if min(quiet_s, 2 * unanswered_s) > limit_s:
-                self._silence.given_up(replica, now_s)
+                for silence in (self._silence, self._beat_silence):
+                    silence.given_up(replica, now_s)
+                replica.has_stopped = True
                 self._fence(replica, "stalled", f"no sign of life for {quiet_s:.1f} s")
 
     def _others_beat(self, replica: Replica, lately_s: float, now_s: float) -> bool:
@@ -344,6 +349,7 @@ class Prober:
         was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
         if not is_stopped:
             self._silence.works(replica, now_s)
+            self._beat_silence.works(replica, now_s)
         if not is_stopped and (was_away or was_stopped):
             if was_stopped:
                 replica.breaker.succeeded()
@@ -352,6 +358,7 @@ class Prober:
             replica.stalled_steps = -1
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
+        replica.has_stopped = False
         self._fleet.became_available()
 
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:

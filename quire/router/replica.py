@@ -85,6 +85,7 @@ class Replica:
         self.steps_total = -1
         self.had_fewer_steps = False  # whether the last answer had fewer steps
         self.stalled_steps = -1  # steps_total when it made no progress
+        self.has_stopped = False  # its whole process, when it was given up last
         self.progress_s = 0.0
         self.used_s = 0.0
         self.num_beginning = 0  # when it failed last
@@ -179,8 +180,10 @@ class Replica:
 
     def is_shared(self, load: Load) -> bool:
         """Return whether the last failure is weak evidence against a request that was open then: it
-        was past its first step, or too many others were at their beginning as well."""
-        return self.num_beginning > MAX_BEGINNING or not self.is_beginning(load)
+        was past its first step, too many others were at their beginning as well, or the process
+        stopped, with the thread that no request holds up."""
+        is_weak = self.num_beginning > MAX_BEGINNING or self.has_stopped
+        return is_weak or not self.is_beginning(load)
 
     def failed(self) -> None:
         """Note which requests may be the cause, and send nothing more. Further failures before it

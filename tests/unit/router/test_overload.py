@@ -204,6 +204,33 @@ def test_a_silent_replica_among_working_ones_is_given_up_soon(
     run_virtual(story())
 
 
+def test_engines_that_were_only_slow_do_not_delay_the_notice_of_a_stopped_process() -> None:
+    async def story() -> None:
+        fleet = VirtualFleet(servers_of(calm), **SETTINGS)
+        await fleet.router.start()
+        streams = fleet.open_streams(6, 80)
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.sleep(6.0)
+            fleet.router.prober._silence.factor = 8.0  # after three false alarms
+            fleet.servers[0].is_stopped, began_s = True, loop.time()
+            while fleet.is_up(fleet.servers[0]):
+                await asyncio.sleep(0.01)
+            assert loop.time() - began_s < 0.85
+            [replica, *_] = fleet.router.fleet.replicas.values()
+            assert replica.has_stopped
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(80)
+            fleet.servers[0].is_stopped = False
+            while not fleet.is_up(fleet.servers[0]):
+                await asyncio.sleep(0.01)
+            assert not replica.has_stopped
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
 def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
     """An engine that computes for a second behind a server that answers no probe meanwhile differs
     from a stopped process by its beats; and beats that are late at times are waited for longer."""
