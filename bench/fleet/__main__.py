@@ -5,10 +5,15 @@ stops them, drains them and kills their engines; all are started again. Before, 
 alone to one replica; every answer through the router must have the same bytes. How long streams
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
 counts as its own. The router's processor time per request and per streamed token is taken without
-faults, before. With `--beside
-smg` the same replicas, requests and schedule follow behind that gateway, and its broken streams are
-counted. Writes bench/results/fleet.json, and exits with 1 if an answer through the router was
-wrong, lost or repeated.
+faults, before: of eight requests at a time as in bench.router, of one at a time, and of an idle
+router, which is no request's. With `--beside smg` the same replicas, requests and schedule follow
+behind that gateway, and its broken streams are counted.
+
+On a machine with few cores a thousand streams are silent for seconds without any fault; a quiet run
+of fewer is `--streams 300 --minutes 5 --beside smg --max-minutes 16`. The time with faults is
+shortened, for both gateways alike, where all would not fit into `--max-minutes`. Adds the run to
+bench/results/fleet.json, where it replaces the one of as many streams, and exits with 1 if an
+answer through the router was wrong, lost or repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import asyncio
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +38,12 @@ from quire.bench.machine import machine_card
 
 # Without faults: requests of one token, and rounds of streams.
 SHORT_REQUESTS = 400
+SHORT_AT_ONCE = 8
 QUIET_ROUNDS = 1
+IDLE_S = 3.0
+# After the last fault: its replica returns, and open answers end.
+TAIL_S = 60.0
+MIN_FAULTS_S = 20.0
 # Routes that a gateway for several engines has.
 OPENAI_PATHS = ("/v1/completions", "/v1/chat/completions")
 _NAMES = [case.name for case in CASES]
@@ -55,9 +66,12 @@ def main() -> None:
         "--limit-seconds", type=float, default=600.0, help="an answer that takes longer is lost"
     )
     parser.add_argument("--cases", help=f"as in seed,tools (default: {','.join(_NAMES)})")
+    parser.add_argument(
+        "--max-minutes", type=float, help="of the whole run; the time with faults is shortened"
+    )
     parser.add_argument("--beside", choices=("smg",), help="another gateway, afterwards")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "bench/results/fleet.json")
-    args = parser.parse_args()
+    args, began_s = parser.parse_args(), time.monotonic()
     names = args.cases.split(",") if args.cases else _NAMES
     if unknown := set(names) - set(_NAMES):
         parser.error(f"{', '.join(sorted(unknown))}: known are {', '.join(_NAMES)}")
@@ -72,8 +86,9 @@ def main() -> None:
         limit_s=args.limit_seconds,
         cases=[case for case in CASES if case.name in names],
         beside=args.beside,
+        until_s=None if args.max_minutes is None else began_s + 60 * args.max_minutes,
     )
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     shown = (
         "done",
         "num_wrong",
@@ -86,6 +101,21 @@ def main() -> None:
     )
     print(json.dumps({name: result[name] for name in shown if name in result}, indent=1))
     sys.exit(1 if result["wrong"] else 0)
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Add a run to the file; another gateway's counts of the run before stay until there are new
+    ones."""
+    known = json.loads(path.read_text()) if path.exists() else {"runs": {}}
+    runs = known.get("runs", {str(known["streams"]): known} if "streams" in known else {})
+    before = runs.get(str(result["streams"]), {})
+    beside = {**before.get("beside", {}), **result.get("beside", {})}
+    runs[str(result["streams"])] = {**result, **({"beside": beside} if beside else {})}
+    ordered = dict(sorted(runs.items(), key=lambda pair: int(pair[0])))
+    cards = [run["machine"] for run in ordered.values()]
+    busiest = max(cards, key=lambda card: card["load_at_start"] or 0.0)  # marks all rows
+    found = {"bench": "fleet", "machine": busiest, "runs": ordered}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def run(
@@ -102,8 +132,10 @@ def run(
     short_requests: int = SHORT_REQUESTS,
     cases: Sequence[Case] = CASES,
     beside: str | None = None,
+    until_s: float | None = None,
 ) -> dict[str, Any]:
-    """Run all parts and return the result. max_faults: end after so many, whatever the time."""
+    """Run all parts and return the result. max_faults: end after so many, whatever the time.
+    until_s: when all is to be over, by time.monotonic()."""
     other: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -113,6 +145,9 @@ def run(
         flags = ("--policy", policy, "--stall-seconds", str(stall_s), "--probe-seconds", "0.25")
         with Router(replicas.file, "--max-open-requests", str(2 * streams + 64), *flags) as router:
             cost, quiet = _cost(router, cases, streams, short_requests, limit_s)
+            if until_s is not None:
+                seconds = _seconds(seconds, until_s - time.monotonic(), 1 + (beside is not None))
+                limit_s = min(limit_s, max(seconds, TAIL_S))
             clients = Clients(router.port, cases, limit_s=limit_s)
             faults = Faults(
                 replicas, router, seed=seed, pause_s=pause_s, counters=lambda: _counters(router)
@@ -188,6 +223,17 @@ def _beside(
     }
 
 
+def _seconds(wanted_s: float, left_s: float, num_runs: int) -> float:
+    """Return the time with faults of each run. Raises SystemExit where none is left."""
+    found_s = min(wanted_s, left_s / num_runs - TAIL_S)
+    if found_s < MIN_FAULTS_S:
+        raise SystemExit(
+            f"{left_s:.0f} s are left of --max-minutes for {num_runs} runs with faults, of "
+            f"{MIN_FAULTS_S + TAIL_S:g} s each at least; allow more"
+        )
+    return found_s
+
+
 def _spread(times_s: list[float]) -> dict[str, float]:
     """Return median, 99th percentile and maximum."""
     ordered = sorted(times_s) or [0.0]
@@ -218,18 +264,30 @@ def _cost(
     warm = Clients(router.port, cases, limit_s=limit_s)
     asyncio.run(warm.run(min(streams, 32), lambda done: done < 1))
     before_s = router.cpu_s()
+    time.sleep(IDLE_S)
+    idle_share = (router.cpu_s() - before_s) / IDLE_S
+
+    def short_s(count: int, at_once: int) -> float:
+        """Return the processor time of a short request, without that of an idle router."""
+        began_s, before_s = time.monotonic(), router.cpu_s()
+        asyncio.run(short.short_requests(count, at_once))
+        used_s = router.cpu_s() - before_s - idle_share * (time.monotonic() - began_s)
+        return used_s / max(count, 1)
+
     short = Clients(router.port, cases, limit_s=limit_s)
-    asyncio.run(short.short_requests(short_requests))
-    short_s = router.cpu_s() - before_s
+    lone_s = short_s(short_requests // 4, 1)
+    request_s = short_s(short_requests, SHORT_AT_ONCE)
     tokens, before_s = router.metrics()["quire_router_streamed_tokens_total"], router.cpu_s()
     quiet = Clients(router.port, cases, limit_s=limit_s)
     asyncio.run(quiet.run(streams, lambda done: done < QUIET_ROUNDS))
     quiet_s = router.cpu_s() - before_s
     tokens = router.metrics()["quire_router_streamed_tokens_total"] - tokens
-    request_s = short_s / max(short_requests, 1)
     per_token_s = max(quiet_s - request_s * quiet.num_done, 0.0) / max(tokens, 1.0)
     result = {
         "cpu_us_per_request": round(1e6 * request_s, 1),
+        "requests_at_once": SHORT_AT_ONCE,
+        "cpu_us_per_lone_request": round(1e6 * lone_s, 1),
+        "idle_cpu_share": round(idle_share, 4),
         "cpu_us_per_streamed_token": round(1e6 * per_token_s, 1),
         "streamed_tokens_without_faults": int(tokens),
         "wrong_without_faults": [*warm.wrong, *short.wrong, *quiet.wrong],

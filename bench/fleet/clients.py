@@ -141,11 +141,15 @@ class Clients:
         """Run all clients, each as long as go_on(number of its answers) holds."""
         await asyncio.gather(*(self._client(number, go_on) for number in range(num_clients)))
 
-    async def short_requests(self, count: int) -> None:
-        """Send requests of one token, one after the other."""
+    async def short_requests(self, count: int, at_once: int = 1) -> None:
+        """Send requests of one token, so many at a time."""
         body = {"prompt": "Once", "max_tokens": 1, "seed": 1}
-        for _ in range(count):
-            await exchange(self._port, "/v1/completions", body)
+
+        async def send(number: int) -> None:
+            for _ in range(number, count, at_once):
+                await exchange(self._port, "/v1/completions", body)
+
+        await asyncio.gather(*map(send, range(at_once)))
 
     async def _answer(self, case: Case) -> bytes:
         """Return the answer; a refused request is sent again, as its client would."""

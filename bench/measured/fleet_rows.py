@@ -83,7 +83,11 @@ def _cascade_rows(result: dict[str, Any]) -> list[str]:
 
 
 def fleet_rows(result: dict[str, Any]) -> list[str]:
-    """Return wrong answers and silences while replicas die, beside another gateway."""
+    """Return wrong answers and silences while replicas die, beside another gateway, by run."""
+    return [row for run in result["runs"].values() for row in _fleet_run_rows(run)]
+
+
+def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
     silences = result["silences_s"]["with_faults"]
     num_faults = sum(kind["count"] for kind in result["faults"].values())
     rows = [

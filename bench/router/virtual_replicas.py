@@ -19,6 +19,7 @@ from quire.base.log import Log
 from quire.base.server_url import server_url
 from quire.router.block_hashes import block_hashes
 from quire.router.discovery import StaticList
+from quire.router.faults import ReplicaFault
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.http_client import Exchange
@@ -74,7 +75,9 @@ class CachingReplica:
     async def send(
         self, method: bytes, path: bytes, headers: Any, body: bytes, *, is_fresh: bool = False
     ) -> Exchange:
-        """See ConnectionPool: take a stream of POST /generate."""
+        """See ConnectionPool: take a stream of POST /generate; there are no beats."""
+        if method == b"GET":
+            raise ReplicaFault("it answers probes and prompts only", is_suspect=False)
         exchange, link = Exchange(self._loop, may_be_stale=False), _Link()
         exchange.began(link)  # type: ignore[arg-type]
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.api.admin.beats import BeatRoutes
 from quire.api.admin.cache import CacheRoutes
 from quire.api.admin.engine import EngineRoutes
 from quire.api.admin.health import HealthRoutes
@@ -121,6 +122,7 @@ def _status_routes(server_state: ServerState) -> list[Route]:
     return [
         Route("/health", health.health, methods=["GET"]),
         Route("/v1/health", health.health, methods=["GET"]),
+        Route("/health/beats", BeatRoutes(server_state).get, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/openapi.json", document.get, methods=["GET"]),

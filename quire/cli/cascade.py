@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from quire.base.errors import SettingError
+from quire.base.log import Log
 from quire.cli.exit_codes import SUCCESS
 
 _SMALL_PRICE = 0.1
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(
             f"--small-price is {arguments.small_price:g}; a share between 0 and 1 is allowed"
         )
-    examples, cascades = read_outcomes(arguments.outcomes, arguments.cascade)
+    examples, cascades = read_outcomes(arguments.outcomes, arguments.cascade, on_torn=_warn_of_torn)
     if len(cascades) > 1:
         raise SettingError(
             f"the outcomes are of the cascades {', '.join(sorted(cascades))}, of different models; "
@@ -98,3 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     show(found._asdict(), text, as_json=arguments.json)
     return SUCCESS
+
+
+def _warn_of_torn(path: str, num_lines: int) -> None:
+    """Log the lines of a file that were left out."""
+    Log("cascade").warning(
+        "lines that were not written to their ends are left out", file=path, lines=num_lines
+    )

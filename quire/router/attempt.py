@@ -55,6 +55,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
             is_long=is_long,
             prompt_tokens=prompt_tokens,
+            is_whole=not request.is_stream,
         )
 
     def __enter__(self) -> Attempt:
@@ -106,6 +107,16 @@ class Attempt(AbstractContextManager["Attempt"]):
     def age_s(self) -> float:
         """Seconds since it began."""
         return self._loop.time() - self.load.began_s
+
+    def has_answer(self) -> None:
+        """Note that it has its whole answer."""
+        self.note_first_tokens()
+        self.replica.gave_answer(self.load)
+
+    def note_first_tokens(self) -> None:
+        """Learn how long the replica took to the first token, at least."""
+        request, times = self._request, self.replica.first_token_times
+        times.note(request.prompt_tokens, self.age_s, request.whole_tokens)
 
     async def send(self, body: bytes, on_sent: Callable[[], None] = lambda: None) -> Exchange:
         """Send the request and wait for the head of the response. Raises ReplicaFault.

@@ -3,27 +3,37 @@
 Rules (length, tools, the operator's expressions) and a classifier send hard requests to the large
 model at once.
 A whole answer of the small model is judged once it is complete: by the mean log-probability of its
-tokens, by whether its JSON is complete, by a refusal or a cut. A stream is judged only if it may
-be held until it is complete, since what was delivered cannot be taken back. Knows no replica.
+tokens, by whether its JSON is complete, by a refusal or a cut (judged_answers.py reads these of
+each API). A stream is judged only if it may be held until it is complete, since what was delivered
+cannot be taken back. Knows no replica.
 Expressions come from the configuration and never from a request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from quire.base.log import Log
 from quire.router.classifier import read_classifier
+from quire.router.faults import Refusal
+from quire.router.judged_answers import (
+    JUDGED_FORMS,
+    JudgedAnswer,
+    JudgedForm,
+    choices_of,
+    logprobs_of,
+    openai_answer,
+)
 from quire.router.outcome_log import OutcomeLog
 from quire.router.prompt_features import Features, features_of
 from quire.router.route_file import CascadeTable
 from quire.router.routed_request import RoutedRequest
+from quire.router.routes import RESPONSES
 
-_JUDGED = ("/v1/chat/completions", "/v1/completions")
 _MAX_SEARCHED_CHARS = 16_384
 _encode = msgspec.json.Encoder().encode
 
@@ -100,100 +110,120 @@ class Cascade:
     def judge(self, request: RoutedRequest) -> Judge | None:
         """Return what judges the small model's answer; None where it is not judged.
 
-        Asks for the log-probabilities that the judge needs.
+        Asks for the log-probabilities that the judge needs. Raises Refusal where the API has none.
         """
-        table = self._table
+        table, path = self._table, request.path
         if not self._is_judged(request):
             return None
-        adds = "low-confidence" in table.escalate and not _asks_logprobs(request.fields)
-        judge = Judge(table, request, hides_logprobs=adds)
-        if adds:
-            request.change("logprobs", True if request.path.endswith("chat/completions") else 0)
+        form, asked = JUDGED_FORMS[path], None
+        if "low-confidence" in table.escalate:
+            if form.ask is None:
+                raise Refusal(
+                    400,
+                    "invalid_value",
+                    f"{self.name!r} replaces answers of low confidence, and {path} has no "
+                    "log-probabilities to judge them by: ask for a stream, name "
+                    f"{self.small!r} or {self.large!r} as the model, or leave low-confidence out "
+                    f"of escalate in [cascades.{self.name}]",
+                    param="model",
+                )
+            asked = form.ask(request.fields)
+        judge = Judge(table, form, request, "" if asked is None else asked[0])
+        if asked is not None:
+            request.change(*asked)
         return judge
 
     def _is_judged(self, request: RoutedRequest) -> bool:
-        if request.path not in _JUDGED or not self._table.escalate:
+        """Return whether an answer of the small model is judged. One that needs a stored response
+        is not, since only the replica that has it can answer."""
+        if request.path not in JUDGED_FORMS or not self._table.escalate:
+            return False
+        if request.path == RESPONSES and _needs_stored(request.fields):
             return False
         return not request.is_stream or not (request.why_not or not self._table.judge_streams)
 
 
 class Judge:
-    """Judges one answer. hides_logprobs: the client did not ask for them. has_seen: whether it had
-    an answer of a known form."""
+    """Judges one answer. asked: the field in which log-probabilities were asked for although the
+    client did not; "" where it did. has_seen: whether it had an answer of a known form."""
 
     def __init__(
-        self, table: CascadeTable, request: RoutedRequest, *, hides_logprobs: bool
+        self, table: CascadeTable, form: JudgedForm, request: RoutedRequest, asked: str
     ) -> None:
         self._table = table
-        self._hides_logprobs = hides_logprobs
+        self._form = form
+        self._asked = asked
         self.has_seen = True
-        self._given = request.fields.get("logprobs")
-        self._wants_json = _wants_json(request.fields)
+        self._given = request.fields.get(asked)
+        self._wants_json = form.wants_json(request.fields)
 
     def undo(self, request: RoutedRequest) -> None:
         """Ask for what the client asked for."""
-        if self._hides_logprobs:
-            request.change("logprobs", self._given)
+        if self._asked:
+            request.change(self._asked, self._given)
 
     def verdict(self, body: bytes) -> tuple[str, bytes]:
         """Return why the large model must answer, "" where it need not, and the client's body."""
         answer = _object(body)
-        choices = _choices(answer)
+        choices = self._form.read(answer)
         self.has_seen = bool(choices)
         reasons = [why for one in choices if (why := self._why(one))]
-        if reasons or not choices or not self._hides_logprobs:
+        if reasons or not choices or not self._asked:
             return (reasons[0] if reasons else ""), body
-        for one in choices:
-            one["logprobs"] = None
+        self._form.hide(answer)
         return "", _encode(answer)
 
     def stream_verdict(self, events: bytes) -> str:
         """Return why the large model must answer instead of a whole stream; "" if it need not."""
-        text, known, finish, message = "", list[Any](), None, dict[str, Any]()
+        text, known, finish, message = "", list[float](), None, dict[str, Any]()
         for block in events.split(b"\n\n"):
-            for choice in _choices(_object(block[block.find(b"data: ") + 6 :])):
+            for choice in choices_of(_object(block[block.find(b"data: ") + 6 :])):
                 delta = choice.get("delta")
                 delta = delta if isinstance(delta, dict) else {}
                 piece = delta.get("content", choice.get("text"))
                 text += piece if isinstance(piece, str) else ""
-                known += [{"logprob": one} for one in _logprobs(choice.get("logprobs"))]
+                known += logprobs_of(choice.get("logprobs"))
                 finish = choice.get("finish_reason") or finish
                 message |= {key: delta[key] for key in ("refusal", "tool_calls") if delta.get(key)}
-        whole = {"message": {**message, "content": text}, "logprobs": {"content": known}}
-        return self._why({**whole, "finish_reason": finish})
+        whole = {"message": {**message, "content": text}, "logprobs": known}
+        return self._why(openai_answer({**whole, "finish_reason": finish}))
 
     def shown_events(self, events: bytes) -> bytes:
         """Return events for the client: without what only the router has asked for."""
-        if not self._hides_logprobs:
+        if not self._asked:
             return events
         shown = []
         for block in events.split(b"\n\n"):
             start = block.find(b"data: {")
             event = _object(block[start + 6 :]) if start >= 0 else None
-            if choices := _choices(event):
-                for one in choices:
-                    one["logprobs"] = None
+            if choices_of(event):
+                self._form.hide(event)
                 block = block[: start + 6] + _encode(event)
             shown.append(block)
         return b"\n\n".join(shown)
 
-    def _why(self, choice: Mapping[str, Any]) -> str:
-        escalate, finish = self._table.escalate, choice.get("finish_reason")
-        message = choice.get("message")
-        message = message if isinstance(message, dict) else {}
-        if "refusal" in escalate and (message.get("refusal") or finish == "content_filter"):
+    def _why(self, answer: JudgedAnswer) -> str:
+        escalate = self._table.escalate
+        if answer.end == "refusal" and "refusal" in escalate:
             return "refusal"
-        if "length" in escalate and finish == "length":
+        if answer.end == "length" and "length" in escalate:
             return "length"
-        text = message.get("content", choice.get("text"))
-        needs_json = self._wants_json and not message.get("tool_calls")
-        if "failed-grammar" in escalate and needs_json and not _is_json(text):
+        needs_json = self._wants_json and not answer.calls_tools
+        if "failed-grammar" in escalate and needs_json and not _is_json(answer.text):
             return "failed-grammar"
-        if "low-confidence" in escalate:
-            known = _logprobs(choice.get("logprobs"))
-            if known and sum(known) / len(known) < self._table.min_mean_logprob:
-                return "low-confidence"
+        known = answer.logprobs if "low-confidence" in escalate else ()
+        if known and sum(known) / len(known) < self._table.min_mean_logprob:
+            return "low-confidence"
         return ""
+
+
+def _needs_stored(fields: Mapping[str, Any]) -> bool:
+    items = fields.get("input")
+    references = (
+        isinstance(one, dict) and one.get("type") == "item_reference"
+        for one in (items if isinstance(items, list) else ())
+    )
+    return bool(fields.get("previous_response_id")) or any(references)
 
 
 def _object(raw: bytes) -> Any:
@@ -203,25 +233,7 @@ def _object(raw: bytes) -> Any:
         return None
 
 
-def _choices(answer: Any) -> list[dict[str, Any]]:
-    """Return the choices of an answer; none of what is no answer, which is passed on as it is."""
-    found = answer.get("choices") if isinstance(answer, dict) else None
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def _asks_logprobs(fields: Mapping[str, Any]) -> bool:
-    return fields.get("logprobs") not in (None, False)
-
-
-def _wants_json(fields: Mapping[str, Any]) -> bool:
-    form = fields.get("response_format")
-    if isinstance(form, dict) and form.get("type") in ("json_object", "json_schema"):
-        return True
-    asked = fields.get("structured_outputs")
-    return isinstance(asked, dict) and ("json" in asked or "json_object" in asked)
-
-
-def _is_json(text: Any) -> bool:
+def _is_json(text: str | None) -> bool:
     if not isinstance(text, str):
         return False
     try:
@@ -229,16 +241,3 @@ def _is_json(text: Any) -> bool:
     except msgspec.MsgspecError:
         return False
     return True
-
-
-def _logprobs(found: Any) -> Sequence[float]:
-    """Return the log-probabilities of a choice, in the form of chats or of completions."""
-    if not isinstance(found, dict):
-        return ()
-    content = found.get("content")
-    given = (
-        [one.get("logprob") for one in content if isinstance(one, dict)]
-        if isinstance(content, list)
-        else found.get("token_logprobs")
-    )
-    return [one for one in given or () if isinstance(one, int | float)]

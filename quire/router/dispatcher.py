@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from quire.router.admission import Admission
-from quire.router.answer import Answer, AnswerParts
+from quire.router.answer import Answer
+from quire.router.answer_state import AnswerParts
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse, InnerResponse
 from quire.router.deadlines import before_deadline
@@ -23,10 +24,7 @@ from quire.router.fleet import Fleet
 from quire.router.model_choice import ModelChoice
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
-from quire.router.stored_responses import (
-    StoredResponses,
-    needed_id,
-)
+from quire.router.stored_responses import StoredResponses, needed_id
 from quire.router.summaries import CHAT_PATH, PromptSummary, SummaryOrder
 
 HandOver = Callable[[RoutedRequest, ClientResponse], Awaitable[dict[str, Any] | None]]

@@ -107,7 +107,8 @@ class Fleet:
         fingerprint: that it must have; "" for any. exclude: those that were tried. max_long: of the
         long prompts that it computes, with this one; None for any number. spreads: only those with
         the fewest prompt tokens to compute, whatever else they do: many streams that continue at
-        once are divided, and none waits behind all others.
+        once are divided, and none waits behind all others. One that has the beginning of the prompt
+        may have as many more as that spares.
         """
         now_s = self._loop.time()
         able = [
@@ -121,9 +122,19 @@ class Fleet:
         ]
         able = [one for one in able if one.state != ASLEEP] or able
         if spreads and len(able) > 1:
-            least = min(one.prompt_tokens for one in able)
-            able = [one for one in able if one.prompt_tokens <= least + SPREAD_TOKENS]
+            able = self._with_short_queue(able, key)
         return self.policy.choose(able, key) if able else None
+
+    def _with_short_queue(self, able: list[Replica], key: RouteKey) -> list[Replica]:
+        """Return the replicas with the fewest prompt tokens to compute, with those of this request;
+        of two that differ by little, both."""
+        most = min(one.queued_tokens for one in able) + SPREAD_TOKENS
+        idle = [one for one in able if one.queued_tokens <= most]
+        if len(idle) == len(able):
+            return able
+        warm = self.policy.choose(able, key)
+        spared_tokens = key.prompt_tokens - self.policy.new_tokens(warm, key)
+        return [warm] if warm.queued_tokens <= most + spared_tokens else idle
 
     def weigh(self, replica: Replica, key: RouteKey, load: Load) -> None:
         """Note what a request has computed at a replica, before it is sent there."""

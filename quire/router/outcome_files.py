@@ -5,13 +5,14 @@
 
 The second form is for outcomes that were found otherwise, as by an evaluation: `hard` says that the
 large model should answer. Always holds: what is kept in memory is bounded; a line that is neither
-form is an error that names its place, but a last line that was not written to its end is left out.
+form is an error that names its place. A line of a router that was not written to its end, because
+the router was ended or the disk was full, is left out and counted.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -28,6 +29,8 @@ MAX_EXAMPLES = 100_000
 MAX_LINE_BYTES = 16 << 20
 _CHAT = "/v1/chat/completions"
 _MAX_FACTS = 64
+# How a router begins a line.
+_LOGGED = b'{"features":'
 
 
 class Example(NamedTuple):
@@ -49,41 +52,58 @@ _read_own = msgspec.json.Decoder(_OwnOutcome).decode
 
 
 def read_outcomes(
-    paths: Iterable[str], cascade: str = "", *, max_examples: int = MAX_EXAMPLES
+    paths: Iterable[str],
+    cascade: str = "",
+    *,
+    max_examples: int = MAX_EXAMPLES,
+    on_torn: Callable[[str, int], None] = lambda path, num_lines: None,
 ) -> tuple[list[Example], set[str]]:
     """Return the newest outcomes of files in order, and the cascades that logged them.
 
-    cascade: its outcomes alone are read; "": those of all. Raises SettingError.
+    cascade: its outcomes alone are read; "": those of all. on_torn: called once for a file with
+    lines that were not written to their ends, with their number. Raises SettingError.
     """
     found: deque[Example] = deque(maxlen=max_examples)
     cascades: set[str] = set()
     for path in paths:
         try:
             with Path(path).expanduser().open("rb") as file:
-                number = 0
+                number = num_torn = 0
                 while line := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
                     if len(line) > MAX_LINE_BYTES:
                         raise _wrong(path, number, f"it has more than {MAX_LINE_BYTES} bytes")
-                    is_whole = line.endswith(b"\n")
                     if not line.strip():
                         continue
                     try:
                         name, example = _example(line)
                     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                        if is_whole:
+                        if not _is_torn(line, error):
                             raise _wrong(path, number, str(error)) from error
+                        num_torn += 1
                         continue
                     if cascade and name and name != cascade:
                         continue
                     cascades |= {name} if name else set()
                     found.append(example)
+                if num_torn:
+                    on_torn(path, num_torn)
         except OSError as error:
             raise SettingError(
                 f"the outcomes {path} cannot be read ({error.strerror}); give files that a router "
                 "has written (outcomes of a cascade)"
             ) from error
     return list(found), cascades
+
+
+def _is_torn(line: bytes, error: Exception) -> bool:
+    """Return whether a line that cannot be read was not written to its end: a last one, or one of a
+    router, after which another one was begun."""
+    is_no_json = isinstance(error, msgspec.DecodeError | UnicodeError) and not isinstance(
+        error, msgspec.ValidationError
+    )
+    is_of_router = line.startswith(_LOGGED) or _LOGGED.startswith(line.rstrip())
+    return not line.endswith(b"\n") or (is_no_json and is_of_router)
 
 
 def _example(line: bytes) -> tuple[str, Example]:

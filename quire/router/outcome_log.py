@@ -2,11 +2,13 @@
 
 A line has the features of the request and no text. `quire cascade` learns from these files. Always
 holds: a file has at most MAX_LOG_BYTES; then it is renamed to FILE.1, in place of the one before
-it. A line that cannot be written is lost, and an answer never waits for it.
+it. A line that cannot be written is lost, the next one begins after what there is of it, and an
+answer never waits for it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,7 @@ class OutcomeLog:
         self._max_bytes = max_bytes
         self.complain = complain
         self._has_complained = False
+        self._may_be_torn = True  # a router may have ended in the middle of a line
 
     def note(self, cascade: str, features: Features, outcome: str) -> None:
         """Write a line. outcome: why the answer was replaced, "" where it was kept."""
@@ -59,9 +62,15 @@ class OutcomeLog:
         )
         raw = _encode(line) + b"\n"
         try:
-            descriptor = self._opened(len(raw))
+            descriptor = self._opened(len(raw) + 1)
             try:
-                os.write(descriptor, raw)  # at once, so that lines of several writers do not mix
+                if self._may_be_torn and _is_torn(self._path):
+                    raw = b"\n" + raw  # what is left of a line ends here
+                self._may_be_torn = True
+                # At once, so that lines of several writers do not mix.
+                if os.write(descriptor, raw) < len(raw):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._may_be_torn = False
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -79,3 +88,13 @@ class OutcomeLog:
         os.close(descriptor)
         self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         return os.open(self._path, flags, 0o600)
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether the last line of a file was not written to its end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        num_bytes = os.fstat(descriptor).st_size  # of a pipe 0
+        return num_bytes > 0 and os.pread(descriptor, 1, num_bytes - 1) != b"\n"
+    finally:
+        os.close(descriptor)

@@ -1,12 +1,12 @@
 """Prober: active health of the replicas, by progress.
 
 GET /health of a replica is 200 only while it makes progress. A replica that neither answers nor
-streams is fenced after 1 to 2 s, one that answers while its steps do not advance and its streams
-are silent after its stall time: what is open there ends, and goes on elsewhere. Both take longer
-while all replicas seem to be slow (silence.py), and a prober that was late itself judges no
-silence. A silent replica is looked at when its time is over, and not only with the next probe. A
-fenced replica is used again after its health and its fingerprints (GET /v1/models) were read. Reads
-nothing else of a replica.
+streams is fenced after 1 to 2 s, or sooner where its beats stop as well (beats.py). One that
+answers while its steps do not advance and its streams are silent is fenced after its stall time.
+What is open there ends, and goes on elsewhere. All take longer while all replicas seem to be slow
+(silence.py), and a prober that was late itself judges no silence. A silent replica is looked at
+when its time is over, and not only with the next probe. A fenced replica is used again after its
+health and its fingerprints (GET /v1/models) were read. Reads nothing else of a replica.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from quire.base.server_url import key_headers
-from quire.router.engine_silence import MIN_SILENT_S, EngineSilence
+from quire.router.beats import BeatHealth, FleetBeats
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, MAX_BEGINNING, Replica
 from quire.router.silence import SilenceLimit
+from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
 
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
@@ -36,6 +37,8 @@ _NUM_ANSWERS, _MIN_ANSWERS = 24, 8
 # A probe waits for longer than a replica may be silent: one that is only slow answers it at last.
 PROBE_S = 5.0
 _SOON_S = 0.005
+# How often it is checked that beats come.
+_GLANCE_S = 0.1
 
 
 class _Health(msgspec.Struct):
@@ -62,6 +65,8 @@ class Prober:
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
         self._silence = SilenceLimit(fleet.log)
+        # An engine that is only slow says nothing of the process that writes beats.
+        self._beat_silence = SilenceLimit(fleet.log)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answer_times: dict[Replica, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_ANSWERS)
@@ -69,9 +74,11 @@ class Prober:
         self._engines: dict[Replica, EngineSilence] = defaultdict(EngineSilence)
         self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
+        self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
         self._probing: dict[Replica, asyncio.Task[None]] = {}
         headers = key_headers(self._settings.replica_key)
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self._beats = FleetBeats(fleet, self._headers, self._hear)
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -80,24 +87,24 @@ class Prober:
             while True:
                 fleet.probe_now.clear()
                 fleet.follow()
-                self._silence.tick(self._loop.time())
-                self._silence.keep(fleet.replicas.values())
+                for silence in (self._silence, self._beat_silence):
+                    silence.tick(self._loop.time())
+                    silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
                 self._note_failed()
                 for replica in list(fleet.replicas.values()):
                     if not is_late:
                         self._check_stall(replica)
                         self._check_answers(replica)
-                    if replica not in self._probing:
-                        task = asyncio.ensure_future(self._probe(replica))
-                        self._probing[replica] = task
-                        task.add_done_callback(lambda _, one=replica: self._probing.pop(one, None))  # type: ignore[misc]
+                    self._begin_probe(replica)
+                    if replica.is_up:
+                        self._beats.follow(replica)
                 for replica in () if is_late else fleet.leaving():
                     self._check_stall(replica)
                 self._forget_removed()
                 is_late = await self._pause()
-                await asyncio.sleep(0.02)  # failures of one replica come together
         finally:
+            await self._beats.close()
             probing = list(self._probing.values())
             for task in probing:
                 task.cancel()
@@ -111,22 +118,39 @@ class Prober:
             replica.num_handed_over = 0
 
     def _forget_removed(self) -> None:
+        self._beats.keep(self._fleet.replicas.values())
         of_replicas: tuple[dict[Replica, Any], ...]
         of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
+        of_replicas += (self._heard_s,)
         for known in of_replicas:
             for replica in [one for one in known if one.state == "removed"]:
                 del known[replica]
 
+    def _begin_probe(self, replica: Replica) -> None:
+        if replica not in self._probing:
+            task = asyncio.ensure_future(self._probe(replica))
+            self._probing[replica] = task
+            task.add_done_callback(lambda _: self._probing.pop(replica, None))
+
     async def _pause(self) -> bool:
-        """Wait until the next round; return whether it begins so late that what replicas have sent
-        meanwhile may not have been read yet."""
+        """Wait until the next round, with an eye on the beats; return whether it begins so late
+        that what replicas have sent meanwhile may not have been read yet."""
         waiting = asyncio.ensure_future(self._fleet.probe_now.wait())
-        until_s = self._look_s
+        late_s = 0.0
         try:
-            await asyncio.wait({waiting}, timeout=max(until_s - self._loop.time(), 0.0))
+            while not waiting.done():
+                until_s = min(self._look_s, self._loop.time() + _GLANCE_S)
+                await asyncio.wait({waiting}, timeout=max(until_s - self._loop.time(), 0.0))
+                now_s = self._loop.time()
+                late_s = max(now_s - until_s, 0.0)
+                if late_s < _GLANCE_S:
+                    self._check_beats(now_s)
+                if until_s == self._look_s:
+                    break
         finally:
             waiting.cancel()
-        return self._loop.time() - until_s > min(self._answer_s, MIN_ANSWER_S) / 2
+        await asyncio.sleep(0.02)  # failures of one replica come together
+        return late_s > min(self._answer_s, MIN_ANSWER_S) / 2
 
     async def first_round(self) -> None:
         """Wait until each replica was probed once."""
@@ -166,6 +190,56 @@ class Prober:
         if self._is_over(replica, quiet_s, self._answer_limit_s(replica), now_s):
             self._silence.given_up(replica, now_s)
             self._fence(replica, "stalled", f"no answer to /health for {quiet_s:.1f} s")
+
+    def _check_beats(self, now_s: float) -> None:
+        """Fence replicas that are stopped: no beat, no event and no answer to a probe comes."""
+        for replica in list(self._fleet.replicas.values()):
+            quiet_s = self._beats.quiet_s(replica, now_s)
+            if quiet_s is None or replica.is_fenced:
+                continue
+            limit_s = self._beats.limit_s(replica, self._answer_limit_s(replica))
+            if quiet_s <= limit_s / 2:
+                continue
+            heard_s = max((load.last_s() for load in replica.loads), default=0.0)
+            quiet_s = min(quiet_s, now_s - max(heard_s, replica.progress_s))
+            if quiet_s <= limit_s / 2:
+                continue
+            self._begin_probe(replica)
+            unanswered_s = now_s - self._asked_s.get(replica, now_s)
+            if not (
+                self._others_beat(replica, limit_s, now_s)
+                or self._others_work(replica, quiet_s, now_s)
+            ):
+                continue  # nothing is gained by haste: _check_answers decides
+            limit_s *= self._beat_silence.factor_of(replica, now_s, others_work=True)
+            if min(quiet_s, 2 * unanswered_s) > limit_s:
+                for silence in (self._silence, self._beat_silence):
+                    silence.given_up(replica, now_s)
+                replica.has_stopped = True
+                self._fence(replica, "stalled", f"no sign of life for {quiet_s:.1f} s")
+
+    def _others_beat(self, replica: Replica, lately_s: float, now_s: float) -> bool:
+        """Return whether another replica that can continue its streams has just had a beat."""
+        times = (self._beats.quiet_s(one, now_s) for one in self._fleet.equals(replica))
+        return any(quiet_s is not None and quiet_s < lately_s / 2 for quiet_s in times)
+
+    def _hear(self, replica: Replica, health: BeatHealth) -> None:
+        """Act on what a replica says of itself, without a probe."""
+        if health.ok or health.state == ASLEEP or replica.is_fenced:
+            if not (health.ok and replica.is_up):
+                self._fleet.probe_now.set()
+        elif health.state in _LEAVING:
+            self._leaves(replica, health.state, health.reason)
+        else:
+            self._heard_s[replica] = self._loop.time()
+            state = "stalled" if health.state == "ready" else health.state
+            self._fence(replica, state, health.reason)
+
+    def _leaves(self, replica: Replica, state: str, reason: str) -> None:
+        """Note that a replica takes no requests and finishes those it has."""
+        if replica.state != state:
+            self._fleet.log.event("replica takes no requests", replica=replica.name, state=state)
+        replica.state, replica.reason = state, reason
 
     def _is_over(self, replica: Replica, quiet_s: float, usual_s: float, now_s: float) -> bool:
         """Return whether a replica was silent for too long; else look at it when it may be."""
@@ -224,7 +298,8 @@ class Prober:
                 return
             self._answer_times[replica].append(self._loop.time() - asked_s)
             self._asked_s.pop(replica, None)
-            if replica.state != "removed":  # it may be by now
+            # It may be removed by now, or have said that this is over.
+            if replica.state != "removed" and asked_s > self._heard_s.get(replica, 0.0):
                 await self._judge(replica, status, health)
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
@@ -252,11 +327,7 @@ class Prober:
             replica.progressed(now_s)
         elif not health.ok or status != 200:
             if health.state in _LEAVING:
-                if replica.state != health.state:
-                    self._fleet.log.event(
-                        "replica takes no requests", replica=replica.name, state=health.state
-                    )
-                replica.state, replica.reason = health.state, health.reason
+                self._leaves(replica, health.state, health.reason)
                 return
             state = "stalled" if health.state == "ready" else health.state
             self._fence(replica, state, health.reason)
@@ -278,6 +349,7 @@ class Prober:
         was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
         if not is_stopped:
             self._silence.works(replica, now_s)
+            self._beat_silence.works(replica, now_s)
         if not is_stopped and (was_away or was_stopped):
             if was_stopped:
                 replica.breaker.succeeded()
@@ -286,6 +358,7 @@ class Prober:
             replica.stalled_steps = -1
         state = ASLEEP if is_asleep else "ready"
         replica.state, replica.reason, replica.is_fenced = state, "", False
+        replica.has_stopped = False
         self._fleet.became_available()
 
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:

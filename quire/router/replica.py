@@ -29,6 +29,8 @@ STEADY_STALL_S = 2.0
 # With many prompts to compute, such as those of a replica that has failed.
 CROWDED_STALL_S = 4.0
 _MIN_GAPS = 20
+# A longer prompt is computed in pieces, and others overtake it.
+MAX_OVERTAKEN_TOKENS = 2048
 # When more requests than this were at their beginning, one failure is weak evidence against each.
 MAX_BEGINNING = 8
 # The state of a server without an engine: a request starts one.
@@ -42,9 +44,9 @@ class Load:
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
     its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
     is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
-    has no output. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those to compute
-    before it has output; new_tokens: of these, what is not cached. ahead_tokens: that the replica
-    had to compute before it.
+    has no output. is_whole: its output comes as a whole. is_long: it counts as a long prompt.
+    prompt_tokens: of `tokens`, those to compute before it has output; new_tokens: of these, what is
+    not cached. ahead_tokens: that the replica had to compute before it.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class Load:
     last_s: Callable[[], float]
     is_paused: Callable[[], bool]
     is_new: bool = True
+    is_whole: bool = False
     is_long: bool = False
     prompt_tokens: int = 0
     new_tokens: int = 0
@@ -82,11 +85,13 @@ class Replica:
         self.steps_total = -1
         self.had_fewer_steps = False  # whether the last answer had fewer steps
         self.stalled_steps = -1  # steps_total when it made no progress
+        self.has_stopped = False  # its whole process, when it was given up last
         self.progress_s = 0.0
         self.used_s = 0.0
         self.num_beginning = 0  # when it failed last
         self.num_handed_over = 0  # requests that were open then, until the prober has seen it
         self._answered_began_s = 0.0  # when the newest request with output was sent
+        self._whole: dict[Load, None] = {}  # queued ones, in the order in which they were sent
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._longest_gap_s = self._longest_at_s = 0.0
         self.on_fenced: Callable[[Replica], None] | None = None
@@ -116,12 +121,15 @@ class Replica:
         self.queued_tokens += load.new_tokens
         self.prompt_tokens += load.prompt_tokens
         self.num_long += load.is_long
+        if load.is_whole:
+            self._whole[load] = None
         self.breaker.began()
 
     def end(self, load: Load) -> None:
         """Count it no more. Twice is once."""
         if load in self.loads:
             self._leave_queue(load)
+            self._whole.pop(load, None)
             self.loads.discard(load)
             self.backlog_tokens -= load.tokens
             self.computed_tokens += load.tokens if load.is_new else 0
@@ -131,7 +139,27 @@ class Replica:
         """Note that a request has its first tokens."""
         self._leave_queue(load)
         load.is_new = False
-        self._answered_began_s = max(self._answered_began_s, load.began_s)
+        self._answered(load.began_s)
+
+    def gave_answer(self, load: Load) -> None:
+        """Note that a request has its whole answer."""
+        self.reduce(load, load.tokens)
+        self.gave_output(load)
+
+    def _answered(self, began_s: float) -> None:
+        """Note that a request has output. Those that were sent before it have begun as well, if
+        their prompts are short: whole answers do not show it, and are a queue no longer."""
+        self._answered_began_s = max(self._answered_began_s, began_s)
+        begun = list[Load]()
+        for load in self._whole:
+            if load.began_s > began_s:
+                break
+            if load.new_tokens <= MAX_OVERTAKEN_TOKENS:
+                begun.append(load)
+        for load in begun:
+            del self._whole[load]
+            self.reduce(load, load.prompt_tokens)
+            self._leave_queue(load)
 
     @property
     def expected_tokens(self) -> int:
@@ -152,8 +180,10 @@ class Replica:
 
     def is_shared(self, load: Load) -> bool:
         """Return whether the last failure is weak evidence against a request that was open then: it
-        was past its first step, or too many others were at their beginning as well."""
-        return self.num_beginning > MAX_BEGINNING or not self.is_beginning(load)
+        was past its first step, too many others were at their beginning as well, or the process
+        stopped, with the thread that no request holds up."""
+        is_weak = self.num_beginning > MAX_BEGINNING or self.has_stopped
+        return is_weak or not self.is_beginning(load)
 
     def failed(self) -> None:
         """Note which requests may be the cause, and send nothing more. Further failures before it

@@ -1,7 +1,9 @@
-"""Resumes: new requests wait a moment while many streams of their model continue.
+"""Resumes: streams that are interrupted go first, each in the order of its last event.
 
-Where a replica has failed, its streams are sent to the others all at once. Each new request among
-them would make them wait longer, and it has waited for less itself. Streams for which there is no
+Where a replica has failed, its streams are sent to the others all at once. Those that have been
+without an event for longest, such as those of a replica that had just taken them over, are placed
+first. Each new request among them would make them wait longer, and it has waited for less itself:
+new requests wait a moment while many streams of their model continue. Streams for which there is no
 other replica hold up nothing. Reads no clock but to wait. Always holds: a request waits at most
 HOLD_S, once, whatever fails; a few streams hold up nothing.
 """
@@ -9,7 +11,9 @@ HOLD_S, once, whatever fails; a few streams hold up nothing.
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections import Counter
+from itertools import count
 
 HOLD_S = 1.0
 # So many interrupted streams are those of a replica, not of single exchanges.
@@ -23,6 +27,25 @@ class Resumes:
         self.num_held = 0
         self._num_streams: Counter[str] = Counter()
         self._waiting: dict[str, asyncio.Event] = {}
+        self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    async def turn(self, last_s: float) -> None:
+        """Wait for the other streams that are to be placed in this turn of the event loop; return
+        in the order of the last events. last_s: when the stream's came."""
+        loop = asyncio.get_running_loop()
+        if not self._turns:
+            loop.call_soon(self._give_turns)
+        turn: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._turns, (last_s, next(self._numbers), turn))
+        await turn
+
+    def _give_turns(self) -> None:
+        turns, self._turns = self._turns, []
+        while turns:
+            turn = heapq.heappop(turns)[-1]
+            if not turn.done():  # else its request was given up
+                turn.set_result(None)
 
     def began(self, model: str) -> None:
         """Count a stream of a model that is sent to another replica."""

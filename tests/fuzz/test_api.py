@@ -44,10 +44,10 @@ NUM_EXAMPLES = max(30, NUM_CASES // len(OPERATIONS))
 MAX_TOKENS = 2
 # A request of a thousand prompts is slow on a busy machine; only hangs should fail.
 PATIENCE_S = 300.0
-# The first two would block or reject all later requests, the third is read until its client leaves;
-# two are for supervised engines, and the others are aliases.
+# The first two would block or reject all later requests, the next two are read until their clients
+# leave; two are for supervised engines, and the others are aliases.
 LEFT_OUT = (
-    *("POST /admin/pause", "POST /admin/drain", "GET /admin/record"),
+    *("POST /admin/pause", "POST /admin/drain", "GET /admin/record", "GET /health/beats"),
     *("POST /admin/sleep", "POST /admin/wake"),
     *("POST /apply-template", "POST /reset_prefix_cache", "POST /flush_cache"),
     *("POST /score", "POST /rerank", "POST /v2/rerank"),

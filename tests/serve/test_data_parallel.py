@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -68,6 +70,14 @@ def test_requests_share_engines_and_survive_the_death_of_one() -> None:
         status, report = server.get("/admin/cache")
         assert status in (200, 404), report
         assert server.metric("quire_kv_blocks") > 0
+        # A stopped engine is silent although it has work; the watchdog would wait for a minute.
+        streams = Streams(server, CASES)
+        streams.until_begun(600)
+        os.kill(pids[0], signal.SIGSTOP)
+        for (path, body), got, wanted in zip(CASES, streams.join(), alone, strict=True):
+            assert normal(got) == normal(wanted), (path, body, got[-300:])
+        assert "an engine is silent" in server.stderr()
+        os.kill(pids[0], signal.SIGCONT)
         streams = Streams(server, CASES)
         streams.until_begun(600)
         kill(pids[0])

@@ -5,12 +5,14 @@ The short form of `python -m bench.fleet`, by counts: no time is judged.
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bench.fleet.__main__ import run
+from bench.fleet.__main__ import _seconds, run, write
 from bench.fleet.clients import CASES, Case
 from bench.fleet.faults import KINDS
 from bench.fleet.processes import Replica
@@ -56,3 +58,24 @@ def test_every_answer_equals_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -
     assert found["router"]["streamed_tokens_without_faults"] > 500
     assert sum(found["faults"][kind]["count"] for kind in KINDS) == 2
     assert found["machine"]["cores"] >= 1
+
+
+def test_a_run_replaces_that_of_as_many_streams(tmp_path: Path) -> None:
+    """What another gateway did stays until it is measured again."""
+    card = {"load_at_start": 0.1}
+    old = {"streams": 1000, "machine": card, "done": 1, "beside": {"smg": {"broken": 3}}}
+    (path := tmp_path / "fleet.json").write_text(json.dumps(old))
+    write(path, {"streams": 300, "machine": {"load_at_start": 5.0}, "done": 2})
+    write(path, {"streams": 1000, "machine": card, "done": 3})
+    found = json.loads(path.read_text())
+    assert found["machine"]["load_at_start"] == 5.0
+    assert {name: run["done"] for name, run in found["runs"].items()} == {"300": 2, "1000": 3}
+    assert found["runs"]["1000"]["beside"] == old["beside"]
+    assert "beside" not in found["runs"]["300"]
+
+
+def test_both_runs_fit_into_the_time_that_is_left() -> None:
+    assert _seconds(300.0, 1000.0, 2) == 300.0
+    assert _seconds(300.0, 500.0, 2) == 190.0
+    with pytest.raises(SystemExit, match="allow more"):
+        _seconds(300.0, 100.0, 2)

@@ -24,7 +24,7 @@ from tests.serve.test_hostile import HINTS, RAW, WRONG
 
 MAX_ERROR_CHARS = 4_000
 # These refuse or delay all later requests, or are read until their client leaves.
-LEFT_OUT = {"/admin/pause", "/admin/drain", "/admin/record"}
+LEFT_OUT = {"/admin/pause", "/admin/drain", "/admin/record", "/health/beats"}
 # In place of an id, a name or a file in a path.
 NAMES = ("%2e%2e%2f%2e%2e%2fetc%2fpasswd", "..", "%00", "a" * 5_000, quote("名前"), "%ff%fe", "x")
 QUERIES = ("?x=1", "?limit=-1", "?after=%00", "?" + "a=1&" * 2_000, "?order=sideways")

@@ -7,6 +7,7 @@ its time and its count of cached tokens.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -203,11 +204,17 @@ def test_batches_background_responses_and_embeddings_go_on(server: RunningServer
 
 
 def test_restarting_is_reported_and_refuses(server: RunningServer) -> None:
-    """Requests that come while no engine serves get 503 with retry-after, as /health does."""
+    """Requests that come while no engine serves get 503 with retry-after, as /health does; readers
+    of /health/beats have an event, and beats all the time."""
     server.until(lambda: server.get("/health")[0] == 200, "ready")
     if not server.metric("quire_engine_restarts_total"):  # the next comes after a delay
         kill(server.engine_pid)
         server.until(lambda: server.metric("quire_engine_restarts_total") > 0, "restarted")
+    server.until(lambda: server.get("/health")[0] == 200, "ready")
+    beats = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    beats.request("GET", "/health/beats")
+    events = beats.getresponse()
+    assert events.readline() == b'data: {"ok":true,"state":"ready","reason":""}\n'
     kill(server.engine_pid)
     server.until(lambda: server.get("/health")[1]["state"] == "restarting", "it is restarted")
     status, headers, raw = server.request("GET", "/health")
@@ -219,6 +226,13 @@ def test_restarting_is_reported_and_refuses(server: RunningServer) -> None:
         assert (status, json.loads(raw)["error"]["code"]) == (503, "overloaded")
         assert int(headers["retry-after"]) >= 1
     server.until(lambda: server.get("/health")[0] == 200, "ready")
+    lines = [events.readline() for _ in range(8)]
+    while sum(line.startswith(b"data") for line in lines) < 2:
+        lines.append(events.readline())
+    assert set(lines) >= {b":\n", b"\n"}
+    states = [json.loads(line[6:])["state"] for line in lines if line.startswith(b"data")]
+    assert states == ["restarting", "ready"]
+    beats.close()
 
 
 def test_the_limit_ends_the_server_with_an_error_event() -> None:

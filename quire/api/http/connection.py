@@ -224,6 +224,7 @@ class Connection(HttpToolsProtocol):
         self.scope["quire.disconnected"] = self._disconnected  # type: ignore[typeddict-unknown-key]
         # Ends a connection that is not read from: a close would wait for the client.
         self.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope["quire.transport"] = self.transport  # type: ignore[typeddict-unknown-key]
         # Lets a stream write an event without an ASGI message through every layer.
         self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()

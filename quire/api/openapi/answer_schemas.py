@@ -288,6 +288,7 @@ def _route_answers() -> dict[str, Schema]:
         "shutdown_date": {"type": "null"},
     }
     return {
+        "HealthChange": whole_object(ok=FLAG, state=TEXT, reason=TEXT),
         "Model": {"anyOf": [_ref("OpenAIModel"), _ref("AnthropicModel")]},
         "ModelList": {
             "anyOf": [

@@ -65,6 +65,7 @@ from quire.api.openapi.responses_schemas import responses_rows
 from quire.base.errors import (
     ContextTooLong,
     InvalidParameter,
+    OverloadedError,
     UnknownModel,
 )
 from quire.base.log import LEVELS
@@ -376,6 +377,13 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "GET /health": _HEALTH,
     "GET /v1/health": replace(_HEALTH, says="The same under llama.cpp's other name."),
+    "GET /health/beats": Operation(
+        says="For routers: a comment ten times a second from a thread of the server, as a sign of "
+        "life, and an event whenever the state of /health changes. Ends when the server drains.",
+        tag="Server",
+        event="HealthChange",
+        errors=(OverloadedError,),
+    ),
     "GET /metrics": Operation(
         says="Metrics in Prometheus' text format.",
         tag="For admins",

@@ -19,11 +19,8 @@ from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import SharedEngine, config_from_json
 
 if TYPE_CHECKING:
-    from quire.engine.data_parallel.data_parallel_engine import (
-        ComingEngine,
-        DataParallelEngine,
-        MemberEngine,
-    )
+    from quire.engine.data_parallel.data_parallel_engine import ComingEngine, DataParallelEngine
+    from quire.engine.data_parallel.member import MemberEngine
     from quire.engine.supervised.supervised_engine import SupervisedEngine
 
 

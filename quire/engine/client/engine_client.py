@@ -195,12 +195,7 @@ class EngineClient:
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Raise the RequestError that `generate` would raise for these, if any."""
         make_requests(
-            self.card,
-            prompt_ids,
-            sampling,
-            request_id="",
-            arrival_ms=0.0,
-            encoder=self.tokenizer,
+            self.card, prompt_ids, sampling, request_id="", arrival_ms=0.0, encoder=self.tokenizer
         )
 
     async def generate(
@@ -298,6 +293,12 @@ class EngineClient:
             self._timelines.fail(_not_sent())
         return await answer
 
+    def give_up_requests(self, reason: str) -> None:
+        """Fail what is open with a QuireError; the engine drops it once it goes on."""
+        self._send_abort(tuple(id_ for ids in self._callers.values() for id_ in ids))
+        for unread in self._streams.end():
+            unread.put(Fault(kind=QuireError.__name__, message=reason))
+
     def refusal(self) -> QuireError | None:
         """Return the error of requests that arrive now; None while the engine takes them."""
         is_dead = self.dead.is_set()
@@ -371,14 +372,11 @@ class EngineClient:
         elif isinstance(message, Loading):
             self.loading = (message.done_bytes, message.total_bytes)
         elif isinstance(message, Hello) and message.protocol_version != PROTOCOL_VERSION:
-            self._die(
-                fault_of(
-                    WorkerError(
-                        f"the engine speaks version {message.protocol_version}, this client "
-                        f"{PROTOCOL_VERSION}; install one version of quire in both places"
-                    )
-                )
+            error = WorkerError(
+                f"the engine speaks version {message.protocol_version}, this client "
+                f"{PROTOCOL_VERSION}; install one version of quire in both places"
             )
+            self._die(fault_of(error))
 
     def _on_end(self, reason: str) -> None:
         self._die(fault_of(WorkerError(reason)))

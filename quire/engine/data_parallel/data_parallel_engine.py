@@ -1,29 +1,30 @@
 """DataParallelEngine: several engines with one model, as one, seen from an event loop.
 
 It has the interface of EngineClient. A request goes where the beginning of its prompt is cached,
-unless that engine has too much to do (quire/routing). Where an engine dies its requests go on at
-another (quire/engine/supervised). Knows no HTTP and no processes. Always holds: all engines have
-one fingerprint, so an answer does not depend on the engine that computes it; counters never fall;
-`dead` is set when no engine is left and none is to come.
+unless that engine has too much to do (quire/routing). Where an engine dies, or its process is
+stopped, its requests go on at another (quire/engine/supervised). Knows no HTTP and no processes.
+Always holds: all engines have one fingerprint, so an answer does not depend on the engine that
+computes it; counters never fall; `dead` is set when no engine is left and none is to come.
 """
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from quire.base.cache_usage import CacheReport
+from quire.base.clock import Clock
 from quire.base.engine_snapshot import EngineSnapshot
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import InvalidParameter, QuireError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient, id_in_use
+from quire.engine.data_parallel.member import Member, MemberEngine
 from quire.engine.data_parallel.past_totals import PastTotals, life_of
 from quire.engine.data_parallel.routing_state import LocalRouting, RoutingState
 from quire.engine.data_parallel.sums import (
@@ -44,80 +45,12 @@ from quire.routing.warm_cache import WarmCache
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
 
-MemberEngine = EngineClient | SupervisedEngine
 # Returns an engine that is ready. Raises QuireError where there will be none.
 ComingEngine = Callable[[], Awaitable[MemberEngine]]
-# An engine with the prompt's beginning is preferred while it has at most so many tokens more to
-# compute than the least loaded one.
-BACKLOG_TOKENS = 4096
+# How often it is looked for engines that are stopped.
+_LOOK_S = 0.25
 # After an engine has ended, when the counts that other processes have of it are read.
 _REREAD_S = (1.0, 9.0)
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One engine, as policies see it (a Replica of quire/routing/policy.py).
-
-    expected: tokens that each open request of this process still expects. has_ended: its counters
-    are among those of the past.
-    """
-
-    number: int
-    engine: MemberEngine
-    life: Life
-    routing: RoutingState
-    has_ended: bool = False
-    expected: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """Its number, in words."""
-        return f"engine {self.number}"
-
-    @property
-    def sleeps(self) -> int:
-        """How often it has slept."""
-        return self.engine.num_sleeps if isinstance(self.engine, SupervisedEngine) else 0
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Tokens that it has to compute, for all processes."""
-        return self.routing.open_tokens(self.number)
-
-    @property
-    def queued_tokens(self) -> int:
-        """The same: prompts are not counted apart."""
-        return self.backlog_tokens
-
-    @property
-    def expected_tokens(self) -> int:
-        """The same: answers are not counted apart."""
-        return self.backlog_tokens
-
-    @property
-    def loads(self) -> Collection[Any]:
-        """As many as it has requests, of all processes."""
-        return range(self.routing.open_requests(self.number))
-
-    def begin(self, request_id: str, tokens: int) -> None:
-        """Count an open request."""
-        self.expected[request_id] = tokens
-        self.routing.add(self.number, tokens=tokens, requests=1)
-
-    def reduce(self, request_id: str, tokens: int) -> None:
-        """Note that `tokens` of what is expected are computed."""
-        done = min(tokens, self.expected[request_id])
-        self.expected[request_id] -= done
-        self.routing.add(self.number, tokens=-done)
-
-    def end(self, request_id: str) -> None:
-        """Count it no more."""
-        self.routing.add(self.number, tokens=-self.expected.pop(request_id), requests=-1)
-
-    def stats(self) -> EngineStats:
-        """Return its counters and gauges; none while it is gone."""
-        stats = self.engine.stats
-        return EngineStats(restarts_total=stats.restarts_total) if self.has_ended else stats
 
 
 class DataParallelEngine(CallEngine):
@@ -146,8 +79,9 @@ class DataParallelEngine(CallEngine):
         self._past = past or PastTotals()
         self._members = [self._member(number, engine) for number, engine in engines.items()]
         self._coming = dict(coming or {})
-        self._policy = WarmCache(self._routing.history, BACKLOG_TOKENS)
+        self._policy = WarmCache(self._routing.history, None)
         self._open: dict[str, Member] = {}  # where each request is
+        self._clock = Clock()
         self._watching: list[asyncio.Task[None]] = []
 
     @property
@@ -176,6 +110,7 @@ class DataParallelEngine(CallEngine):
             self._follow(member)
         for number, coming in self._coming.items():
             self._watching.append(asyncio.ensure_future(self._await(number, coming)))
+        self._watching.append(asyncio.ensure_future(self._look_for_silent()))
         self._see()
 
     def default_sampling(self) -> SamplingParams:
@@ -297,16 +232,23 @@ class DataParallelEngine(CallEngine):
         able = [member for member in self._members if member.engine.refusal() is None]
         if not able:
             raise self.refusal() or WorkerError("the engine is gone")
-        well = [member for member in able if member.engine.health().ok]
+        well = [one for one in able if one.engine.health().ok and not one.is_silent]
         if len(well) < len(able):  # engines sleep together: one request wakes all
             for one in able:
                 if isinstance(one.engine, SupervisedEngine):
                     one.engine.begin_waking()
         member = self._policy.choose(well or able, key)
+        new_tokens = self._policy.new_tokens(member, key)
         self._policy.sent(member, key)
         self._open[request_id] = member
-        member.begin(request_id, key.tokens)
+        member.begin(request_id, key, new_tokens, self._clock.now_ms())
         return member
+
+    def began(self, member: Member, request_id: str) -> None:
+        """A request has its first output there: learn from how long that took."""
+        before = member.gave_output(request_id)
+        seconds = (self._clock.now_ms() - before.came_ms) / 1000
+        self._policy.began(member, before.new_tokens, before.ahead_tokens, seconds)
 
     def forget(self, member: Member, request_id: str) -> None:
         """A request has ended there."""
@@ -395,6 +337,29 @@ class DataParallelEngine(CallEngine):
         if self.on_stats is not None:
             self.on_stats(self.stats)
 
+    async def _look_for_silent(self) -> None:
+        """Let requests go on elsewhere where the process of their engine is stopped: it sends
+        something twice a second while it has work, however long its steps are."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            stopped = {one for one in self._members if not one.has_ended and one.look()}
+            others = [
+                one
+                for one in self._members
+                if one not in stopped and one.engine.refusal() is None and one.engine.health().ok
+            ]
+            for member in self._members:
+                was_silent, member.is_silent = member.is_silent, member in stopped and bool(others)
+                if member.is_silent and not was_silent:
+                    reason = f"{member.name} has sent nothing for {member.silence.known_s:.1f} s"
+                    self._log.warning(
+                        "an engine is silent; its requests go on elsewhere",
+                        engine=member.number,
+                        reason=reason,
+                        open=len(member.requests),
+                    )
+                    member.engine.give_up_requests(reason)
+
     async def _watch(self, member: Member) -> None:
         await member.engine.dead.wait()
         self._end_life(member)
@@ -451,29 +416,39 @@ class _Route:
         ids = array("i", call.prompt_ids).tobytes()
         expected = (call.sampling.max_tokens or 0) * call.sampling.num_sequences
         self._prompt_tokens = len(call.prompt_ids)
+        self._has_output = False  # at the engine that computes it
         self._key = RouteKey(
             blocks=engine.block_names(f"{call.terms.tenant}\0{call.cache_salt}", ids),
             tokens=self._prompt_tokens + expected,
+            prompt_tokens=self._prompt_tokens,
         )
         self._member: Member | None = None
 
     async def now(self) -> Life:
         """Return the engine that computes it, another one after a death."""
         member = self._member
-        if member is None or member.engine.dead.is_set():
+        if member is None or member.engine.dead.is_set() or member.is_silent:
             self.leave()
+            self._has_output = False
             self._member = member = self._engine.choose(self._key, self._call.request_id)
         return member.life
 
     async def has_died(self, life: Life, error: QuireError) -> bool:
         """Return whether an error of the request came from the death of its engine."""
+        if type(error) is QuireError:  # it was given up
+            return True
         return await has_died(life, error)
 
     def see(self, delta: TextDelta) -> None:
         """Note what is computed."""
-        if self._member is not None and (delta.token_ids or self._prompt_tokens):
-            self._member.reduce(self._call.request_id, self._prompt_tokens + len(delta.token_ids))
-            self._prompt_tokens = 0
+        if self._member is None or delta.prompt_progress is not None:
+            return
+        request_id = self._call.request_id
+        if not self._has_output:
+            self._has_output = True
+            self._engine.began(self._member, request_id)
+        if delta.token_ids:
+            self._member.reduce(request_id, len(delta.token_ids))
 
     def leave(self) -> None:
         """It is computed there no more."""

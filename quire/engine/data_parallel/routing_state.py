@@ -1,18 +1,28 @@
 """RoutingState: what the choice of an engine reads, of one process or of several.
 
-Open tokens and requests of each engine, and which engine has which beginnings of prompts.
+What is open at each engine, and which engine has which beginnings of prompts.
 LocalRouting is that of the only process before its engines; shared_routing.py has that of several.
 Knows no engine. Always holds: what one process adds is read by the next choice of any.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.routing.prefix_history import History, PrefixHistory, block_names
 
 # Of prompts that are remembered for each engine; a block has 64 token ids.
 HISTORY_BLOCKS = 1 << 16
+
+
+class OpenCounts(NamedTuple):
+    """Of an engine or a request. tokens: of prompts without output yet, and of expected output.
+    prompt_tokens: of these, the former; new_tokens: of these, what is not cached."""
+
+    tokens: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
 
 
 class RoutingState(Protocol):
@@ -23,14 +33,11 @@ class RoutingState(Protocol):
     def block_names(self, scope: str, prompt: bytes) -> list[int]:
         """Return the names of the full blocks of a prompt, as `history` has them."""
 
-    def add(self, number: int, *, tokens: int, requests: int = 0) -> None:
-        """Add to what an engine has open."""
+    def add(self, number: int, more: OpenCounts) -> None:
+        """Add to what an engine has open; negative counts take away."""
 
-    def open_tokens(self, number: int) -> int:
-        """Return how many tokens an engine has to compute."""
-
-    def open_requests(self, number: int) -> int:
-        """Return how many requests an engine has."""
+    def counts(self, number: int) -> OpenCounts:
+        """Return what an engine has open."""
 
 
 class LocalRouting:
@@ -38,22 +45,18 @@ class LocalRouting:
 
     def __init__(self) -> None:
         self.history: History = PrefixHistory(HISTORY_BLOCKS)
-        self._tokens: dict[int, int] = {}
-        self._requests: dict[int, int] = {}
+        self._counts: dict[int, OpenCounts] = {}
 
     def block_names(self, scope: str, prompt: bytes) -> list[int]:
         """See RoutingState."""
         return block_names(scope, prompt)
 
-    def add(self, number: int, *, tokens: int, requests: int = 0) -> None:
+    def add(self, number: int, more: OpenCounts) -> None:
         """See RoutingState."""
-        self._tokens[number] = self.open_tokens(number) + tokens
-        self._requests[number] = self.open_requests(number) + requests
+        self._counts[number] = OpenCounts(
+            *(one + other for one, other in zip(self.counts(number), more, strict=True))
+        )
 
-    def open_tokens(self, number: int) -> int:
+    def counts(self, number: int) -> OpenCounts:
         """See RoutingState."""
-        return self._tokens.get(number, 0)
-
-    def open_requests(self, number: int) -> int:
-        """See RoutingState."""
-        return self._requests.get(number, 0)
+        return self._counts.get(number, OpenCounts())

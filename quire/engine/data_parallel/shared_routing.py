@@ -3,8 +3,8 @@
     path = create_shared_routing(path, num_processes=2, num_engines=4)      # the supervisor
     state = SharedRouting(path, process=0)                                  # each API process
 
-Words of 64 bits: a head (sizes, key of block names), open tokens and requests by process and
-engine, and a SharedHistory. Knows no engine and no message. Always holds: each process writes its
+Words of 64 bits: a head (sizes, key of block names), OpenCounts by process and engine, and a
+SharedHistory. Knows no engine and no message. Always holds: each process writes its
 own counts only, so that they need no lock; what one has added is seen by the next choice of any.
 """
 
@@ -15,14 +15,14 @@ import os
 from pathlib import Path
 
 from quire.base.errors import SettingError
-from quire.engine.data_parallel.routing_state import HISTORY_BLOCKS
+from quire.engine.data_parallel.routing_state import HISTORY_BLOCKS, OpenCounts
 from quire.routing.prefix_history import History
 from quire.routing.shared_history import KEY_BYTES, SharedHistory, keyed_block_names
 
 _WORD_BYTES = 8
 # Numbers of processes and of engines, then the key.
 _HEAD_WORDS = 2 + KEY_BYTES // _WORD_BYTES
-_COUNTS = 2  # tokens and requests
+_COUNTS = len(OpenCounts._fields)
 
 
 def create_shared_routing(path: Path, *, num_processes: int, num_engines: int) -> None:
@@ -74,19 +74,18 @@ class SharedRouting:
         """See RoutingState."""
         return keyed_block_names(self._key, scope, prompt)
 
-    def add(self, number: int, *, tokens: int, requests: int = 0) -> None:
+    def add(self, number: int, more: OpenCounts) -> None:
         """See RoutingState."""
-        at = self._at(self._process, number)
-        self._counts[at] += tokens
-        self._counts[at + 1] += requests
+        first = self._at(self._process, number)
+        for at, count in enumerate(more, first):
+            self._counts[at] += count
 
-    def open_tokens(self, number: int) -> int:
+    def counts(self, number: int) -> OpenCounts:
         """See RoutingState."""
-        return sum(self._counts[self._at(0, number) :: self._num_engines * _COUNTS].tolist())
-
-    def open_requests(self, number: int) -> int:
-        """See RoutingState."""
-        return sum(self._counts[self._at(0, number) + 1 :: self._num_engines * _COUNTS].tolist())
+        first, each = self._at(0, number), self._num_engines * _COUNTS
+        return OpenCounts(
+            *(sum(self._counts[at::each].tolist()) for at in range(first, first + _COUNTS))
+        )
 
     def _at(self, process: int, number: int) -> int:
         return (process * self._num_engines + number) * _COUNTS

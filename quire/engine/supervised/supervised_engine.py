@@ -191,6 +191,10 @@ class SupervisedEngine(CallEngine):
         """Start the engine if it sleeps, and wait until it is ready. Raises QuireError."""
         await self.now()
 
+    def give_up_requests(self, reason: str) -> None:
+        """See EngineClient."""
+        self._life.client.give_up_requests(reason)
+
     def begin_waking(self) -> None:
         """Start the engine if it sleeps; does not wait for it."""
         if self._is_asleep:

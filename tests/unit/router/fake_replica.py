@@ -30,7 +30,8 @@ class FakeReplica:
     of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
-    health_gate: /health answers once it is set.
+    health_gate: /health answers once it is set. has_beats: whether it sends beats, and then until
+    its `beats` are cleared.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -52,6 +53,9 @@ class FakeReplica:
         self.health: dict[str, Any] = {"ok": True, "state": "ready", "reason": "", "pending": 0}
         self.health_gate: asyncio.Event | None = None
         self.steps_total = 1
+        self.has_beats = False
+        self.beats: asyncio.Event | None = None
+        self.changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.requests: list[dict[str, Any]] = []
         self.heads: list[bytes] = []
         self.raw_answer: bytes | None = None
@@ -114,6 +118,11 @@ class FakeReplica:
             status = 200 if self.health["ok"] else 503
             _whole(writer, status, {**self.health, "steps_total": self.steps_total})
             return True
+        if path == b"/health/beats":
+            if not self.has_beats:
+                _whole(writer, 404, {})
+                return True
+            return await self._beat(writer)
         if path == b"/v1/models":
             entries = [
                 {"id": model, "system_fingerprint": self.fingerprint, "max_model_len": 100}
@@ -139,6 +148,28 @@ class FakeReplica:
             _whole(writer, self.status, self.body)
             return True
         return await self._stream(request, writer) and not self.closes_idle
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> bool:
+        """Write beats, and what is put into `changes`, until a change is empty."""
+        self.beats = asyncio.Event()
+        self.beats.set()
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        while True:
+            await self.beats.wait()
+            try:
+                change = self.changes.get_nowait()
+            except asyncio.QueueEmpty:
+                _chunk(writer, b":\n\n")
+            else:
+                if not change:
+                    _chunk(writer, b"")
+                    return True
+                _chunk(writer, b"data: %b\n\n" % json.dumps(change).encode())
+            await writer.drain()
+            await asyncio.sleep(0.02)
 
     async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(

@@ -176,6 +176,143 @@ def test_completions_are_judged_by_their_own_form() -> None:
     assert small.requests[0]["logprobs"] == 0
 
 
+def _of_ollama(text: str, logprob: float, end: str, **said: Any) -> dict[str, Any]:
+    return {"done": True, "done_reason": end, "logprobs": [{"logprob": logprob}], **said}
+
+
+def _of_responses(text: str, logprob: float, **fields: Any) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "logprobs": [{"logprob": logprob}]}
+    output = [{"type": "message", "content": [part]}]
+    return {"object": "response", "status": "completed", "output": output, **fields}
+
+
+# Path, fields, the field that asks for log-probabilities, a good answer, and worse ones by reason.
+DIALECTS: list[tuple[str, dict[str, Any], str, dict[str, Any], dict[str, dict[str, Any]]]] = [
+    (
+        "/generate",
+        {"tokens": [1, 2]},
+        "logprobs",
+        {"choices": [{"tokens": [7], "finish_reason": "stop", "logprobs": [-0.1]}]},
+        {
+            "low-confidence": {"choices": [{"tokens": [7], "logprobs": [-4.0]}]},
+            "length": {"choices": [{"tokens": [7], "finish_reason": "length"}]},
+        },
+    ),
+    (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "a"}], "stream": False, "format": "json"},
+        "logprobs",
+        _of_ollama("", -0.1, "stop", message={"content": "{}"}),
+        {
+            "low-confidence": _of_ollama("", -4.0, "stop", message={"content": "{}"}),
+            "failed-grammar": _of_ollama("", -0.1, "stop", message={"content": "{"}),
+            "length": _of_ollama("", -0.1, "length", message={"content": "{"}),
+        },
+    ),
+    (
+        "/api/generate",
+        {"prompt": "a", "stream": False},
+        "logprobs",
+        _of_ollama("", -0.1, "stop", response="b"),
+        {"low-confidence": _of_ollama("", -4.0, "stop", response="b")},
+    ),
+    (
+        "/completion",
+        {"prompt": "a", "json_schema": {"type": "object"}},
+        "n_probs",
+        {"content": "{}", "stop_type": "eos", "completion_probabilities": [{"logprob": -0.1}]},
+        {
+            "low-confidence": {"content": "{}", "completion_probabilities": [{"logprob": -4.0}]},
+            "failed-grammar": {"content": "{", "stop_type": "eos"},
+            "length": {"content": "{}", "stop_type": "limit"},
+        },
+    ),
+    (
+        "/v1/responses",
+        {"input": "a", "text": {"format": {"type": "json_object"}}},
+        "include",
+        _of_responses("{}", -0.1),
+        {
+            "low-confidence": _of_responses("{}", -4.0),
+            "failed-grammar": _of_responses("{", -0.1),
+            "refusal": {
+                "status": "completed",
+                "output": [{"type": "message", "content": [{"type": "refusal"}]}],
+            },
+            "length": _of_responses(
+                "", -0.1, status="incomplete", incomplete_details={"reason": "max_output_tokens"}
+            ),
+        },
+    ),
+]
+ALL_REASONS: Any = ("low-confidence", "failed-grammar", "refusal", "length")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "asks", "good", "worse"), DIALECTS, ids=[one[0] for one in DIALECTS]
+)
+def test_answers_of_other_apis_are_judged(
+    path: str,
+    fields: dict[str, Any],
+    asks: str,
+    good: dict[str, Any],
+    worse: dict[str, dict[str, Any]],
+) -> None:
+    table = msgspec.structs.replace(TABLE, escalate=ALL_REASONS)
+    small, large = _replicas(json.dumps(good).encode())
+    large.body = b'{"from": "large"}'
+    asked = {"model": "auto", **fields}
+
+    async def story(router: Router) -> None:
+        _, _, body = await router.post(path, asked)
+        assert b"-0.1" not in body, "only the router has asked for them"
+        assert _decision(router, "small") == 1
+        for reason, answer in worse.items():
+            small.body = json.dumps(answer).encode()
+            assert (await router.post(path, asked))[2] == large.body
+            assert _decision(router, reason) == 1, reason
+
+    run([small, large], story, _features(table))
+    assert all(asks in one for one in small.requests)
+    assert all(asks not in one for one in large.requests)
+    assert len(large.requests) == len(worse)
+
+
+def test_an_api_without_logprobs_is_refused_where_they_decide() -> None:
+    """By name, with what is allowed; the other reasons are judged there."""
+    good = {
+        "type": "message",
+        "stop_reason": "end_turn",
+        "content": [{"type": "text", "text": "a"}],
+    }
+    small, large = _replicas(json.dumps(good).encode())
+    large.body = b'{"from": "large"}'
+    asked = {"model": "auto", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+
+    async def refused(router: Router) -> None:
+        status, _, body = await router.post("/v1/messages", asked)
+        message = json.loads(body)["error"]["message"]
+        assert status == 400
+        for word in ("'auto'", "/v1/messages", "'small'", "'large'", "low-confidence"):
+            assert word in message
+        assert (await router.post("/v1/messages", {**asked, "stream": True}))[0] == 200
+        hard = {**asked, "messages": [{"role": "user", "content": "prove"}]}
+        assert (await router.post("/v1/messages", hard))[2] == large.body
+
+    async def judged(router: Router) -> None:
+        assert json.loads((await router.post("/v1/messages", asked))[2]) == good
+        for reason in ("max_tokens", "refusal"):
+            small.body = json.dumps({**good, "stop_reason": reason}).encode()
+            assert (await router.post("/v1/messages", asked))[2] == large.body
+        assert (_decision(router, "length"), _decision(router, "refusal")) == (1, 1)
+
+    run([small, large], refused, _features())
+    small, large = _replicas(json.dumps(good).encode())
+    large.body = b'{"from": "large"}'
+    table = msgspec.structs.replace(TABLE, escalate=("refusal", "length"))
+    run([small, large], judged, _features(table))
+
+
 # ---- streams that are held
 
 

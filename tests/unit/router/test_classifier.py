@@ -195,7 +195,8 @@ def test_the_command_writes_what_a_router_reads(
     with log.open("a") as file:
         file.write('{"features": 1, "casc')  # written when the router was killed
     assert main(["cascade", str(log), "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
+    shown, logged = capsys.readouterr()
+    assert logged.count("not written to their ends are left out") == 1
     assert "120 outcomes" in shown
     assert "do without" not in shown
     assert f"written: {out}" in shown
@@ -222,6 +223,40 @@ def test_lines_that_are_no_outcomes_are_named(tmp_path: Path, line: str, message
     )
     with pytest.raises(SettingError, match=message):
         read_outcomes([str(path)])
+
+
+def test_lines_that_a_router_has_not_written_to_their_ends_are_left_out(tmp_path: Path) -> None:
+    """A router was ended in the middle of a line; the next one begins a line of its own, and one
+    before did not. Both are reported once, and the other outcomes are read."""
+    log_of(path := tmp_path / "o", 3)
+    whole = path.read_bytes()
+    line = whole.splitlines()[0]
+    path.write_bytes(whole + line[:30])
+    log_of(path, 2)
+    lines = path.read_bytes().splitlines()
+    assert lines[3] == line[:30]
+    assert len(lines) == 6
+    path.write_bytes(path.read_bytes() + line[:40] + line + b"\n" + line[:20])
+    torn: list[tuple[str, int]] = []
+    found, cascades = read_outcomes([str(path)], on_torn=lambda *which: torn.append(which))
+    assert (len(found), cascades, torn) == (5, {"auto"}, [(str(path), 3)])
+
+
+def test_a_line_that_a_full_disk_has_cut_is_reported_and_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    log, write = OutcomeLog(str(path := tmp_path / "o"), said.append), os.write
+    features = features_of("one", 1, {})
+    log.note("auto", features, "")
+    monkeypatch.setattr(os, "write", lambda descriptor, raw: write(descriptor, raw[:9]))
+    log.note("auto", features, "length")
+    monkeypatch.undo()
+    log.note("auto", features, "refusal")
+    assert len(said) == 1
+    first, cut, last = path.read_bytes().splitlines()
+    assert (cut, json.loads(last)["outcome"]) == (first[:9], "refusal")
+    assert len(read_outcomes([str(path)])[0]) == 2
 
 
 def test_own_outcomes_are_read_and_the_newest_are_kept(tmp_path: Path) -> None:

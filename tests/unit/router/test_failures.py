@@ -50,6 +50,22 @@ def test_silence_of_a_replica_with_many_requests_counts_half() -> None:
     assert failures.are_final
 
 
+def test_a_stopped_process_is_weak_evidence_against_a_request() -> None:
+    """No request holds up the thread that writes beats."""
+    [replica] = replicas(1)
+    load = Load(
+        tokens=1,
+        cut=lambda reason: None,
+        began_s=1.0,
+        last_s=lambda: 1.0,
+        is_paused=lambda: False,
+    )
+    replica.begin(load)
+    assert not replica.is_shared(load)
+    replica.has_stopped = True
+    assert replica.is_shared(load)
+
+
 def test_a_stream_without_progress_ends_after_four_failures_of_two_replicas() -> None:
     failures, (first, second, third) = Failures(), replicas(3)
     for number in range(MAX_IN_A_ROW):

@@ -168,13 +168,23 @@ def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while() -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "limit_s"), [("is_stopped", 1.5), ("is_frozen", 1.7), ("hangs", 2.2)]
+    ("fault", "has_beats", "limit_s"),
+    [
+        ("is_stopped", True, 0.85),
+        ("is_stopped", False, 1.5),
+        ("is_frozen", True, 1.7),
+        ("hangs", True, 2.2),
+    ],
 )
-def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_s: float) -> None:
+def test_a_silent_replica_among_working_ones_is_given_up_soon(
+    fault: str, has_beats: bool, limit_s: float
+) -> None:
     """In virtual seconds, which no load of this machine changes."""
 
     async def story() -> None:
         fleet = VirtualFleet(servers_of(calm), **SETTINGS)
+        for server in fleet.servers:
+            server.has_beats = has_beats
         await fleet.router.start()
         streams = fleet.open_streams(60, 120)
         loop = asyncio.get_running_loop()
@@ -188,6 +198,59 @@ def test_a_silent_replica_among_working_ones_is_given_up_soon(fault: str, limit_
             for stream in streams:
                 assert (await stream)[2] == whole_answer(120)
             assert fleet.router.count("quire_router_resumed_streams_total") == 20
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
+def test_engines_that_were_only_slow_do_not_delay_the_notice_of_a_stopped_process() -> None:
+    async def story() -> None:
+        fleet = VirtualFleet(servers_of(calm), **SETTINGS)
+        await fleet.router.start()
+        streams = fleet.open_streams(6, 80)
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.sleep(6.0)
+            fleet.router.prober._silence.factor = 8.0  # after three false alarms
+            fleet.servers[0].is_stopped, began_s = True, loop.time()
+            while fleet.is_up(fleet.servers[0]):
+                await asyncio.sleep(0.01)
+            assert loop.time() - began_s < 0.85
+            [replica, *_] = fleet.router.fleet.replicas.values()
+            assert replica.has_stopped
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(80)
+            fleet.servers[0].is_stopped = False
+            while not fleet.is_up(fleet.servers[0]):
+                await asyncio.sleep(0.01)
+            assert not replica.has_stopped
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
+def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
+    """An engine that computes for a second behind a server that answers no probe meanwhile differs
+    from a stopped process by its beats; and beats that are late at times are waited for longer."""
+
+    def late(now_s: float) -> float:
+        return 0.9 if 107.0 < now_s < 107.5 else 0.1
+
+    async def story() -> None:
+        servers = servers_of(calm)
+        servers[1] = SteppedServer(
+            1,
+            lambda now_s, count: 1.2 if 103.0 < now_s < 106.0 else CALM_STEP_S,
+            lambda now_s: 0.9 if 103.0 < now_s < 109.0 else 0.01,
+        )
+        servers[1].beat_s = lambda now_s: 0.25 if now_s < 103.0 else late(now_s)
+        fleet = VirtualFleet(servers, **SETTINGS)
+        await fleet.router.start()
+        try:
+            assert await answers_of(fleet, 60) == {"whole": 60}
+            assert fleet.router.count("quire_router_resumed_streams_total") == 0
         finally:
             await fleet.close()
 

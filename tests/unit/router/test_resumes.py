@@ -33,6 +33,28 @@ def test_only_many_streams_of_the_same_model_hold_a_request() -> None:
     asyncio.run(story())
 
 
+def test_streams_are_placed_in_the_order_of_their_last_events() -> None:
+    """Of one turn of the event loop; one that has left meanwhile holds up no other."""
+
+    async def story() -> None:
+        resumes, placed = Resumes(), list[float]()
+
+        async def place(last_s: float) -> None:
+            await resumes.turn(last_s)
+            placed.append(last_s)
+
+        tasks = [asyncio.ensure_future(place(last_s)) for last_s in (5.0, 2.0, 4.0, 2.5, 3.0)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert placed == [2.0, 2.5, 3.0, 5.0]
+        await asyncio.gather(place(9.0), place(1.0))
+        assert placed[4:] == [1.0, 9.0]
+        assert not resumes._turns
+
+    asyncio.run(story())
+
+
 def test_a_request_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.router.resumes.HOLD_S", 0.01)
 

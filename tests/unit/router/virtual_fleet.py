@@ -66,6 +66,9 @@ class SteppedServer:
         self.requests: list[dict[str, Any]] = []
         self.steps_total = 0
         self.is_stopped = self.hangs = self.is_frozen = self.is_killed = False
+        self.has_beats = True
+        self._beating: asyncio.Future[None] | None = None
+        self.beat_s: Callable[[float], float] = lambda now_s: 0.1
         self._spoke_s = 0.0  # when the engine sent something
         self._step_s, self._health_s = step_s, health_s
         self._streams: list[_Stream] = []
@@ -129,6 +132,9 @@ class SteppedServer:
             raise ReplicaFault("no connection", is_suspect=False)
         exchange, link = Exchange(self._loop, may_be_stale=False), _Link()
         exchange.began(link)  # type: ignore[arg-type]
+        if path == b"/health/beats":
+            self._beating = asyncio.ensure_future(self._beat(exchange, link))
+            return exchange
         request = json.loads(body)
         self.requests.append(request)
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])
@@ -152,8 +158,25 @@ class SteppedServer:
         health |= {"silent_ms": silent_ms}
         return 200, json.dumps({**health, "steps_total": self.steps_total}).encode()
 
+    async def _beat(self, exchange: Exchange, link: _Link) -> None:
+        """Send beats while the server's process runs, as late as `beat_s` says."""
+        if not self.has_beats:
+            exchange.got_head(404, [])
+            exchange.completed()
+            return
+        exchange.got_head(200, [(b"content-type", b"text/event-stream")])
+        while not (link.is_cut or self.is_killed):
+            await asyncio.sleep(self.beat_s(self._loop.time()))
+            while self.is_stopped:
+                await asyncio.sleep(0.01)
+            exchange.last_s = self._loop.time()
+            exchange.got(b":\n\n")
+        exchange.lost("the replica closed the connection")
+
     def close(self) -> None:
-        """Nothing is kept open."""
+        """End the beats; nothing else is kept open."""
+        if self._beating is not None:
+            self._beating.cancel()
 
 
 class VirtualFleet:
@@ -178,6 +201,8 @@ class VirtualFleet:
             task.cancel()
         await asyncio.gather(*self._computing, return_exceptions=True)
         await self.router.close()
+        for server in self.servers:
+            server.close()
 
     def is_up(self, server: SteppedServer) -> bool:
         """Return whether the router sends requests to a server."""

@@ -28,10 +28,10 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
-from quire.engine.data_parallel.data_parallel_engine import BACKLOG_TOKENS, DataParallelEngine
+from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.data_parallel.past_totals import PastTotals
-from quire.engine.data_parallel.routing_state import LocalRouting
+from quire.engine.data_parallel.routing_state import LocalRouting, OpenCounts
 from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
 from quire.engine.data_parallel.sums import (
     sum_of_reports,
@@ -41,6 +41,7 @@ from quire.engine.data_parallel.sums import (
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.supervised.supervised_engine import SupervisedEngine
 from quire.routing.prefix_history import PrefixHistory
+from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS
 from tests.cases import each_case
 from tests.unit.api.fake_engine import SNAPSHOT
 from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
@@ -121,7 +122,9 @@ def test_a_warm_engine_with_too_much_to_do_is_left_alone() -> None:
         warm, cold = fakes if fakes[0].asked else reversed(fakes)
         warm.gate = asyncio.Event()
         # Its prompt begins as the first one did, so it goes there, and stays.
-        long = asyncio.ensure_future(answer(engine, prompt + [7] * BACKLOG_TOKENS, "long"))
+        long = asyncio.ensure_future(
+            answer(engine, prompt + [7] * (DEFAULT_BACKLOG_TOKENS + 1), "long")
+        )
         await asyncio.sleep(0)
         assert await answer(engine, prompt, "next") == WHOLE
         assert len(cold.asked) == 1
@@ -301,7 +304,7 @@ def test_two_processes_know_what_the_other_has_sent(tmp_path: Path) -> None:
             assert sorted(first) == sorted(second)
         # An engine that is busy for one front is busy for the other.
         fakes[0][0].gate = fakes[0][1].gate = asyncio.Event()
-        long = asyncio.ensure_future(answer(fronts[0], [9] * BACKLOG_TOKENS * 2, "long"))
+        long = asyncio.ensure_future(answer(fronts[0], [9] * DEFAULT_BACKLOG_TOKENS * 2, "long"))
         await asyncio.sleep(0)
         before = [len(fake.asked) for fake in fakes[1]]
         for number in range(3):
@@ -316,8 +319,7 @@ def test_two_processes_know_what_the_other_has_sent(tmp_path: Path) -> None:
 
     run(check)
     state = SharedRouting(path, 0)
-    assert [state.open_tokens(number) for number in range(2)] == [0, 0]
-    assert [state.open_requests(number) for number in range(2)] == [0, 0]
+    assert [state.counts(number) for number in range(2)] == [OpenCounts(), OpenCounts()]
 
 
 def test_an_engine_that_is_started_again_joins() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from quire.base.errors import SettingError
 from quire.engine.data_parallel import shared_routing
+from quire.engine.data_parallel.routing_state import OpenCounts
 from quire.engine.data_parallel.shared_routing import SharedRouting, create_shared_routing
 
 
@@ -26,18 +27,18 @@ def test_another_process_reads_and_adds(file: Path) -> None:
     names = state.block_names("scope", bytes(1024))
     assert other.block_names("scope", bytes(1024)) == names
     state.history.note(names, 1)
-    state.add(1, tokens=500, requests=2)
+    state.add(1, OpenCounts(500, 2, 90, 40))
     assert other.history.matched_blocks(names, 0b11) == {0: 0, 1: len(names)}
-    assert (other.open_tokens(1), other.open_requests(1)) == (500, 2)
-    other.add(0, tokens=70, requests=1)
+    assert other.counts(1) == (500, 2, 90, 40)
+    other.add(0, OpenCounts(70, 1))
     other.history.note(names[:2], 0)
     assert state.history.matched_blocks(names, 0b11) == {0: 2, 1: len(names)}
-    assert (state.open_tokens(0), state.open_requests(0)) == (70, 1)
+    assert state.counts(0) == (70, 1, 0, 0)
     state.forget_process(2)
-    assert (state.open_tokens(0), state.open_requests(0)) == (0, 0)
-    assert (other.open_tokens(1), other.open_requests(1)) == (500, 2)
-    state.add(1, tokens=-500, requests=-2)
-    assert (other.open_tokens(1), other.open_requests(1)) == (0, 0)
+    assert state.counts(0) == OpenCounts()
+    assert other.counts(1) == (500, 2, 90, 40)
+    state.add(1, OpenCounts(-500, -2, -90, -40))
+    assert other.counts(1) == OpenCounts()
 
 
 def test_the_file_is_private_and_made_once(file: Path) -> None:
@@ -64,5 +65,5 @@ def test_a_system_that_reserves_no_room_has_the_file_too(
     monkeypatch.delattr(os, "posix_fallocate")
     create_shared_routing(tmp_path / "routing", num_processes=1, num_engines=2)
     state = SharedRouting(tmp_path / "routing", 0)
-    state.add(1, tokens=5, requests=1)
-    assert [state.open_tokens(number) for number in range(2)] == [0, 5]
+    state.add(1, OpenCounts(5, 1))
+    assert [state.counts(number).tokens for number in range(2)] == [0, 5]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.router.engine_silence import MAX_SILENT_S, MIN_SILENT_S, EngineSilence
+from quire.routing.engine_silence import MAX_SILENT_S, MIN_SILENT_S, EngineSilence
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
 

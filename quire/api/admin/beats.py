@@ -1,0 +1,230 @@
+"""GET /health/beats: signs of life of this process, and changes of its health as they come.
+
+For routers: a connection that stays open, with a comment ten times a second and an event whenever
+`/health` has another state. A thread writes the comments, so they come while the event loop is
+busy with a thousand streams, and whatever the engine computes; they stop where the process stops.
+Where no thread can write to the connection (TLS, another ASGI server), the event loop does. Knows
+no router. Always holds: a draining or dead server ends the connection after its last event; a
+reader that does not keep up misses comments and delays no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.api.http.parameterless import refuse_parameters
+from quire.api.server_state import ServerState
+from quire.base.errors import OverloadedError
+from quire.engine.model_card import Health
+
+BEAT_S = 0.1
+# How often a change of the health is looked for.
+_LOOK_S = 0.02
+_BEAT = b":\n\n"
+# Readers of one process; each is a connection that is never evicted.
+MAX_READERS = 64
+_LAST_STATES = ("draining", "dead")
+
+
+class BeatThread:
+    """Writes a beat to each of its sockets, from a thread that runs while there are any."""
+
+    def __init__(self, period_s: float = BEAT_S) -> None:
+        self._period_s = period_s
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._thread: threading.Thread | None = None
+        self._is_empty = threading.Event()
+
+    def add(self, to: socket.socket) -> None:
+        """Write beats to a socket that does not block."""
+        with self._lock:
+            self._sockets.add(to)
+            if self._thread is None:
+                self._is_empty.clear()
+                self._thread = threading.Thread(target=self._run, name="quire-beats", daemon=True)
+                self._thread.start()
+
+    def remove(self, to: socket.socket) -> None:
+        """Write no more to a socket, and close it."""
+        with self._lock:
+            self._sockets.discard(to)
+            if not self._sockets:
+                self._is_empty.set()
+            to.close()
+
+    def write(self, to: socket.socket, piece: bytes) -> None:
+        """Write between two beats. A connection that takes only a part is broken."""
+        with self._lock:
+            self._write(to, piece)
+
+    def _run(self) -> None:
+        beat = _chunk(_BEAT)
+        while True:
+            self._is_empty.wait(self._period_s)
+            with self._lock:
+                if not self._sockets:
+                    self._thread = None
+                    return
+                for to in list(self._sockets):
+                    self._write(to, beat)
+
+    def _write(self, to: socket.socket, piece: bytes) -> None:
+        try:
+            if to.send(piece) == len(piece):
+                return
+        except BlockingIOError:
+            if piece == _chunk(_BEAT):
+                return
+        except OSError:
+            pass
+        self._sockets.discard(to)
+        with contextlib.suppress(OSError):
+            to.shutdown(socket.SHUT_RDWR)  # the event loop notices, and ends the request
+
+
+class BeatRoutes:
+    """The route, and its readers."""
+
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
+        self._thread = BeatThread()
+        self._num_readers = 0
+
+    async def get(self, request: Request) -> _BeatResponse | Response:
+        """Begin to write beats. Raises OverloadedError for one reader too many."""
+        await refuse_parameters(request)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        if self._num_readers >= MAX_READERS:
+            raise OverloadedError(
+                f"{self._num_readers} connections read the beats of this server, and no more may; "
+                "read /health instead",
+                retry_after_s=1.0,
+            )
+        return _BeatResponse(self)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write to one reader until it leaves or the server ends."""
+        self._num_readers += 1
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await self._serve(scope, send, gone)
+        finally:
+            self._num_readers -= 1
+            gone.cancel()
+
+    async def _serve(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        health = self._server_state.health()
+        await _send(send, _event_of(health))  # the head is written, and not by the thread
+        await asyncio.wait({gone}, timeout=_LOOK_S)
+        writer = self._writer(scope, send)
+        try:
+            while not gone.done() and health.state not in _LAST_STATES:
+                await asyncio.wait({gone}, timeout=_LOOK_S)
+                before, health = health, self._server_state.health()
+                if (health.ok, health.state) != (before.ok, before.state):
+                    await writer.write(_event_of(health))
+                else:
+                    await writer.look()
+        finally:
+            writer.close()
+        if not gone.done():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _writer(self, scope: Scope, send: Send) -> _Writer:
+        """Return what writes to a connection: the thread, where it can write to its socket."""
+        transport = scope.get("quire.transport")
+        is_plain = scope.get("scheme") == "http" and scope.get("http_version") == "1.1"
+        if transport is None or not is_plain or transport.get_write_buffer_size():
+            return _LoopWriter(send)
+        found = transport.get_extra_info("socket")
+        return _LoopWriter(send) if found is None else _ThreadWriter(self._thread, found.fileno())
+
+
+class _BeatResponse:
+    """The response, as an ASGI application."""
+
+    def __init__(self, routes: BeatRoutes) -> None:
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._routes.serve(scope, receive, send)
+
+
+class _Writer(Protocol):
+    async def write(self, event: bytes) -> None: ...
+
+    async def look(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _ThreadWriter:
+    """Writes through the thread. number: the descriptor of the connection."""
+
+    def __init__(self, thread: BeatThread, number: int) -> None:
+        self._thread = thread
+        self._socket = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)  # a duplicate
+        self._socket.setblocking(False)
+        thread.add(self._socket)
+
+    async def write(self, event: bytes) -> None:
+        self._thread.write(self._socket, _chunk(event))
+
+    async def look(self) -> None:
+        """Nothing is to be done: the thread writes."""
+
+    def close(self) -> None:
+        self._thread.remove(self._socket)
+
+
+class _LoopWriter:
+    """Writes from the event loop."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._due_s = self._loop.time()
+
+    async def write(self, event: bytes) -> None:
+        await _send(self._send, event)
+
+    async def look(self) -> None:
+        if (now_s := self._loop.time()) >= self._due_s:
+            self._due_s = now_s + BEAT_S
+            await self.write(_BEAT)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send(send: Send, piece: bytes) -> None:
+    message: dict[str, Any] = {"type": "http.response.body", "body": piece, "more_body": True}
+    await send(message)
+
+
+def _event_of(health: Health) -> bytes:
+    said = {"ok": health.ok, "state": health.state, "reason": health.reason}
+    return b"data: %b\n\n" % msgspec.json.encode(said)
+
+
+def _chunk(piece: bytes) -> bytes:
+    """Return a chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(piece), piece)

@@ -1,0 +1,181 @@
+"""Placement: the replica for the next attempt of one request, and the wait for one.
+
+A request without output goes where the policy sends it. A stream that has output goes on at a
+replica of its fingerprint, and streams that are interrupted at one time are placed in the order of
+their last events. Sends nothing. Always holds: a request is tried on no third replica after two
+failed with it at one place (failures.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.router.answer_state import AnswerState
+from quire.router.attempt import Attempt
+from quire.router.faults import ClientGone
+from quire.router.hedging import Hedger
+from quire.router.replica import Replica
+
+_RETRY_EVERY_S = 0.25
+# So long a stream waits for another replica before it goes on at the one that failed.
+_RETURN_S = 1.0
+
+
+class Placement:
+    """Of one request."""
+
+    def __init__(self, state: AnswerState) -> None:
+        self._state = state
+        self._fleet = state.parts.fleet
+        self._metrics = state.parts.metrics
+        self._features = state.parts.features
+        self._loop = asyncio.get_running_loop()
+        self._resume_until_s = 0.0
+        self._is_refused = self._was_held = False
+
+    def failed(self) -> None:
+        """A replica has failed: from now on another one is waited for as long as is allowed."""
+        self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
+
+    def refused(self) -> None:
+        """The replica was full: the next one is not asked at once."""
+        self._is_refused = True
+
+    async def next(self) -> Replica | None:
+        """Return the next replica to try; None where the request ends here."""
+        state = self._state
+        if state.failures.are_final:
+            return None
+        if state.client.started or state.failures.are_at_two:
+            return await self._successor()
+        if state.home is not None:
+            is_able = state.home.is_available(self._loop.time())
+            return state.home if is_able and state.home not in state.tried else None
+        found = await self._place()
+        if found is not None and state.tried:
+            if not state.parts.budget.take():
+                return None
+            self._metrics.retries.labels("failed" if state.failures.reasons else "refused").inc()
+        return found
+
+    def spare(self, hedger: Hedger, first: Replica) -> Replica | None:
+        """Return a replica for a hedge; None where there is none or the budget is used up."""
+        state = self._state
+        request, cost_tokens = state.request, hedger.cost_tokens(state.request)
+        found = self._fleet.choose(
+            state.key,
+            request.model,
+            fingerprint=first.fingerprint(request.model),
+            exclude={first, *state.tried},
+            max_long=state.max_long,
+        )
+        if found is None:
+            self._metrics.hedges.labels("no_replica").inc()
+        elif not hedger.budget.take(cost_tokens):
+            self._metrics.hedges.labels("no_budget").inc()
+            return None
+        else:
+            self._metrics.hedged_tokens.inc(cost_tokens)
+        return found
+
+    def attempt(self, replica: Replica) -> Attempt:
+        """Return an attempt at a replica, with what it computes there."""
+        state = self._state
+        found = Attempt(self._fleet, replica, state.request, state.client, is_long=state.is_long)
+        self._fleet.weigh(replica, state.key, found.load)
+        if state.request.brings_blocks:  # its prompt is computed
+            found.load.new_tokens = 0
+        return found
+
+    async def _place(self) -> Replica | None:
+        """Return an available replica; a long prompt waits for one with room."""
+        state, lanes = self._state, self._features.lanes
+        model = state.request.model
+
+        def choose() -> Replica | None:
+            return self._fleet.choose(
+                state.key, model, exclude=state.tried, max_long=state.max_long
+            )
+
+        if not (self._was_held or state.request.route.is_free):
+            self._was_held = await self._fleet.resumes.hold(model)
+        if self._fleet.settings.wait_s and not state.failures.reasons:
+            await self._wait_for_first(model)
+        if lanes is None or not state.is_long:
+            return choose()
+        return await lanes.place(
+            self._fleet,
+            choose,
+            lambda: self._fleet.is_served(model, state.tried),
+            lambda: state.client.is_gone,
+        )
+
+    async def _wait_for_first(self, model: str) -> None:
+        """Wait while no replica is available, such as one that is still to be started."""
+        fleet = self._fleet
+        until_s = self._loop.time() + fleet.settings.wait_s
+        with fleet.waiting():
+            while not fleet.is_served(model) and self._state.choice.may_be_served():
+                self._check_client()
+                left_s = until_s - self._loop.time()
+                if left_s <= 0:
+                    return
+                await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
+
+    async def _successor(self) -> Replica | None:
+        """Return a replica that can continue the stream, or compute anew what two others failed
+        with; waits for one for some time."""
+        state, fleet = self._state, self._fleet
+        request, started = state.request, state.client.started
+        if started and request.why_not:
+            return None
+        if self._is_refused:  # the successor was full
+            self._is_refused = False
+            await fleet.wait_for_change(_RETRY_EVERY_S)
+        while True:
+            if started:
+                await fleet.resumes.turn(state.continuation.last_s)
+            self._check_client()
+            now_s = self._loop.time()
+            if not started and now_s > self._resume_until_s:
+                return None
+            if (found := self._able_successor(now_s)) is not None:
+                if started:
+                    self._metrics.resumed.inc()
+                    state.continuation.chosen(request.model)
+                else:
+                    self._metrics.retries.labels("failed").inc()
+                return found
+            left_s = self._resume_until_s - now_s
+            # Where replicas are started on demand, one that is not known yet may have it.
+            is_coming = fleet.settings.wait_s > 0
+            is_known = not started or fleet.has_fingerprint(request.model, state.fingerprint)
+            if left_s <= 0 or not (is_coming or is_known):
+                return None
+            with fleet.waiting():
+                await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
+
+    def _able_successor(self, now_s: float) -> Replica | None:
+        """Return a replica that can go on now; one that failed is the last choice: it was fenced
+        and checked since."""
+        state, fleet = self._state, self._fleet
+        started = state.client.started
+        barred = state.failures.barred(fleet.replicas.values())
+        may_return = state.failures.are_at_two or state.continuation.since_s(now_s) > _RETURN_S
+        others = barred | state.failures.at
+        for exclude in (others, barred) if may_return else (others,):
+            found = fleet.choose(
+                state.key,
+                state.request.model,
+                fingerprint=state.fingerprint,
+                exclude=exclude,
+                max_long=None if started else state.max_long,
+                spreads=started,
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _check_client(self) -> None:
+        if self._state.client.is_gone:
+            raise ClientGone("the client has closed its connection")

@@ -1,0 +1,162 @@
+"""StreamRelay: pass the events of a replica on to the client, and count what is computed.
+
+Knows no other attempt: a fault ends `stream`, and another attempt goes on from what the journal of
+the request has. Always holds: a delta is in the journal before the client gets it; it is passed on
+as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from quire.router.answer_state import AnswerState
+from quire.router.api_forms import ErrorBody
+from quire.router.attempt import Attempt
+from quire.router.event_blocks import EventBlocks
+from quire.router.faults import ReplicaFault
+from quire.router.routes import RESPONSES
+from quire.router.stored_responses import MAX_START_BYTES, created_id
+
+# Error codes of a replica that is ending: another can go on, and the request is not the cause.
+LEAVING = frozenset({"shutting_down", "overloaded", "queue_timeout"})
+# Error codes of a replica that failed with the request.
+FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_error"})
+# The usage of a stream is in one of its last pieces.
+_LAST_PIECES = 8
+
+
+class StreamRelay:
+    """Of one request."""
+
+    def __init__(self, state: AnswerState) -> None:
+        self._state = state
+        self._request = state.request
+        self._client = state.client
+        self._choice = state.choice
+        self._features = state.parts.features
+        self._loop = asyncio.get_running_loop()
+
+    async def stream(self, attempt: Attempt) -> None:
+        """Pass a stream on to its end. Raises ReplicaFault."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        if request.why_not:
+            await self._pass_on(attempt)
+            return
+        blocks = EventBlocks(shows_comments=request.shows_comments)
+        received = attempt.early or await exchange.read()
+        while received:
+            for delta in blocks.push(received):
+                if delta.error is not None:
+                    _check_final(delta.error)
+                if delta.cursor is not None:
+                    self._count(attempt, len(delta.cursor.output_ids))
+                if not client.started:
+                    await client.start(200, exchange.headers)
+                shown = delta.blocks
+                if self._choice.adds_event:
+                    shown = self._choice.shown_event(shown)
+                if delta.is_last:
+                    self._state.continuation.has_event(self._loop.time())
+                    await client.finish(shown)
+                    return
+                # The journal first: a client that leaves in between needs no journal.
+                if delta.cursor is not None:
+                    request.delivered(delta.cursor)
+                await client.write(shown)
+            received = await exchange.read()
+        raise _ended_early(attempt)
+
+    async def judged(self, attempt: Attempt) -> bool:
+        """Hold a stream until it is complete; return whether it was passed on, and False where
+        another model is to answer. The client has nothing of it before. Raises ReplicaFault."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        blocks = EventBlocks(shows_comments=request.shows_comments)
+        held, num_tokens, is_complete = list[bytes](), 0, False
+        received = attempt.early or await exchange.read()
+        while received:
+            for delta in blocks.push(received):
+                if delta.error is not None:
+                    _check_final(delta.error)
+                if delta.cursor is not None:
+                    self._count(attempt, len(delta.cursor.output_ids))
+                    num_tokens += len(delta.cursor.output_ids)
+                held.append(delta.blocks)
+                is_complete = is_complete or delta.is_last
+            received = await exchange.read()
+        if not is_complete:
+            raise _ended_early(attempt)
+        events = b"".join(held)
+        if self._choice.is_changed_by_stream(events, num_tokens):
+            return False
+        request.num_delivered = num_tokens
+        await client.start(200, exchange.headers)
+        await client.finish(self._choice.shown_events(events))
+        return True
+
+    async def _pass_on(self, attempt: Attempt) -> None:
+        """Stream what cannot be continued."""
+        client, request, exchange = self._client, self._request, attempt.exchange
+        start = b"" if request.path == RESPONSES else None
+        last: deque[bytes] = deque(maxlen=_LAST_PIECES)
+        counts_usage, responses = self._features.counts_usage, self._state.parts.responses
+        while received := await exchange.read():
+            attempt.replica.progressed(self._loop.time())
+            if start is not None:  # the first event has the id
+                start += received
+                if id_ := created_id(start):
+                    responses.note(self._state.client_key, id_, attempt.replica)
+                start = None if id_ or len(start) > MAX_START_BYTES else start
+            if not client.started:
+                await client.start(200, exchange.headers)
+            if counts_usage:  # at least a token an event, until the usage is known
+                last.append(received)
+                num_events = received.count(b"\n\n") or received.count(b"\n")
+                request.used_output_tokens = max(request.used_output_tokens, 0) + num_events
+            await client.write(self._choice.shown_event(received))
+        if not client.started:
+            await client.start(200, exchange.headers)
+        if (used := request.form.used_tokens(b"".join(last))) is not None:
+            request.used_prompt_tokens, request.used_output_tokens = used
+        await client.finish()
+
+    def _count(self, attempt: Attempt, num_tokens: int) -> None:
+        now_s, load, parts = self._loop.time(), attempt.load, self._state.parts
+        if load.is_new:
+            self._begin_output(attempt)
+        attempt.replica.progressed(now_s)
+        self._state.continuation.has_event(now_s)
+        expected = self._request.output_tokens
+        computed = num_tokens + max(load.tokens - expected, 0)  # with the first, the prompt
+        attempt.replica.reduce(load, computed)
+        parts.admission.drained(computed, now_s)
+        parts.metrics.tokens.inc(num_tokens)
+
+    def _begin_output(self, attempt: Attempt) -> None:
+        """A stream has its first tokens."""
+        request, fleet = self._request, self._state.parts.fleet
+        load, lanes = attempt.load, self._features.lanes
+        if not request.num_delivered and request.transfer is None:
+            fleet.began(attempt.replica, load, attempt.age_s)
+        attempt.replica.gave_output(load)
+        if attempt.replica.breaker.gave_output():
+            fleet.became_available()
+        if not request.num_delivered:
+            request.first_token_s = self._loop.time()
+            attempt.note_first_tokens()
+        if load.is_long:
+            attempt.replica.computed_prompt(load)
+            fleet.became_available()
+        elif lanes is not None:
+            lanes.began_short(attempt.age_s)
+
+
+def _ended_early(attempt: Attempt) -> ReplicaFault:
+    return ReplicaFault(f"{attempt.replica.name} ended the stream early", is_suspect=True)
+
+
+def _check_final(error: ErrorBody) -> None:
+    """Raise ReplicaFault for an error after which another replica can go on."""
+    code = error.code or ""
+    if code in LEAVING or code in FAILED:
+        raise ReplicaFault(f"{code}: {error.message}", is_suspect=code in FAILED, cause="error")

@@ -1,0 +1,144 @@
+"""GET /health/beats: beats beside a busy event loop, and changes of the health as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from quire.api.admin.beats import MAX_READERS, BeatRoutes, BeatThread
+from quire.base.errors import OverloadedError
+from quire.engine.model_card import Health
+
+BEAT = b"3\r\n:\n\n\r\n"
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.settimeout(30)
+    return ours, theirs
+
+
+def _read(reader: socket.socket, num_bytes: int) -> bytes:
+    found = b""
+    while len(found) < num_bytes:
+        piece = reader.recv(num_bytes - len(found))
+        assert piece
+        found += piece
+    return found
+
+
+def test_a_thread_writes_them_while_nothing_else_runs() -> None:
+    """And it ends once there is no reader."""
+    beats, (ours, theirs) = BeatThread(0.001), _pair()
+    beats.add(ours)
+    assert _read(theirs, 3 * len(BEAT)) == 3 * BEAT
+    thread = beats._thread
+    assert thread is not None
+    beats.write(ours, b"1\r\nx\r\n")
+    assert b"1\r\nx\r\n" in _read(theirs, 60)
+    beats.remove(ours)
+    thread.join(30)
+    assert not thread.is_alive()
+    theirs.close()
+    ours, theirs = _pair()
+    beats.add(ours)  # another thread
+    assert _read(theirs, len(BEAT)) == BEAT
+    beats.remove(ours)
+    theirs.close()
+
+
+def test_a_reader_that_does_not_keep_up_misses_beats_and_one_that_has_left_is_forgotten() -> None:
+    beats, slow, gone, good = BeatThread(0.001), _pair(), _pair(), _pair()
+    try:
+        while True:
+            slow[0].send(b"." * 4096)
+    except BlockingIOError:
+        pass
+    gone[1].close()
+    for ours, _ in (slow, gone, good):
+        beats.add(ours)
+    assert _read(good[1], 20 * len(BEAT)) == 20 * BEAT
+    assert beats._sockets == {slow[0], good[0]}
+    beats.write(slow[0], b"an event that has no room")
+    assert beats._sockets == {good[0]}, "it would have a part of an event"
+    for ours, theirs in (slow, gone, good):
+        beats.remove(ours)
+        theirs.close()
+
+
+class _State:
+    """A server's health, which a test changes."""
+
+    def __init__(self) -> None:
+        self.state: Any = "ready"
+
+    def health(self) -> Health:
+        return Health(
+            ok=self.state == "ready", state=self.state, reason="", pending=0, steps_total=0
+        )
+
+
+def test_without_a_connection_of_its_own_the_event_loop_writes() -> None:
+    """As under TLS and other servers; a change is written at once, and the end of a server ends
+    it."""
+
+    async def story() -> None:
+        state, gone = _State(), asyncio.Event()
+        sent = list[Any]()
+        routes = BeatRoutes(state)  # type: ignore[arg-type]
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", message.get("status")))
+            if sent.count(b":\n\n") == 2 and state.state == "ready":
+                state.state = "restarting"
+            elif b"restarting" in str(sent[-1]).encode():
+                state.state = "draining"
+
+        serving = asyncio.ensure_future(routes.serve({"scheme": "https"}, receive, send))
+        await asyncio.wait_for(serving, 30)
+        events = [one for one in sent if one != b":\n\n"]
+        assert events[0] == 200
+        assert [
+            b'"state":"%b"' % name in one
+            for name, one in zip((b"ready", b"restarting", b"draining"), events[1:-1], strict=True)
+        ] == [True] * 3
+        assert events[-1] == b""
+        state.state = "ready"
+        serving = asyncio.ensure_future(routes.serve({}, receive, send))
+        gone.set()
+        await asyncio.wait_for(serving, 30)
+        assert routes._num_readers == 0
+
+    asyncio.run(story())
+
+
+def test_readers_are_bounded() -> None:
+    async def story() -> None:
+        routes = BeatRoutes(_State())  # type: ignore[arg-type]
+        routes._num_readers = MAX_READERS
+        request: Any = _Request()
+        with pytest.raises(OverloadedError, match="read /health instead"):
+            await routes.get(request)
+
+    asyncio.run(story())
+    assert threading.active_count() < 50
+
+
+class _Request:
+    method = "GET"
+
+    def __init__(self) -> None:
+        self.query_params: dict[str, str] = {}
+        self.scope = {"query_string": b""}
+
+    async def body(self) -> bytes:
+        return b""

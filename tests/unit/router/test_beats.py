@@ -1,0 +1,119 @@
+"""Beats: how long a replica may send none, and what it says between them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from quire.router.beats import MIN_SILENT_S, Beats
+from quire.router.faults import ReplicaFault
+from quire.router.http_client import Exchange
+from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.test_failover import ANSWER, _until, stream
+
+
+def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
+    beats = Beats(lambda health: None)
+    assert beats.limit_s(2.0) == 2.0, "nothing is known"
+    now_s = 100.0
+    for _ in range(50):
+        now_s += 0.1
+        beats._note(now_s)
+    assert beats.limit_s(2.0) == MIN_SILENT_S
+    beats._note(now_s := now_s + 0.3)
+    assert beats.limit_s(2.0) == pytest.approx(0.9)
+    assert beats.limit_s(0.8) == 0.8, "no longer than without beats"
+    beats._note(now_s := now_s + 5.0)
+    assert beats.limit_s(2.0) == 2.0
+    for _ in range(350):
+        now_s += 0.1
+        beats._note(now_s)
+    assert beats.limit_s(2.0) == MIN_SILENT_S, "that was long ago"
+
+
+def test_events_are_read_however_they_are_cut_and_others_are_a_fault() -> None:
+    async def story() -> None:
+        said = list[Any]()
+        beats, exchange = (
+            Beats(said.append),
+            Exchange(asyncio.get_running_loop(), may_be_stale=False),
+        )
+        raw = b':\n\ndata: {"ok":false,"state":"restarting","reason":"r","more":1}\n\n:\n\n'
+        reading = asyncio.ensure_future(beats._read(exchange))
+        for at in range(len(raw)):
+            exchange.got(raw[at : at + 1])
+            await asyncio.sleep(0)
+        assert [(one.ok, one.state, one.reason) for one in said] == [(False, "restarting", "r")]
+        exchange.got(b"x" * 70_000)
+        with pytest.raises(ReplicaFault, match="no events"):
+            await reading
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_dies_is_an_event_and_its_streams_go_on_at_once() -> None:
+    """No probe says so here: these are answered as before."""
+    first, second = FakeReplica(), FakeReplica()
+    first.has_beats = True
+    first.silent_after = 5
+
+    async def story(router: Router) -> None:
+        await _until(lambda: first.beats is not None)
+        open_stream = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(first.requests) == 1)
+        first.health_gate = asyncio.Event()
+        [one, _] = router.fleet.replicas.values()
+        await _until(lambda: one in router.prober._probing)
+        first.changes.put_nowait({"ok": False, "state": "restarting", "reason": "signal 9"})
+        assert (await open_stream)[2] == ANSWER
+        assert len(second.requests[0]["output_ids"]) == 5
+        assert (one.state, one.reason) == ("restarting", "signal 9")
+        text = router.metrics.text().decode()
+        assert 'quire_router_interruption_seconds_count{cause="fence"} 1.0' in text
+        asked = router.prober._probing[one]
+        first.health_gate.set()  # this probe was sent before, and its answer says that all is well
+        await asked
+        assert not one.is_up
+        await _until(lambda: one.is_up)
+
+    run([first, second], story, probe_s=0.2, stall_s=30.0, silence_s=60.0)
+
+
+@pytest.mark.parametrize("said", [{"ok": False, "state": "draining"}, {}])
+def test_a_server_that_drains_or_has_no_more_beats_keeps_its_streams(said: dict[str, Any]) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.has_beats, first.gate = True, asyncio.Event()
+
+    async def story(router: Router) -> None:
+        await _until(lambda: first.beats is not None)
+        open_stream = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(first.requests) == 1)
+        first.health = {**first.health, **({"ok": False, "state": "draining"} if said else {})}
+        first.changes.put_nowait(said)
+        [one, _] = router.fleet.replicas.values()
+        if said:
+            await _until(lambda: one.state == "draining")
+        else:
+            await _until(lambda: router.prober._beats.quiet_s(one, 0.0) is None)
+        assert first.gate is not None
+        first.gate.set()
+        assert (await open_stream)[2] == ANSWER
+        assert not second.requests
+
+    run([first, second], story, stall_s=30.0)
+
+
+def test_beats_that_are_no_json_are_given_up_and_the_replica_is_not() -> None:
+    first = FakeReplica()
+    first.has_beats = True
+
+    async def story(router: Router) -> None:
+        await _until(lambda: first.beats is not None)
+        first.changes.put_nowait({"ok": "what"})
+        [one] = router.fleet.replicas.values()
+        await _until(lambda: router.prober._beats.quiet_s(one, 0.0) is None)
+        assert (await stream(router))[2] == ANSWER
+
+    run([first], story)
