@@ -350,6 +350,7 @@ def draft_lengths(
     chances: NDArray[np.float64],
     limits: _Int32s,
     draft_ms: NDArray[np.float64],
+    added_ms: NDArray[np.float64],
     step_ms: float,
     step_tokens: float,
     once_ms: float,

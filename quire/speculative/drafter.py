@@ -53,10 +53,7 @@ class PredictedCost(Protocol):
     def step_tokens(self) -> int: ...
 
     @property
-    def draft_ms(self) -> NDArray[np.float64]: ...
-
-    @property
-    def once_ms(self) -> float: ...
+    def added_ms(self) -> NDArray[np.float64]: ...
 
     @property
     def row_ms(self) -> float: ...
@@ -159,7 +156,7 @@ class Drafter:
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms)
-        else:
+        elif gained_ms > 0.0 or not self._control.probes:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled
 
@@ -219,7 +216,7 @@ class Drafter:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
         pays = len(some) > 0 or bool(np.logical_or.reduce(drafts.counts))
-        self._control.rests.note_choice(pays=pays, step_ms=self._step_ms)
+        self._note_choice(pays=pays)
         if len(some):
             made = no_drafts(len(some), self.max_drafts)
             predicted = cost()
@@ -248,10 +245,12 @@ class Drafter:
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
-        self._control.rests.note_choice(
-            pays=bool(np.logical_or.reduce(drafts.counts)), step_ms=self._step_ms
-        )
+        self._note_choice(pays=bool(np.logical_or.reduce(drafts.counts)))
         return self._joined(drafts)
+
+    def _note_choice(self, *, pays: bool) -> None:
+        control = self._control
+        control.rests.note_choice(pays=pays and not control.probes, step_ms=self._step_ms)
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
@@ -306,14 +305,14 @@ class Drafter:
             return limits
         of_some = None
         if cost is not None:
-            passes, predicted = None, cost()
-            draft_ms, once_ms = predicted.draft_ms[some], predicted.once_ms
+            passes, predicted, once_ms = None, cost(), 0.0
+            draft_ms = np.zeros(len(some))
             if self._costly is not None:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
-                draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
-                once_ms += self._costly.call_ms()
+                draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
+                once_ms = self._costly.call_ms()
             self._step_ms = predicted.step_ms
             of_some = StepCost(
                 predicted.step_ms,
@@ -323,6 +322,7 @@ class Drafter:
                 self._control.rests.num_steps,
                 once_ms,
                 predicted.row_ms,
+                predicted.added_ms,
             )
         counts = np.zeros(len(index), np.int32)
         counts[some] = self._control.limits(index[some], limits[some], of_some)

@@ -32,6 +32,8 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
+# After drafts were asked for, so many steps without any are timed for their price.
+TIMED_STEPS = 4
 
 
 class Rows(NamedTuple):
@@ -82,7 +84,7 @@ class DraftRows(StepExtension):
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
-        self._knows_plain = False  # a step of decoding rows without drafts was timed
+        self._num_timed = TIMED_STEPS  # steps without drafts that are timed still
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -100,19 +102,17 @@ class DraftRows(StepExtension):
         source = self._source
         computed_ms = source.drafting_ms - self._drafting_ms
         predicted = self._predicted.pop(plan.step, None) if self._predicted else None
-        if predicted is None and not computed_ms:
-            self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
-            if source.notes_plain_steps:
-                source.note_step(ms, None, 0.0)
-            return ms
         self._drafting_ms = source.drafting_ms
         ms -= computed_ms
         if predicted is None:
-            source.note_step(ms, None, computed_ms)
+            if self._num_timed and plan.num_tokens == len(plan.slots) and plan.layers is None:
+                self._num_timed -= 1
+                self._prices.note_plain(len(plan.slots), ms)
+            if computed_ms or source.notes_plain_steps:
+                source.note_step(ms, None, computed_ms)
             return ms
-        if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
-            self._prices.note(predicted, ms)
-            self._timed = (ms, predicted, computed_ms)
+        self._prices.note(predicted, ms)
+        self._timed = (ms, predicted, computed_ms)
         return 0.0
 
     @property
@@ -162,6 +162,9 @@ class DraftRows(StepExtension):
         if not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
+        self._num_timed = TIMED_STEPS
+        if self._times_plain_step(rows):
+            return
         limits = self._limits(rows.slot_index, rows.ends)
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
@@ -179,7 +182,7 @@ class DraftRows(StepExtension):
 
         def cost() -> DraftCost:
             if not costs:
-                costs.append(self._cost(rows, ends))
+                costs.append(self._cost(rows, ends, int(np.add.reduce(limits))))
             return costs[0]
 
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
@@ -211,10 +214,14 @@ class DraftRows(StepExtension):
         self._await_run(index[has_drafts])
         if len(self._predicted) > MAX_PREDICTED:  # left by steps with errors, which teach nothing
             self._predicted.clear()
+        num_rows, num_drafts, price = int(np.add.reduce(has_drafts)), len(ids), cost()
+        num_positions = int(np.add.reduce(rows.counts))
         self._predicted[step.builder.step] = DraftedStep(
-            int(np.add.reduce(has_drafts)),
-            cost().step_ms,
-            float(self._drafts_ms(ends) @ fits),
+            num_rows,
+            num_positions + num_drafts,
+            price.step_ms,
+            float(price.added_ms[num_drafts]) + num_rows * price.row_ms,
+            is_alike=num_positions == len(rows.counts),
         )
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
@@ -262,21 +269,25 @@ class DraftRows(StepExtension):
         """Let the source know what the accepted drafts of a step gained: as much time as so many
         tokens take without drafts, less what the step took longer."""
         self._timed = None
-        plain_ms, added_ms = predicted.plain_ms, self._prices.added_ms(predicted)
-        single = plan.counts - plan.draft_counts == 1
-        num_single = int(np.count_nonzero(single))
-        if num_single < len(plan.slots):  # the predicted time of a prompt is a rough guess
-            plain_ms, measured_ms = self._one_each_ms(plan.starts[single]), added_ms
+        plain_ms, added_ms = predicted.plain_ms, predicted.added_ms
+        num_single = len(plan.slots)
+        if not predicted.is_alike:  # the predicted time of a prompt is a rough guess
+            single = plan.counts - plan.draft_counts == 1
+            num_single = int(np.count_nonzero(single))
+            plain_ms = self._one_each_ms(plan.starts[single])
         else:
-            measured_ms = ms - plain_ms
+            added_ms = ms - plain_ms
         saved_ms = num_accepted * plain_ms / num_single
         self._saved_ms += saved_ms
         self._added_ms += added_ms
-        self._source.note_step(plain_ms, saved_ms - measured_ms, computed_ms)
+        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
 
     def _one_each_ms(self, starts: Int32s) -> float:
         """Return what a step of rows with one token each is predicted to take."""
         price = self._speed.latest
+        known_ms = self._prices.plain_ms(len(starts), price.token_ms + price.score_ms)
+        if known_ms:
+            return known_ms
         rows_ms = price.rows_ms(starts, np.ones_like(starts))
         return price.fixed_ms + float(np.add.reduce(rows_ms)) + len(starts) * price.score_ms
 
@@ -338,23 +349,34 @@ class DraftRows(StepExtension):
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
         return np.maximum(limits, np.int32(0))
 
-    def _cost(self, rows: Rows, ends: Int32s) -> DraftCost:
-        price, prices = self._speed.latest, self._prices
-        rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
-        num_sampled = int(np.add.reduce(rows.sample_counts > 0))
+    def _times_plain_step(self, rows: Rows) -> bool:
+        """Return whether a step of these rows has no drafts, because none of so many was timed."""
+        num_rows = len(rows.counts)
+        if int(np.add.reduce(rows.counts)) > num_rows:
+            return False
+        return not self._prices.knows_plain(num_rows)
+
+    def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
+        """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at
+        `ends`."""
+        price, prices, num_rows = self._speed.latest, self._prices, len(rows.counts)
+        depth = float(np.add.reduce(ends)) / len(ends)
+        slope_ms = price.token_ms + price.score_ms + price.position_ms * depth
+        num_positions, num_sampled, plain_ms = int(np.add.reduce(rows.counts)), num_rows, 0.0
+        if num_positions == num_rows:
+            plain_ms = prices.plain_ms(num_rows, slope_ms)
+        else:
+            num_sampled = int(np.count_nonzero(rows.sample_counts))
+        step_ms = plain_ms
+        if not plain_ms:
+            rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
+            step_ms = price.fixed_ms + rows_ms + num_sampled * price.score_ms
         return DraftCost(
-            step_ms=price.fixed_ms + rows_ms + num_sampled * price.score_ms,
+            step_ms=step_ms,
             step_tokens=num_sampled,
-            draft_ms=prices.scale * self._drafts_ms(ends),
-            once_ms=prices.once_ms,
+            added_ms=prices.added_ms(num_positions, len(ends), num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
         )
-
-    def _drafts_ms(self, ends: Int32s) -> NDArray[np.float64]:
-        """Return what the cost model predicts for a draft of each row, without its surcharges."""
-        price = self._speed.latest
-        each_ms = price.token_ms + price.score_ms
-        return each_ms + price.position_ms * ends.astype(np.float64)
 
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:
         """Return how many drafts the blocks of `index` hold, with free ones where there are."""
