@@ -106,9 +106,9 @@ size_t leading(const Numbers& sample_counts, const Numbers& token_ids, const Fla
                                  counts.data(), kept.data());
 }
 
-void lengths_of(const Known& chances, const Numbers& limits, const Times& draft_ms,
-                const Times& added_ms, double step_ms, double step_tokens, double once_ms,
-                double row_ms, double margin, const Written& lengths) {
+double lengths_of(const Known& chances, const Numbers& limits, const Times& draft_ms,
+                  const Times& added_ms, double step_ms, double step_tokens, double once_ms,
+                  double row_ms, double margin, const Written& lengths) {
     const size_t num = chances.shape(0), width = chances.shape(1);
     require(limits.shape(0) == num && draft_ms.shape(0) == num && lengths.shape(0) == num,
             "rows and what belongs to them differ in length");
@@ -118,8 +118,8 @@ void lengths_of(const Known& chances, const Numbers& limits, const Times& draft_
     require(added_ms.shape(0) >= 2, "prices of no and of one draft are needed at least");
     const quire::DraftPrice price{added_ms.data(), added_ms.shape(0), step_ms, step_tokens,
                                   once_ms,         row_ms,            margin};
-    quire::draft_lengths(num, width, chances.data(), limits.data(), draft_ms.data(), price,
-                         lengths.data());
+    return quire::draft_lengths(num, width, chances.data(), limits.data(), draft_ms.data(), price,
+                                lengths.data());
 }
 
 size_t checked_slot(const DraftCounts& counts, int64_t slot) {

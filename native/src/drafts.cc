@@ -133,10 +133,11 @@ size_t leading_tokens(size_t num, const int32_t* sample_counts, const int32_t* t
     return num_kept;
 }
 
-void draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
-                   const double* draft_ms, const DraftPrice& price, int32_t* lengths) {
+double draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
+                     const double* draft_ms, const DraftPrice& price, int32_t* lengths) {
     const double step_ms = std::max(price.step_ms, kSmallestMs);
-    double rate = price.step_tokens / step_ms;
+    const double plain_rate = price.step_tokens / step_ms;
+    double rate = plain_rate;
     std::fill_n(lengths, num, 0);
     std::vector<int32_t> found(num);
     std::vector<DraftBlock> blocks;
@@ -158,7 +159,7 @@ void draft_lengths(size_t num, size_t width, const double* chances, const int32_
             const double worth = gain - unit * (price.once_ms + added_ms(price, num_drafts));
             if (worth > best) best = worth, num_best = at + 1;
         }
-        if (!num_best) return;
+        if (!num_best) break;
         std::fill(found.begin(), found.end(), 0);
         num_drafts = 0;
         for (size_t at = 0; at < num_best; ++at) {
@@ -175,11 +176,12 @@ void draft_lengths(size_t num, size_t width, const double* chances, const int32_
             settled &= found[i] == lengths[i];
         }
         const double new_rate = tokens / (step_ms + price.margin * extra_ms);
-        if (new_rate <= rate) return;
+        if (new_rate <= rate) break;
         std::copy(found.begin(), found.end(), lengths);
         rate = new_rate;
-        if (settled) return;
+        if (settled) break;
     }
+    return plain_rate > 0.0 ? rate / plain_rate : 1.0;
 }
 
 DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)

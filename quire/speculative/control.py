@@ -12,6 +12,7 @@ against the prices takes at most PROBE_SHARE of the time.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,8 @@ Float64s = NDArray[np.float64]
 INFORMED_TRIALS = 16.0
 # A draft must promise this much more than it costs.
 MARGIN = 1.1
+# Drafts must gain such a share of a step: so well it is known how long one without takes.
+UNSURE_SHARE = 0.015
 # Of the time in which no draft pays, what single drafts may take that are tried nevertheless, and
 # more where requests are new; and for how many steps at once.
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS = 0.0025, 0.0075, 0.5
@@ -79,12 +82,13 @@ class Control(Protocol):
 
     balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
     is_informed: enough drafts were tried lately to know how many are accepted. probes: the last
-    choice was made to learn, and pays for itself.
+    choice was made to learn, and pays for itself. speedup: that it promises.
     """
 
     balance: DraftBalance | None
     rests: DraftRests
     probes: bool
+    speedup: float
 
     @property
     def is_informed(self) -> bool: ...
@@ -106,7 +110,7 @@ class FixedControl:
     """Always as many drafts as allowed, at most `num_drafts`."""
 
     balance: DraftBalance | None = None
-    is_informed, probes = True, False
+    is_informed, probes, speedup = True, False, math.inf
 
     def __init__(self, num_drafts: int) -> None:
         self.rests = DraftRests()
@@ -131,7 +135,7 @@ class AdaptiveControl:
         self._counts = DraftCounts(num_slots, max_drafts)
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
-        self.probes = False
+        self.probes, self.speedup = False, 1.0
         self._probe_steps = 0.0  # for so many steps drafts may be tried that do not pay
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
         self.balance: DraftBalance | None = DraftBalance()
@@ -161,7 +165,7 @@ class AdaptiveControl:
         self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
         self._counts.chances(slots, cost.num_steps, chances)
-        lengths = best_lengths(chances, limits, cost)
+        lengths, self.speedup = best_lengths(chances, limits, cost)
         if cost.num_steps:  # not for the question whether there would be drafts
             self.probes = False
             if not np.logical_or.reduce(lengths):
@@ -194,18 +198,20 @@ class AdaptiveControl:
         self._counts.verified(slots, drafted, accepted)
 
 
-def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> Int32s:
-    """Return the lengths of drafts [B] that yield most tokens per millisecond.
+def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> tuple[Int32s, float]:
+    """Return the lengths of drafts [B] that yield most tokens per millisecond, and by how many times
+    these rise.
 
     chances [B, K]: the probability that a draft and all before it are accepted; falls along a row.
     """
     lengths, draft_ms = np.empty(len(limits), np.int32), cost.with_passes()
-    times = (cost.step_ms, cost.step_tokens, cost.once_ms, cost.row_ms, MARGIN)
-    draft_lengths(chances, limits, draft_ms, cost.added_ms, *times, lengths)
+    once_ms = cost.once_ms + UNSURE_SHARE * cost.step_ms
+    times = (cost.step_ms, cost.step_tokens, once_ms, cost.row_ms, MARGIN)
+    speedup = draft_lengths(chances, limits, draft_ms, cost.added_ms, *times, lengths)
     if cost.passes is None or not np.logical_or.reduce(lengths):
-        return lengths
+        return lengths, speedup
     rate = cost.step_tokens / max(cost.step_ms, 1e-9)
-    return _without_poor_passes(lengths, chances, cost, rate)
+    return _without_poor_passes(lengths, chances, cost, rate), speedup
 
 
 def _without_poor_passes(lengths: Int32s, chances: Float64s, cost: StepCost, rate: float) -> Int32s:

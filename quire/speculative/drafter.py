@@ -250,7 +250,8 @@ class Drafter:
 
     def _note_choice(self, *, pays: bool) -> None:
         control = self._control
-        control.rests.note_choice(pays=pays and not control.probes, step_ms=self._step_ms)
+        pays &= not control.probes
+        control.rests.note_choice(pays=pays, step_ms=self._step_ms, speedup=control.speedup)
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""

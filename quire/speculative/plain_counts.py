@@ -191,8 +191,9 @@ def draft_lengths(
     row_ms: float,
     margin: float,
     lengths: Int32s,
-) -> None:
-    """Fill lengths [B]: the numbers of drafts that yield most tokens per millisecond.
+) -> float:
+    """Fill lengths [B]: the numbers of drafts that yield most tokens per millisecond; return by how
+    many times these rise, with the margin.
 
     chances [B, K] fall along a row. added_ms: what 0, 1, 2 ... drafts in all add to the step, never
     falling; further ones as the last. draft_ms [B]: and what each takes by its request. once_ms,
@@ -204,7 +205,7 @@ def draft_lengths(
     choice stands.
     """
     step_ms = max(step_ms, 1e-9)
-    rate = step_tokens / step_ms
+    plain_rate = rate = step_tokens / step_ms
     lengths[:] = 0
     for _ in range(MAX_ROUNDS):
         price = margin * rate
@@ -224,7 +225,7 @@ def draft_lengths(
             if worth > best:
                 best, num_best = worth, number
         if not num_best:
-            return
+            break
         found = np.zeros_like(lengths)
         for block in blocks[:num_best]:
             found[block.row] += block.num_drafts
@@ -237,11 +238,12 @@ def draft_lengths(
             extra_ms += length * float(draft_ms[row]) + (length > 0) * row_ms
         new_rate = tokens / (step_ms + margin * extra_ms)
         if new_rate <= rate:
-            return
+            break
         settled = bool((found == lengths).all())
         lengths[:], rate = found, new_rate
         if settled:
-            return
+            break
+    return rate / plain_rate if plain_rate > 0.0 else 1.0
 
 
 class _Block(NamedTuple):

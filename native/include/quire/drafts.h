@@ -51,8 +51,9 @@ struct DraftPrice {
 
 // Fill lengths with the drafts of each row that yield most tokens per millisecond: at most
 // limits[i] of `width`, each for draft_ms[i] besides. chances [num, width] fall along a row.
-void draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
-                   const double* draft_ms, const DraftPrice& price, int32_t* lengths);
+// Return by how many times the tokens per millisecond rise, with the margin.
+double draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
+                     const double* draft_ms, const DraftPrice& price, int32_t* lengths);
 
 class DraftCounts {
   public:
