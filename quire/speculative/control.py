@@ -67,6 +67,13 @@ class StepCost(NamedTuple):
     row_ms: float = 0.0
     added_ms: Float64s = NOTHING_ADDED
 
+    def probe_ms(self, num_requests: int) -> float:
+        """Return what a draft of so many requests adds, if their texts are known."""
+        ms = self.once_ms + num_requests * self.row_ms + _added_ms(self.added_ms, num_requests)
+        if self.passes is not None:
+            ms += float(self.passes.ms[min(num_requests, len(self.passes.ms) - 1)])
+        return ms
+
     def with_passes(self) -> Float64s:
         """Return what each draft takes by its request, with its share of a pass for all."""
         if self.passes is None:
@@ -138,6 +145,7 @@ class AdaptiveControl:
         self.probes, self.speedup = False, 1.0
         self._probe_steps = 0.0  # for so many steps drafts may be tried that do not pay
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
+        self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
         self.rests = DraftRests()
 
@@ -149,7 +157,7 @@ class AdaptiveControl:
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
         self._counts.begin(slot, predicts)
-        self._trials[slot] = 0
+        self._trials[slot], self._has_new = 0, True
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
@@ -175,19 +183,19 @@ class AdaptiveControl:
     def _probe(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:
         """Let the least tried requests have one draft, as many as the steps so far pay for; if
         their text is known to what drafts."""
-        can = ((limits > 0) & (cost.draft_ms == 0.0)).nonzero()[0]
-        if not len(can):
-            return
-        trials = self._trials[slots[can]]
-        share = NEW_PROBE_SHARE if trials.min() < NEW_TRIALS else PROBE_SHARE
+        share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
         self._probe_steps = min(self._probe_steps + share * cost.num_steps, MAX_PROBE_STEPS)
-        added_ms = cost.added_ms[1 : len(can) + 1] + cost.once_ms
-        added_ms += cost.row_ms * np.arange(1, len(added_ms) + 1)
-        if cost.passes is not None:
-            added_ms += cost.passes.ms[np.minimum(np.arange(1, len(added_ms) + 1), len(cost.passes.ms) - 1)]
-        num = int(np.count_nonzero(added_ms <= self._probe_steps * cost.step_ms))
+        left_ms = self._probe_steps * cost.step_ms
+        if cost.added_ms[1] > left_ms:
+            return
+        can = ((limits > 0) & (cost.draft_ms == 0.0)).nonzero()[0]
+        num = len(can)
+        while num and cost.probe_ms(num) > left_ms:
+            num -= 1
         if num:
-            self._probe_steps -= float(added_ms[num - 1]) / cost.step_ms
+            trials = self._trials[slots[can]]
+            self._has_new = int(np.minimum.reduce(trials)) < NEW_TRIALS
+            self._probe_steps -= cost.probe_ms(num) / cost.step_ms
             lengths[can[np.argsort(trials, kind="stable")[:num]]] = 1
             self.probes = True
 

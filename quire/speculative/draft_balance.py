@@ -4,7 +4,7 @@ Probabilities and prices can be wrong, and drafts that are tried to learn them c
 drafts gained and lost is added up, in steps without drafts, and where the sum is not positive, none
 are made for a while: a small share of the steps without drafts is what may be lost by trying. That
 share is larger after drafts that paid, since what ended them may be over soon, and halves with each
-trial that fails. What a draft model computes to know a text is an investment: its time is counted
+trial that fails; not where a trial means to compute texts first. What a draft model computes to know a text is an investment: its time is counted
 over the steps that follow, and what is left of it when drafts end is earned by the steps without.
 While little is known of the acceptance, no more is invested than there is. Knows no clock: times
 are arguments. Always holds: drafts lose little more than LOSS_SHARE of the time in the long run,
@@ -20,7 +20,7 @@ Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 # Of the steps without drafts, what may be lost by trying drafts again: in the long run, after
 # drafts that paid, and where the requests are others than before.
-LOSS_SHARE, FIRST_SHARE, CHANGED_SHARE = 0.005, 0.06, 0.015
+LOSS_SHARE, FIRST_SHARE, CHANGED_SHARE = 0.0075, 0.06, 0.015
 # Drafts paid if they gained so many steps since they were tried last.
 PAID_STEPS = 1.0
 # Once in so many steps without drafts other requests, or steps so many times as long or short, are a
@@ -75,7 +75,8 @@ class DraftBalance:
         if self._num_plain == PLAIN_STEPS:
             plain_ms, self._plain_ms, self._num_plain = self._plain_ms, 0.0, 0
             self._until_change = max(self._until_change - PLAIN_STEPS, 0)
-            self._add(self._share * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
+            share = LOSS_SHARE if self.retry_steps or self._needed_ms else self._share
+            self._add(share * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
 
     def caught_up(self, ms: float) -> None:
         """Note that known tokens were computed for so long, which drafts of later steps need."""

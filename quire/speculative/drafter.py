@@ -91,7 +91,7 @@ class Drafter:
         self._request_ids = [""] * num_slots
         self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
-        self._num_predicting = 0  # requests that bring a prediction
+        self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
         # Which slots ask either proposer.
@@ -110,10 +110,11 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
-        self._control.rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
+        self._control.rests.begin(is_alone=not (self._num_asking or self._num_predicting))
         if self._control.balance is not None:
             self._control.balance.reconsider()
         self._asks_proposer[slot] = speculation.uses_proposer
+        self._num_asking += speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._num_predicting += len(speculation.prediction_ids) > 0
         self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
@@ -307,8 +308,9 @@ class Drafter:
         of_some = None
         if cost is not None:
             passes, predicted, once_ms = None, cost(), 0.0
-            draft_ms = np.zeros(len(some))
-            if self._costly is not None:
+            if self._costly is None:
+                draft_ms = np.zeros(len(some))
+            else:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
@@ -385,4 +387,5 @@ class Drafter:
 
     def _asks_nothing(self, slot: int) -> None:
         self._num_predicting -= int(self._asks_prediction[slot])
+        self._num_asking -= int(self._asks_proposer[slot])
         self._asks_proposer[slot] = self._asks_prediction[slot] = False

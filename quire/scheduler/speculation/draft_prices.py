@@ -63,13 +63,18 @@ class DraftPrices:
         self._positions: list[float] = []  # of these
         self._ms: list[float] = []
         self._made_at = -NOTES_PER_MAKE  # how many times were noted then
+        # The last answers, and to what.
+        self._plain_key, self._plain_ms = (0, 0), 0.0
+        self._key: tuple[int, int, int, float, int] | None = None
+        self._added_ms: Float64s = np.zeros(2)
 
     def note_plain(self, num_rows: int, ms: float) -> None:
         """Learn from a step without drafts, of one position a row, that took `ms`."""
         if ms > 0.0:
             expected_ms = _between(self._plain_points, num_rows)
             self._plain.note(num_rows, ms, expected_ms or ms)
-            self._made_at = -NOTES_PER_MAKE
+            if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
+                self._made_at = -NOTES_PER_MAKE
 
     def note(self, step: DraftedStep, ms: float) -> None:
         """Learn from a step that took `ms`; ignore times of 0."""
@@ -101,6 +106,13 @@ class DraftPrices:
         look cheap.
         """
         self._make(slope_ms)
+        if self._plain_key != (num_rows, self._made_at):
+            self._plain_key = num_rows, self._made_at
+            self._plain_ms = self._measured_ms(num_rows)
+        return self._plain_ms
+
+    def _measured_ms(self, num_rows: int) -> float:
+        """Return what `plain_ms` does."""
         found = _between(self._plain_points, num_rows)
         if self._plain.weight(num_rows) < SURE_WEIGHT:
             bound = _between(self._points, num_rows) - self.once_ms
@@ -117,15 +129,27 @@ class DraftPrices:
         further position, by the cost model.
         """
         self._make(slope_ms)
+        key = (num_positions, num_rows, num_drafts, plain_ms, self._made_at)
+        if not plain_ms or key != self._key:
+            self._key, self._added_ms = key, self._computed(*key[:4], slope_ms)
+        return self._added_ms
+
+    def _computed(
+        self, num_positions: int, num_rows: int, num_drafts: int, plain_ms: float, slope_ms: float
+    ) -> Float64s:
+        """Return what `added_ms` does."""
         numbers = np.arange(num_positions, num_positions + num_drafts + 1, dtype=np.float64)
-        if not self._points:
-            return slope_ms * (numbers - num_positions)
-        added: Float64s = np.interp(numbers, self._positions, self._ms)
-        last = self._positions[-1]
-        if numbers[-1] > last:
-            added += self._last_slope(slope_ms) * np.maximum(numbers - last, 0.0)
-        added -= plain_ms or added[0] - self.once_ms - self._prompts_ms
-        numbers -= num_positions  # of drafts now
+        offset_ms = self.once_ms + self._prompts_ms
+        if self._points:
+            added: Float64s = np.interp(numbers, self._positions, self._ms)
+            last = self._positions[-1]
+            if numbers[-1] > last:
+                added += self._last_slope(slope_ms) * np.maximum(numbers - last, 0.0)
+            added -= plain_ms or added[0] - offset_ms
+            numbers -= num_positions  # of drafts now
+        else:
+            numbers -= num_positions
+            added = slope_ms * numbers + offset_ms
         if self.row_ms:  # the curve is of steps with about as many rows with drafts as can be
             added -= self.row_ms * np.minimum(numbers, num_rows)
         np.maximum(added, LEAST_SHARE * slope_ms * numbers, out=added)

@@ -11,6 +11,7 @@ block with a rejected token becomes findable.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
-# After drafts were asked for, so many steps without any are timed for their price.
-TIMED_STEPS = 4
+# After drafts were asked for, so many steps without any are timed, to judge drafts against.
+TIMED_STEPS = 1
 
 
 class Rows(NamedTuple):
@@ -85,6 +86,7 @@ class DraftRows(StepExtension):
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
         self._num_timed = TIMED_STEPS  # steps without drafts that are timed still
+        self._known_rows = 0  # steps of so many without drafts were timed
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -108,6 +110,7 @@ class DraftRows(StepExtension):
             if self._num_timed and plan.num_tokens == len(plan.slots) and plan.layers is None:
                 self._num_timed -= 1
                 self._prices.note_plain(len(plan.slots), ms)
+                self._known_rows = 0
             if computed_ms or source.notes_plain_steps:
                 source.note_step(ms, None, computed_ms)
             return ms
@@ -138,7 +141,7 @@ class DraftRows(StepExtension):
     def begin_step(self, step: Step) -> None:
         """Let requests that will speculate wait until their last token is known."""
         batch = self._batch
-        if batch.active is not self._active:
+        if batch.active is not self._active and (self._overlaps or self._source.learns):
             if self._source.learns:
                 self._learn_outputs()
             self._enter_slots()
@@ -159,7 +162,7 @@ class DraftRows(StepExtension):
             self._enter_slots()
         if not self._num_speculating or self._source.skips_step(batch.tokens):
             return
-        if not step.builder.has_rows:
+        if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
         self._num_timed = TIMED_STEPS
@@ -169,7 +172,7 @@ class DraftRows(StepExtension):
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
         num_able = int(np.add.reduce(can))
-        if not num_able or step.budget.spent:
+        if not num_able:
             return
         index, ends, places = rows.slot_index, rows.ends, None
         if num_able < len(can):
@@ -323,12 +326,14 @@ class DraftRows(StepExtension):
         batch = self._batch
         self._active = batch.active
         before, now = self._sequences, batch.sequences
-        for slot in [slot for slot, known in enumerate(before) if known is not now[slot]]:
+        changed = [slot for slot, is_new in enumerate(map(is_not, before, now)) if is_new]
+        for slot in changed:
             if before[slot] is not None and self._max_drafts[slot]:
                 self._source.end(slot)
+                self._num_speculating -= 1
             before[slot] = sequence = now[slot]
-            self._max_drafts[slot] = 0 if sequence is None else self._begin(slot, sequence)
-        self._num_speculating = int(np.count_nonzero(self._max_drafts))
+            self._max_drafts[slot] = num = 0 if sequence is None else self._begin(slot, sequence)
+            self._num_speculating += num > 0
         if not self._num_speculating:
             live = self._requests.sequences.values()
             self.is_active = any(one.request.speculation is not None for one in live)
@@ -352,9 +357,11 @@ class DraftRows(StepExtension):
     def _times_plain_step(self, rows: Rows) -> bool:
         """Return whether a step of these rows has no drafts, because none of so many was timed."""
         num_rows = len(rows.counts)
-        if int(np.add.reduce(rows.counts)) > num_rows:
+        if num_rows == self._known_rows or int(np.add.reduce(rows.counts)) > num_rows:
             return False
-        return not self._prices.knows_plain(num_rows)
+        knows = self._prices.knows_plain(num_rows)
+        self._known_rows = num_rows * knows
+        return not knows
 
     def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
         """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at

@@ -18,8 +18,9 @@ BUCKETS_PER_OCTAVE = 4
 # the rest of the curve says.
 KEEP, TRUST_KEEP = 0.97, 0.997
 MAX_WEIGHT = 32.0
-# A time counts as at most so many times what is known, and at least as such a share.
-MAX_TIMES = 1.5
+# A time counts as at most so many times what is known, and at least as such a share; but not if
+# so many in a row are beyond that.
+MAX_TIMES, MANY_OUTLIERS = 1.5, 4
 # Of a difference from a bucket with enough times, the pace follows so much.
 FEW, PACE_SHARE = 3.0, 1 / 8
 
@@ -34,11 +35,24 @@ class Point(NamedTuple):
 
 class Pace:
     """Shared by curves. times: how much slower steps are than as they are kept. num_noted: times of
-    all curves, by which what is known ages."""
+    all curves, by which what is known ages. num_outliers: of these, the last ones in a row."""
 
     def __init__(self) -> None:
         self.times = 1.0
-        self.num_noted = 0
+        self.num_noted = self.num_outliers = 0
+
+    def bounded(self, ms: float, known_ms: float) -> float:
+        """Return a time within the bounds of what is known. Where all are beyond them, steps have
+        another pace."""
+        if known_ms / MAX_TIMES <= ms <= known_ms * MAX_TIMES:
+            self.num_outliers = 0
+            return ms
+        self.num_outliers += 1
+        if self.num_outliers < MANY_OUTLIERS:
+            return min(max(ms, known_ms / MAX_TIMES), known_ms * MAX_TIMES)
+        self.num_outliers = 0
+        self.times *= ms / known_ms
+        return known_ms
 
 
 class StepCurve:
@@ -56,11 +70,11 @@ class StepCurve:
         kept_ms, bucket = ms / pace.times, bucket_of(positions)
         known = self._buckets.get(bucket)
         if known is None:
-            kept_ms = _bounded(kept_ms, expected_ms / pace.times)
+            kept_ms = pace.bounded(kept_ms, expected_ms / pace.times)
             self._buckets[bucket] = (float(positions), kept_ms, 1.0, pace.num_noted)
             return
         at, known_ms, weight, noted = known
-        kept_ms, age = _bounded(kept_ms, known_ms), pace.num_noted - noted
+        kept_ms, age = pace.bounded(kept_ms, known_ms), pace.num_noted - noted
         recent = weight * KEEP**age
         share = 1.0 / (recent + 1.0)
         weight = min(weight * TRUST_KEEP**age + 1.0, MAX_WEIGHT)
@@ -79,10 +93,9 @@ class StepCurve:
 
     def points(self) -> Iterator[Point]:
         """Yield what is known, in order of positions."""
-        for bucket in sorted(self._buckets):
-            positions, ms, weight, noted = self._buckets[bucket]
-            trust = weight * TRUST_KEEP ** (self._pace.num_noted - noted)
-            yield Point(positions, ms * self._pace.times, trust)
+        now, times = self._pace.num_noted, self._pace.times
+        for _, (positions, ms, weight, noted) in sorted(self._buckets.items()):
+            yield Point(positions, ms * times, weight * TRUST_KEEP ** (now - noted))
 
 
 def bucket_of(positions: int) -> int:
@@ -102,6 +115,3 @@ def never_falling(points: Iterable[Point]) -> list[Point]:
         pools.append((ms, weight, of_pool))
     return [Point(at, ms, weight) for ms, weight, of_pool in pools for at in of_pool]
 
-
-def _bounded(ms: float, known_ms: float) -> float:
-    return min(max(ms, known_ms / MAX_TIMES), known_ms * MAX_TIMES)
