@@ -186,7 +186,7 @@ class AdaptiveControl:
         share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
         self._probe_steps = min(self._probe_steps + share * cost.num_steps, MAX_PROBE_STEPS)
         left_ms = self._probe_steps * cost.step_ms
-        if cost.added_ms[1] > left_ms:
+        if cost.probe_ms(1) > left_ms:
             return
         can = ((limits > 0) & (cost.draft_ms == 0.0)).nonzero()[0]
         num = len(can)

@@ -27,6 +27,8 @@ PRIOR_WEIGHT = 0.25
 KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 # Points may be a few steps old where steps took about as long as expected.
 NOTES_PER_MAKE, AS_EXPECTED = 4, 0.1
+# Of a step, what a difference between steps with drafts and without must exceed to be the host's.
+UNSURE_SHARE = 0.03
 # Of the host's time for a step with drafts, what each row with drafts takes besides: counted in
 # calls.
 ROW_SHARE = 1 / 12
@@ -41,13 +43,13 @@ MAX_GAP, NEAR = 2.0, 1.2
 
 class DraftedStep(NamedTuple):
     """A step with drafts: rows that have some, computed positions, and what it is predicted to
-    take without drafts and longer for them. is_alike: without drafts each row has one position."""
+    take with one position of each row, longer for drafts, and longer for prompts."""
 
     num_rows: int
     num_positions: int
     plain_ms: float
     added_ms: float
-    is_alike: bool = True
+    prompts_ms: float = 0.0
 
 
 class DraftPrices:
@@ -80,8 +82,8 @@ class DraftPrices:
         """Learn from a step that took `ms`; ignore times of 0."""
         if ms <= 0.0:
             return
-        if not step.is_alike:
-            error_ms = ms - step.plain_ms - step.added_ms
+        if step.prompts_ms:
+            error_ms = ms - step.plain_ms - step.added_ms - step.prompts_ms
             error_ms = min(max(error_ms, -step.plain_ms), step.plain_ms)
             self._prompts_ms = max(self._prompts_ms + PROMPTS_SHARE * error_ms, 0.0)
             return
@@ -189,7 +191,7 @@ class DraftPrices:
         for at, ms, weight in drafted:
             plain_ms = _between(self._plain_points, at)
             if plain_ms:
-                sum_ms += weight * (ms - plain_ms)
+                sum_ms += weight * (ms - (1.0 + UNSURE_SHARE) * plain_ms)
                 num += weight
         self.once_ms = max(sum_ms / num, 0.0)
         self.row_ms = ROW_SHARE * self.once_ms

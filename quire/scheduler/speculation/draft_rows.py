@@ -87,6 +87,7 @@ class DraftRows(StepExtension):
         self._prices = DraftPrices()
         self._num_timed = TIMED_STEPS  # steps without drafts that are timed still
         self._known_rows = 0  # steps of so many without drafts were timed
+        self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -224,7 +225,7 @@ class DraftRows(StepExtension):
             num_positions + num_drafts,
             price.step_ms,
             float(price.added_ms[num_drafts]) + num_rows * price.row_ms,
-            is_alike=num_positions == len(rows.counts),
+            self._prompts_ms,
         )
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
@@ -273,24 +274,16 @@ class DraftRows(StepExtension):
         tokens take without drafts, less what the step took longer."""
         self._timed = None
         plain_ms, added_ms = predicted.plain_ms, predicted.added_ms
-        num_single = len(plan.slots)
-        if not predicted.is_alike:  # the predicted time of a prompt is a rough guess
-            single = plan.counts - plan.draft_counts == 1
-            num_single = int(np.count_nonzero(single))
-            plain_ms = self._one_each_ms(plan.starts[single])
-        else:
+        if not predicted.prompts_ms:  # the predicted time of a prompt is a rough guess
             added_ms = ms - plain_ms
-        saved_ms = num_accepted * plain_ms / num_single
+        saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
 
     def _one_each_ms(self, starts: Int32s) -> float:
-        """Return what a step of rows with one token each is predicted to take."""
+        """Return what a step of rows with one token each is predicted to take by the cost model."""
         price = self._speed.latest
-        known_ms = self._prices.plain_ms(len(starts), price.token_ms + price.score_ms)
-        if known_ms:
-            return known_ms
         rows_ms = price.rows_ms(starts, np.ones_like(starts))
         return price.fixed_ms + float(np.add.reduce(rows_ms)) + len(starts) * price.score_ms
 
@@ -369,18 +362,17 @@ class DraftRows(StepExtension):
         price, prices, num_rows = self._speed.latest, self._prices, len(rows.counts)
         depth = float(np.add.reduce(ends)) / len(ends)
         slope_ms = price.token_ms + price.score_ms + price.position_ms * depth
-        num_positions, num_sampled, plain_ms = int(np.add.reduce(rows.counts)), num_rows, 0.0
-        if num_positions == num_rows:
-            plain_ms = prices.plain_ms(num_rows, slope_ms)
-        else:
-            num_sampled = int(np.count_nonzero(rows.sample_counts))
-        step_ms = plain_ms
+        num_positions, self._prompts_ms = int(np.add.reduce(rows.counts)), 0.0
+        plain_ms = step_ms = prices.plain_ms(num_rows, slope_ms)
         if not plain_ms:
+            step_ms = self._one_each_ms(rows.ends)
+        if num_positions > num_rows:  # the tokens of drafts would come from steps without prompts
             rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
-            step_ms = price.fixed_ms + rows_ms + num_sampled * price.score_ms
+            one_ms = float(np.add.reduce(price.rows_ms(rows.ends, np.ones_like(rows.ends))))
+            plain_ms, self._prompts_ms = 0.0, max(rows_ms - one_ms, 1e-9)
         return DraftCost(
             step_ms=step_ms,
-            step_tokens=num_sampled,
+            step_tokens=num_rows,
             added_ms=prices.added_ms(num_positions, len(ends), num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
         )

@@ -127,7 +127,7 @@ def test_steps_with_prompts_cost_what_they_took_longer_than_predicted() -> None:
     prices = DraftPrices()
     for _ in range(40):
         added_ms = float(prices.added_ms(20, 4, 4, 0.0, 0.1)[-1])
-        prices.note(DraftedStep(4, 24, 2.0, added_ms, is_alike=False), 3.0)
+        prices.note(DraftedStep(4, 24, 1.5, added_ms, 0.5), 3.0)
     assert prices.added_ms(20, 4, 4, 0.0, 0.1)[-1] == pytest.approx(1.0, rel=0.1)
     for _ in range(500):
         prices.fade()
