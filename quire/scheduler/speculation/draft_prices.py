@@ -61,13 +61,13 @@ class DraftPrices:
         self._pace = Pace()
         self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
         self._plain_points: list[Point] = []
-        self._points: list[Point] = []  # of steps with drafts, the host's time included
+        self._points: list[Point] = []  # of steps with drafts, with once_ms and without row_ms
         self._positions: list[float] = []  # of these
         self._ms: list[float] = []
         self._made_at = -NOTES_PER_MAKE  # how many times were noted then
         # The last answers, and to what.
         self._plain_key, self._plain_ms = (0, 0), 0.0
-        self._key: tuple[int, int, int, float, int] | None = None
+        self._key: tuple[int, int, float, int] | None = None
         self._added_ms: Float64s = np.zeros(2)
 
     def note_plain(self, num_rows: int, ms: float) -> None:
@@ -88,7 +88,10 @@ class DraftPrices:
             self._prompts_ms = max(self._prompts_ms + PROMPTS_SHARE * error_ms, 0.0)
             return
         expected_ms = step.plain_ms + step.added_ms
-        self._drafted.note(step.num_positions, ms, expected_ms)
+        rows_ms = step.num_rows * self.row_ms
+        self._drafted.note(
+            step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
+        )
         if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
             self._made_at = -NOTES_PER_MAKE
 
@@ -122,22 +125,22 @@ class DraftPrices:
         return found
 
     def added_ms(
-        self, num_positions: int, num_rows: int, num_drafts: int, plain_ms: float, slope_ms: float
+        self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
     ) -> Float64s:
         """Return what 0 to `num_drafts` drafts in all add to a step of so many positions, but for
-        what each row with drafts takes; `num_rows` may have some.
+        what each row with drafts takes.
 
         plain_ms: what it takes without drafts, as measured; 0: it computes prompts. slope_ms: of a
         further position, by the cost model.
         """
         self._make(slope_ms)
-        key = (num_positions, num_rows, num_drafts, plain_ms, self._made_at)
+        key = (num_positions, num_drafts, plain_ms, self._made_at)
         if not plain_ms or key != self._key:
-            self._key, self._added_ms = key, self._computed(*key[:4], slope_ms)
+            self._key, self._added_ms = key, self._computed(*key[:3], slope_ms)
         return self._added_ms
 
     def _computed(
-        self, num_positions: int, num_rows: int, num_drafts: int, plain_ms: float, slope_ms: float
+        self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
     ) -> Float64s:
         """Return what `added_ms` does."""
         numbers = np.arange(num_positions, num_positions + num_drafts + 1, dtype=np.float64)
@@ -152,8 +155,6 @@ class DraftPrices:
         else:
             numbers -= num_positions
             added = slope_ms * numbers + offset_ms
-        if self.row_ms:  # the curve is of steps with about as many rows with drafts as can be
-            added -= self.row_ms * np.minimum(numbers, num_rows)
         np.maximum(added, LEAST_SHARE * slope_ms * numbers, out=added)
         added[0] = 0.0
         return added

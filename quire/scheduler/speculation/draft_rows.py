@@ -373,7 +373,7 @@ class DraftRows(StepExtension):
         return DraftCost(
             step_ms=step_ms,
             step_tokens=num_rows,
-            added_ms=prices.added_ms(num_positions, len(ends), num_drafts, plain_ms, slope_ms),
+            added_ms=prices.added_ms(num_positions, num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
         )
 

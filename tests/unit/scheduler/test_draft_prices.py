@@ -31,9 +31,9 @@ def learn(
     """Note steps with a draft of each row or more, as they were predicted before."""
     for _ in range(times):
         plain_ms = prices.plain_ms(num_rows, slope_ms)
-        added_ms = prices.added_ms(num_rows, num_rows, num_drafts, plain_ms, slope_ms)
+        added_ms = prices.added_ms(num_rows, num_drafts, plain_ms, slope_ms)
         rows = min(num_rows, num_drafts)
-        step = DraftedStep(rows, num_rows + num_drafts, plain_ms, float(added_ms[-1]))
+        step = DraftedStep(rows, num_rows + num_drafts, plain_ms, float(added_ms[-1]) + rows * prices.row_ms)
         prices.note(step, ms)
 
 
@@ -42,13 +42,13 @@ def added(
 ) -> float:
     """Return what drafts are predicted to add, rows with drafts included."""
     plain_ms = prices.plain_ms(num_rows, slope_ms)
-    added_ms = prices.added_ms(num_rows, num_rows, num_drafts, plain_ms, slope_ms)
+    added_ms = prices.added_ms(num_rows, num_drafts, plain_ms, slope_ms)
     return float(added_ms[-1]) + min(num_rows, num_drafts) * prices.row_ms
 
 
 def test_at_first_drafts_cost_what_the_cost_model_predicts() -> None:
     prices = DraftPrices()
-    assert prices.added_ms(4, 4, 3, 0.0, 2.5).tolist() == [0.0, 2.5, 5.0, 7.5]
+    assert prices.added_ms(4, 3, 0.0, 2.5).tolist() == [0.0, 2.5, 5.0, 7.5]
     assert not prices.knows_plain(4)
     assert prices.plain_ms(4, 2.5) == 0.0
 
@@ -107,7 +107,7 @@ def test_prices_are_not_negative_never_fall_and_a_stall_counts_little() -> None:
     for _ in range(4):
         prices.note_plain(1, 1.0)
     learn(prices, 1, 2, 0.1, 20)  # shorter than without drafts
-    table = prices.added_ms(1, 1, 8, prices.plain_ms(1, 0.1), 0.1)
+    table = prices.added_ms(1, 8, prices.plain_ms(1, 0.1), 0.1)
     assert table[0] == 0.0
     assert all(after >= before for before, after in pairwise(table.tolist()))
     learn(prices, 1, 2, 1.2, 100)
@@ -120,18 +120,18 @@ def test_times_of_nothing_teach_nothing() -> None:
     prices = DraftPrices()
     prices.note(DraftedStep(1, 2, 1.0, 0.2), 0.0)
     prices.note_plain(1, 0.0)
-    assert prices.added_ms(1, 1, 1, 0.0, 0.2).tolist() == [0.0, 0.2]
+    assert prices.added_ms(1, 1, 0.0, 0.2).tolist() == [0.0, 0.2]
 
 
 def test_steps_with_prompts_cost_what_they_took_longer_than_predicted() -> None:
     prices = DraftPrices()
     for _ in range(40):
-        added_ms = float(prices.added_ms(20, 4, 4, 0.0, 0.1)[-1])
+        added_ms = float(prices.added_ms(20, 4, 0.0, 0.1)[-1])
         prices.note(DraftedStep(4, 24, 1.5, added_ms, 0.5), 3.0)
-    assert prices.added_ms(20, 4, 4, 0.0, 0.1)[-1] == pytest.approx(1.0, rel=0.1)
+    assert prices.added_ms(20, 4, 0.0, 0.1)[-1] == pytest.approx(1.0, rel=0.1)
     for _ in range(500):
         prices.fade()
-    assert prices.added_ms(20, 4, 4, 0.0, 0.1)[-1] < 0.5
+    assert prices.added_ms(20, 4, 0.0, 0.1)[-1] < 0.5
 
 
 def test_a_high_price_fades_while_no_drafts_are_made() -> None:
@@ -146,7 +146,7 @@ def test_a_high_price_fades_while_no_drafts_are_made() -> None:
     for _ in range(3000):
         prices.fade()
     prices.note_plain(1, 1.0)
-    assert prices.added_ms(1, 1, 1, 1.0, 0.1)[-1] < 0.2
+    assert prices.added_ms(1, 1, 1.0, 0.1)[-1] < 0.2
 
 
 def test_all_of_a_curve_follows_a_machine_that_becomes_slower() -> None:
