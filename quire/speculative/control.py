@@ -207,8 +207,8 @@ class AdaptiveControl:
 
 
 def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> tuple[Int32s, float]:
-    """Return the lengths of drafts [B] that yield most tokens per millisecond, and by how many times
-    these rise.
+    """Return the lengths of drafts [B] that yield most tokens per millisecond, and by how many
+    times these rise.
 
     chances [B, K]: the probability that a draft and all before it are accepted; falls along a row.
     """

@@ -4,9 +4,9 @@ Probabilities and prices can be wrong, and drafts that are tried to learn them c
 drafts gained and lost is added up, in steps without drafts, and where the sum is not positive, none
 are made for a while: a small share of the steps without drafts is what may be lost by trying. That
 share is larger after drafts that paid, since what ended them may be over soon, and halves with each
-trial that fails; not where a trial means to compute texts first. What a draft model computes to know a text is an investment: its time is counted
-over the steps that follow, and what is left of it when drafts end is earned by the steps without.
-While little is known of the acceptance, no more is invested than there is. Knows no clock: times
+trial that fails; not where a trial means to compute texts first. What a draft model computes to
+know a text is an investment: its time is counted over the steps that follow, and what is left of it
+when drafts end is earned by the steps without. While little is known of the acceptance, no more is invested than there is. Knows no clock: times
 are arguments. Always holds: drafts lose little more than LOSS_SHARE of the time in the long run,
 and for each time that they stop paying, what they gained last.
 """
@@ -23,8 +23,8 @@ Bools = NDArray[np.bool_]
 LOSS_SHARE, FIRST_SHARE, CHANGED_SHARE = 0.0075, 0.06, 0.015
 # Drafts paid if they gained so many steps since they were tried last.
 PAID_STEPS = 1.0
-# Once in so many steps without drafts other requests, or steps so many times as long or short, are a
-# reason to try sooner; then so much is to be earned at most.
+# Once in so many steps without drafts other requests are a reason to try sooner, and so are steps
+# so many times as long or short; then so much is to be earned at most.
 CHANGE_EVERY_STEPS, CHANGED_TIMES, CHANGED_STEPS = 128, 1.5, 0.5
 # Gains and losses are remembered up to so many steps. A step counts as a loss of so many at most,
 # and so do the passes for its drafts: something else may have held them up.
@@ -103,8 +103,7 @@ class DraftBalance:
         return affordable
 
     def reconsider(self) -> None:
-        """Note that another request begins, which may be cheaper to try, or be drafted for better.
-        """
+        """Note that another request begins, which may be cheaper to try, or have better drafts."""
         self._needed_ms = 0.0
         if not self.retry_steps:
             self._note_change()

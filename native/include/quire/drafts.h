@@ -41,8 +41,8 @@ size_t leading_tokens(size_t num, const int32_t* sample_counts, const int32_t* t
                       const bool* failed, int32_t* counts, int64_t* kept);
 
 // Milliseconds of a step without drafts, its tokens, and what drafts add: 0, 1, 2 ... in all
-// (added_ms, of which there are at least two), and whatever their number to the step and to each row
-// that has some. margin: how much more drafts must promise than they cost.
+// (added_ms, of which there are at least two), and whatever their number to the step and to each
+// row that has some. margin: how much more drafts must promise than they cost.
 struct DraftPrice {
     const double* added_ms;
     size_t num_added;

@@ -36,7 +36,7 @@ ROW_SHARE = 1 / 12
 # step in which drafts did not pay leaves of it.
 PROMPTS_SHARE, FADE = 1 / 8, 0.99
 # A position costs such a share of what the cost model predicts, whatever was measured.
-LEAST_SHARE = 0.05
+MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
 MAX_GAP, NEAR = 2.0, 1.2
 
@@ -155,7 +155,7 @@ class DraftPrices:
         else:
             numbers -= num_positions
             added = slope_ms * numbers + offset_ms
-        np.maximum(added, LEAST_SHARE * slope_ms * numbers, out=added)
+        np.maximum(added, MIN_SLOPE_SHARE * slope_ms * numbers, out=added)
         added[0] = 0.0
         return added
 

@@ -15,7 +15,6 @@ from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.records import StepPlan, StepResult

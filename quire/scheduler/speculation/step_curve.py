@@ -114,4 +114,3 @@ def never_falling(points: Iterable[Point]) -> list[Point]:
             weight, of_pool = before + weight, others + of_pool
         pools.append((ms, weight, of_pool))
     return [Point(at, ms, weight) for ms, weight, of_pool in pools for at in of_pool]
-

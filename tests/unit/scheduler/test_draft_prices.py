@@ -11,7 +11,16 @@ from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
 from quire.scheduler.speculation.step_curve import Pace, Point, StepCurve, bucket_of, never_falling
 
 # Positions and milliseconds of steps of a model of 0.6 billion parameters on two cores.
-MEASURED = ((1, 25.3), (2, 26.0), (4, 28.5), (8, 34.0), (9, 36.0), (16, 54.5), (32, 98.0), (64, 190))
+MEASURED = (
+    (1, 25.3),
+    (2, 26.0),
+    (4, 28.5),
+    (8, 34.0),
+    (9, 36.0),
+    (16, 54.5),
+    (32, 98.0),
+    (64, 190),
+)
 SLOPE_MS = 2.5  # of a position, as a line through prompts has it
 
 
@@ -33,7 +42,9 @@ def learn(
         plain_ms = prices.plain_ms(num_rows, slope_ms)
         added_ms = prices.added_ms(num_rows, num_drafts, plain_ms, slope_ms)
         rows = min(num_rows, num_drafts)
-        step = DraftedStep(rows, num_rows + num_drafts, plain_ms, float(added_ms[-1]) + rows * prices.row_ms)
+        step = DraftedStep(
+            rows, num_rows + num_drafts, plain_ms, float(added_ms[-1]) + rows * prices.row_ms
+        )
         prices.note(step, ms)
 
 

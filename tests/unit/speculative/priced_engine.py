@@ -135,7 +135,9 @@ class Engine:
         num_added = 0
         while num_left:
             fewer = load.batch if load.batch < self.load.batch else load.num_requests
-            while num_added < load.num_requests and num_added - load.num_requests + num_left < fewer:
+            while (
+                num_added < load.num_requests and num_added - load.num_requests + num_left < fewer
+            ):
                 self._add(load, rng)
                 num_added += 1
             num_left -= self._turn()

@@ -27,7 +27,7 @@ LARGE = Prices(
     ),
     noise=0.05,
 )
-# A small model, whose steps take little more than the host's work for drafts.
+# A small model: its steps take little more than the host's work for drafts.
 SMALL = Prices(
     once_ms=0.12,
     row_ms=0.008,

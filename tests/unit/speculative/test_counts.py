@@ -56,9 +56,7 @@ def test_the_native_lengths_are_the_plain_ones(seed: int) -> None:
     added_ms = np.add.accumulate(jumps) - jumps[0]  # shorter than all drafts, at times
     found, speedups = [np.empty(num, np.int32) for _ in range(2)], []
     for module, lengths in zip((_native, plain_counts), found, strict=True):
-        speedups.append(
-            module.draft_lengths(chances, limits, draft_ms, added_ms, *times, lengths)
-        )
+        speedups.append(module.draft_lengths(chances, limits, draft_ms, added_ms, *times, lengths))
     assert found[0].tolist() == found[1].tolist()
     assert speedups[0] == pytest.approx(speedups[1], rel=1e-12)
     assert (speedups[0] > 1.0) == bool(found[0].any())
