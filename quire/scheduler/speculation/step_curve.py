@@ -25,6 +25,10 @@ MAX_TIMES, MANY_OUTLIERS = 1.5, 4
 FEW, PACE_SHARE = 3.0, 1 / 8
 
 
+# By number: positions, milliseconds, weight, and how many times were noted then.
+Buckets = dict[int, tuple[float, float, float, int]]
+
+
 class Point(NamedTuple):
     """weight: of so many times."""
 
@@ -40,6 +44,7 @@ class Pace:
     def __init__(self) -> None:
         self.times = 1.0
         self.num_noted = self.num_outliers = 0
+        self.curves: list[Buckets] = []
 
     def bounded(self, ms: float, known_ms: float) -> float:
         """Return a time within the bounds of what is known. Where all are beyond them, steps have
@@ -52,6 +57,11 @@ class Pace:
             return min(max(ms, known_ms / MAX_TIMES), known_ms * MAX_TIMES)
         self.num_outliers = 0
         self.times *= ms / known_ms
+        since = self.num_noted - MANY_OUTLIERS
+        for buckets in self.curves:  # what was first noted meanwhile has the new pace already
+            for bucket in [key for key, known in buckets.items() if known[3] > since]:
+                if buckets[bucket][2] < FEW:
+                    del buckets[bucket]
         return known_ms
 
 
@@ -60,7 +70,8 @@ class StepCurve:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._buckets: dict[int, tuple[float, float, float, int]] = {}  # a Point, and its age
+        self._buckets: Buckets = {}
+        pace.curves.append(self._buckets)
 
     def note(self, positions: int, ms: float, expected_ms: float) -> None:
         """Learn from a step of `positions` > 0 that took `ms`. expected_ms: by the rest of what is

@@ -172,6 +172,19 @@ def test_all_of_a_curve_follows_a_machine_that_becomes_slower() -> None:
     assert 1.1 * true_ms(32) < found[32.0] <= 1.45 * true_ms(32)
 
 
+def test_the_first_steps_of_a_slower_machine_are_not_scaled_twice() -> None:
+    prices = DraftPrices()
+    for _ in range(2):
+        prices.note_plain(1, 1.0)
+    prices.note_plain(1, 20.0)
+    learn(prices, 1, 3, 22.0, slope_ms=0.1)
+    for _ in range(4):
+        prices.note_plain(1, 20.0)
+    assert prices.plain_ms(1, 0.1) == pytest.approx(20.0, rel=0.1)
+    learn(prices, 1, 3, 22.0, 4, slope_ms=0.1)
+    assert added(prices, 1, 3, slope_ms=0.1) == pytest.approx(2.0, abs=1.0)
+
+
 def test_points_that_fall_are_pooled_by_their_weight() -> None:
     points = [Point(1, 3.0, 1.0), Point(2, 1.0, 3.0), Point(4, 2.0, 1.0)]
     assert never_falling(points) == [Point(1, 1.5, 4.0), Point(2, 1.5, 4.0), Point(4, 2.0, 1.0)]

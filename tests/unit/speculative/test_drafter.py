@@ -321,7 +321,7 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
             num_plain += 1
         rests.append(num_plain)
     assert rests[0] <= 40  # what ended them may be over
-    assert rests[1:] == sorted(rests[1:])
+    assert min(rests[2:]) > 2 * rests[0]
     assert 90 <= rests[-1] <= 120  # tried again seldom
 
 
