@@ -6,9 +6,10 @@ are made for a while: a small share of the steps without drafts is what may be l
 share is larger after drafts that paid, since what ended them may be over soon, and halves with each
 trial that fails; not where a trial means to compute texts first. What a draft model computes to
 know a text is an investment: its time is counted over the steps that follow, and what is left of it
-when drafts end is earned by the steps without. While little is known of the acceptance, no more is invested than there is. Knows no clock: times
-are arguments. Always holds: drafts lose little more than LOSS_SHARE of the time in the long run,
-and for each time that they stop paying, what they gained last.
+when drafts end is earned by the steps without. While little is known of the acceptance, no more is
+invested than there is. Knows no clock: times are arguments. Always holds: drafts lose little more
+than LOSS_SHARE of the time in the long run, and for each time that they stop paying, what they
+gained last.
 """
 
 from __future__ import annotations

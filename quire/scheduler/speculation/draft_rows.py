@@ -348,8 +348,8 @@ class DraftRows(StepExtension):
 
     def _times_plain_step(self, rows: Rows) -> bool:
         """Return whether a step of these rows has no drafts, because none of so many was timed."""
-        num_rows = len(rows.counts)
-        if num_rows == self._known_rows or int(np.add.reduce(rows.counts)) > num_rows:
+        num_rows = len(rows.counts)  # 0: layers of a prompt only
+        if num_rows in (0, self._known_rows) or int(np.add.reduce(rows.counts)) > num_rows:
             return False
         knows = self._prices.knows_plain(num_rows)
         self._known_rows = num_rows * knows
