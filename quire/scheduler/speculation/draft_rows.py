@@ -160,9 +160,9 @@ class DraftRows(StepExtension):
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not self._num_speculating or self._source.skips_step(batch.tokens):
+        if not self._num_speculating or not step.budget.tokens:
             return
-        if step.budget.spent or not step.builder.has_rows:
+        if self._source.skips_step(batch.tokens) or step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
         self._num_timed = TIMED_STEPS
