@@ -350,13 +350,14 @@ def draft_lengths(
     chances: NDArray[np.float64],
     limits: _Int32s,
     draft_ms: NDArray[np.float64],
+    added_ms: NDArray[np.float64],
     step_ms: float,
     step_tokens: float,
     once_ms: float,
     row_ms: float,
     margin: float,
     lengths: _Int32s,
-) -> None: ...
+) -> float: ...
 
 class DraftCounts:
     def __init__(self, num_slots: int, max_drafts: int) -> None: ...

@@ -106,17 +106,20 @@ size_t leading(const Numbers& sample_counts, const Numbers& token_ids, const Fla
                                  counts.data(), kept.data());
 }
 
-void lengths_of(const Known& chances, const Numbers& limits, const Times& draft_ms, double step_ms,
-                double step_tokens, double once_ms, double row_ms, double margin,
-                const Written& lengths) {
+double lengths_of(const Known& chances, const Numbers& limits, const Times& draft_ms,
+                  const Times& added_ms, double step_ms, double step_tokens, double once_ms,
+                  double row_ms, double margin, const Written& lengths) {
     const size_t num = chances.shape(0), width = chances.shape(1);
     require(limits.shape(0) == num && draft_ms.shape(0) == num && lengths.shape(0) == num,
             "rows and what belongs to them differ in length");
     for (size_t i = 0; i < num; ++i) {
         require(limits(i) <= static_cast<int64_t>(width), "a limit is beyond the chances");
     }
-    quire::draft_lengths(num, width, chances.data(), limits.data(), draft_ms.data(),
-                         {step_ms, step_tokens, once_ms, row_ms, margin}, lengths.data());
+    require(added_ms.shape(0) >= 2, "prices of no and of one draft are needed at least");
+    const quire::DraftPrice price{added_ms.data(), added_ms.shape(0), step_ms, step_tokens,
+                                  once_ms,         row_ms,            margin};
+    return quire::draft_lengths(num, width, chances.data(), limits.data(), draft_ms.data(), price,
+                                lengths.data());
 }
 
 size_t checked_slot(const DraftCounts& counts, int64_t slot) {
@@ -164,8 +167,9 @@ void bind_drafts(nb::module_& module) {
     module.def("leading_tokens", &leading, nb::arg("sample_counts"), nb::arg("token_ids"),
                nb::arg("failed"), nb::arg("counts"), nb::arg("kept"));
     module.def("draft_lengths", &lengths_of, nb::arg("chances"), nb::arg("limits"),
-               nb::arg("draft_ms"), nb::arg("step_ms"), nb::arg("step_tokens"),
-               nb::arg("once_ms"), nb::arg("row_ms"), nb::arg("margin"), nb::arg("lengths"));
+               nb::arg("draft_ms"), nb::arg("added_ms"), nb::arg("step_ms"),
+               nb::arg("step_tokens"), nb::arg("once_ms"), nb::arg("row_ms"), nb::arg("margin"),
+               nb::arg("lengths"));
     nb::class_<DraftCounts>(module, "DraftCounts",
                             "What became of drafts; see quire.speculative.plain_counts.")
         .def(nb::init<size_t, size_t>(), nb::arg("num_slots"), nb::arg("max_drafts"))

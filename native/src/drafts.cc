@@ -34,6 +34,38 @@ double upper_bound(double tried, double accepted, double prior, double prior_tri
     return std::min((mean + square / (2.0 * num) + spread) / (1.0 + square / num), 1.0);
 }
 
+// The next drafts of a row that are taken together, each worth `value` at the present rate.
+struct DraftBlock {
+    double value;
+    size_t row;
+    int32_t num_drafts;
+};
+
+// Blocks with falling values above 0. The first has as many drafts as spread what the row costs
+// best: `once`, and `each` for a draft.
+void add_blocks(size_t row, const double* chances, int32_t limit, double each, double once,
+                std::vector<DraftBlock>& blocks) {
+    double total = -once, value = 0.0;
+    int32_t num_first = 0;
+    for (int32_t at = 0; at < limit; ++at) {
+        total += chances[at] - each;
+        if (total / (at + 1) >= value) value = total / (at + 1), num_first = at + 1;
+    }
+    if (!num_first || value <= 0.0) return;
+    blocks.push_back({value, row, num_first});
+    for (int32_t at = num_first; at < limit && chances[at] > each; ++at) {
+        blocks.push_back({chances[at] - each, row, 1});
+    }
+}
+
+// What so many drafts add to a step.
+double added_ms(const DraftPrice& price, size_t num_drafts) {
+    const size_t last = price.num_added - 1;
+    if (num_drafts <= last) return price.added_ms[num_drafts];
+    const double each = price.added_ms[last] - price.added_ms[last - 1];
+    return price.added_ms[last] + static_cast<double>(num_drafts - last) * each;
+}
+
 }  // namespace
 
 void put_drafts(const DraftedRows& rows, const TokenRows& table) {
@@ -101,40 +133,55 @@ size_t leading_tokens(size_t num, const int32_t* sample_counts, const int32_t* t
     return num_kept;
 }
 
-void draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
-                   const double* draft_ms, const DraftPrice& price, int32_t* lengths) {
+double draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
+                     const double* draft_ms, const DraftPrice& price, int32_t* lengths) {
     const double step_ms = std::max(price.step_ms, kSmallestMs);
-    double rate = price.step_tokens / step_ms;
+    const double plain_rate = price.step_tokens / step_ms;
+    double rate = plain_rate;
     std::fill_n(lengths, num, 0);
     std::vector<int32_t> found(num);
+    std::vector<DraftBlock> blocks;
     for (int round = 0; round < kMaxRounds; ++round) {
-        double tokens = price.step_tokens, extra_ms = price.once_ms;
-        bool any = false, settled = true;
+        const double unit = price.margin * rate;
+        blocks.clear();
         for (size_t i = 0; i < num; ++i) {
-            const double least = rate * price.margin * std::max(draft_ms[i], kSmallestMs);
-            const double* row = chances + i * width;
-            double gain = 0.0, expected = 0.0;
-            int32_t length = 0;
-            while (length < limits[i] && row[length] > least) {
-                gain += row[length] - least;
-                expected += row[length++];
-            }
-            if (gain > price.margin * rate * price.row_ms) {
-                any = true;
-                tokens += expected;
-                extra_ms += price.row_ms + length * draft_ms[i];
-            } else {
-                length = 0;
-            }
-            found[i] = length;
-            settled &= length == lengths[i];
+            add_blocks(i, chances + i * width, limits[i], unit * draft_ms[i], unit * price.row_ms,
+                       blocks);
+        }
+        std::stable_sort(blocks.begin(), blocks.end(), [](const auto& one, const auto& other) {
+            return one.value > other.value;
+        });
+        double gain = 0.0, best = 0.0;
+        size_t num_drafts = 0, num_best = 0;
+        for (size_t at = 0; at < blocks.size(); ++at) {
+            gain += blocks[at].value * blocks[at].num_drafts;
+            num_drafts += static_cast<size_t>(blocks[at].num_drafts);
+            const double worth = gain - unit * (price.once_ms + added_ms(price, num_drafts));
+            if (worth > best) best = worth, num_best = at + 1;
+        }
+        if (!num_best) break;
+        std::fill(found.begin(), found.end(), 0);
+        num_drafts = 0;
+        for (size_t at = 0; at < num_best; ++at) {
+            found[blocks[at].row] += blocks[at].num_drafts;
+            num_drafts += static_cast<size_t>(blocks[at].num_drafts);
+        }
+        double tokens = price.step_tokens, extra_ms = price.once_ms + added_ms(price, num_drafts);
+        bool settled = true;
+        for (size_t i = 0; i < num; ++i) {
+            double expected = 0.0;
+            for (int32_t at = 0; at < found[i]; ++at) expected += chances[i * width + at];
+            tokens += expected;
+            extra_ms += found[i] * draft_ms[i] + (found[i] > 0) * price.row_ms;
+            settled &= found[i] == lengths[i];
         }
         const double new_rate = tokens / (step_ms + price.margin * extra_ms);
-        if (!any || new_rate <= rate) return;
+        if (new_rate <= rate) break;
         std::copy(found.begin(), found.end(), lengths);
         rate = new_rate;
-        if (settled) return;
+        if (settled) break;
     }
+    return plain_rate > 0.0 ? rate / plain_rate : 1.0;
 }
 
 DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)

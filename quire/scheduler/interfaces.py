@@ -43,14 +43,12 @@ class StepExtension:
 
 
 class DraftCost(NamedTuple):
-    """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
-    adds to the step, by row. once_ms, row_ms: what a step with drafts takes longer however many
-    they are, and each of its rows with drafts."""
+    """Predicted milliseconds of a step without drafts, the tokens it yields, and what drafts add.
+    added_ms: what 0, 1, 2 ... drafts in all add; row_ms: and each row with drafts besides."""
 
     step_ms: float
     step_tokens: int
-    draft_ms: NDArray[np.float64]
-    once_ms: float = 0.0
+    added_ms: NDArray[np.float64]
     row_ms: float = 0.0
 
 

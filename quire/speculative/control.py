@@ -1,15 +1,18 @@
 """Control: how many drafts a request gets in a step.
 
-A draft is worth verifying if the tokens expected from it cost less than tokens cost without it:
-if P / draft_ms exceeds step_tokens / step_ms, where P is the probability that the draft and all
-before it are accepted (counts: DraftCounts), and draft_ms includes the time to compute it where a
-draft model does. What drafts cost whatever their number, by step and by row, must be gained
-besides. Where drafts lost time lately, as it was measured, none are made for a while. A function of
-counts and times that are given: no clock. Always holds: no choice changes an answer.
+Drafts are worth verifying if the tokens expected from them cost less than tokens cost without
+them: if P / ms exceeds step_tokens / step_ms, where P is the probability that a draft and all
+before it are accepted (counts: DraftCounts), and ms what it adds to the step, with the time to
+compute it where a draft model does. What a number of drafts adds is no multiple of one, so the
+numbers are compared. Where drafts lost time lately, as it was measured, none are made for a while.
+Where none pays, one is tried at times, so that a better regime is noticed soon. A function of
+counts and times that are given: no clock. Always holds: no choice changes an answer; what is tried
+against the prices takes at most PROBE_SHARE of the time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +31,14 @@ Float64s = NDArray[np.float64]
 INFORMED_TRIALS = 16.0
 # A draft must promise this much more than it costs.
 MARGIN = 1.1
+# Drafts must gain such a share of a step: so well it is known how long one without takes.
+UNSURE_SHARE = 0.015
+# Of the time in which no draft pays, what single drafts may take that are tried nevertheless, and
+# more where requests are new; and for how many steps at once.
+PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS = 0.0025, 0.0075, 0.5
+# A request is new until so many drafts were tried for it.
+NEW_TRIALS = 4
+NOTHING_ADDED: Float64s = np.zeros(2)
 
 
 class Passes(NamedTuple):
@@ -41,10 +52,11 @@ class Passes(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Predicted milliseconds of a step without drafts, the tokens it yields, and what one draft
-    adds to the step, by request. passes: what making the drafts takes besides; None: nothing.
-    num_steps: steps since the control was asked last. once_ms, row_ms: what a step with drafts
-    takes longer however many they are, and each of its rows with drafts."""
+    """Predicted milliseconds of a step without drafts, the tokens it yields, and what each draft
+    takes by its request, such as a share of the time to know its text. added_ms: what 0, 1, 2 ...
+    drafts in all add to the step; further ones as the last. passes: what making the drafts takes
+    besides; None: nothing. num_steps: steps since the control was asked last. once_ms, row_ms: what
+    a step with drafts takes longer however many they are, and each of its rows with drafts."""
 
     step_ms: float
     step_tokens: int
@@ -53,9 +65,17 @@ class StepCost(NamedTuple):
     num_steps: int = 1
     once_ms: float = 0.0
     row_ms: float = 0.0
+    added_ms: Float64s = NOTHING_ADDED
+
+    def probe_ms(self, num_requests: int) -> float:
+        """Return what a draft of so many requests adds, if their texts are known."""
+        ms = self.once_ms + num_requests * self.row_ms + _added_ms(self.added_ms, num_requests)
+        if self.passes is not None:
+            ms += float(self.passes.ms[min(num_requests, len(self.passes.ms) - 1)])
+        return ms
 
     def with_passes(self) -> Float64s:
-        """Return what one draft adds, its share of a pass for all requests included."""
+        """Return what each draft takes by its request, with its share of a pass for all."""
         if self.passes is None:
             return self.draft_ms
         ms, rows = self.passes
@@ -68,11 +88,14 @@ class Control(Protocol):
     """Chooses lengths of drafts, by slot.
 
     balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
-    is_informed: enough drafts were tried lately to know how many are accepted.
+    is_informed: enough drafts were tried lately to know how many are accepted. probes: the last
+    choice was made to learn, and pays for itself. speedup: that it promises.
     """
 
     balance: DraftBalance | None
     rests: DraftRests
+    probes: bool
+    speedup: float
 
     @property
     def is_informed(self) -> bool: ...
@@ -94,7 +117,7 @@ class FixedControl:
     """Always as many drafts as allowed, at most `num_drafts`."""
 
     balance: DraftBalance | None = None
-    is_informed = True
+    is_informed, probes, speedup = True, False, math.inf
 
     def __init__(self, num_drafts: int) -> None:
         self.rests = DraftRests()
@@ -119,6 +142,10 @@ class AdaptiveControl:
         self._counts = DraftCounts(num_slots, max_drafts)
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
+        self.probes, self.speedup = False, 1.0
+        self._probe_steps = 0.0  # for so many steps drafts may be tried that do not pay
+        self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
+        self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
         self.rests = DraftRests()
 
@@ -130,6 +157,7 @@ class AdaptiveControl:
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
         self._counts.begin(slot, predicts)
+        self._trials[slot], self._has_new = 0, True
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
@@ -145,36 +173,75 @@ class AdaptiveControl:
         self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
         self._counts.chances(slots, cost.num_steps, chances)
-        return best_lengths(chances, limits, cost)
+        lengths, self.speedup = best_lengths(chances, limits, cost)
+        if cost.num_steps:  # not for the question whether there would be drafts
+            self.probes = False
+            if not np.logical_or.reduce(lengths):
+                self._probe(slots, lengths, limits, cost)
+        return lengths
+
+    def _probe(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:
+        """Let the least tried requests have one draft, as many as the steps so far pay for; if
+        their text is known to what drafts."""
+        share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
+        self._probe_steps = min(self._probe_steps + share * cost.num_steps, MAX_PROBE_STEPS)
+        left_ms = self._probe_steps * cost.step_ms
+        if cost.probe_ms(1) > left_ms:
+            return
+        can = ((limits > 0) & (cost.draft_ms == 0.0)).nonzero()[0]
+        num = len(can)
+        while num and cost.probe_ms(num) > left_ms:
+            num -= 1
+        if num:
+            trials = self._trials[slots[can]]
+            self._has_new = int(np.minimum.reduce(trials)) < NEW_TRIALS
+            self._probe_steps -= cost.probe_ms(num) / cost.step_ms
+            lengths[can[np.argsort(trials, kind="stable")[:num]]] = 1
+            self.probes = True
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control."""
+        self._trials[slots] += 1
         self._num_tried = min(self._num_tried + len(slots), MAX_TRIALS)
         self._counts.verified(slots, drafted, accepted)
 
 
-def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> Int32s:
-    """Return the lengths of drafts [B] that yield most tokens per millisecond.
+def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> tuple[Int32s, float]:
+    """Return the lengths of drafts [B] that yield most tokens per millisecond, and by how many
+    times these rise.
 
     chances [B, K]: the probability that a draft and all before it are accepted; falls along a row.
     """
     lengths, draft_ms = np.empty(len(limits), np.int32), cost.with_passes()
-    times = (cost.step_ms, cost.step_tokens, cost.once_ms, cost.row_ms, MARGIN)
-    draft_lengths(chances, limits, draft_ms, *times, lengths)
+    once_ms = cost.once_ms + UNSURE_SHARE * cost.step_ms
+    times = (cost.step_ms, cost.step_tokens, once_ms, cost.row_ms, MARGIN)
+    speedup = draft_lengths(chances, limits, draft_ms, cost.added_ms, *times, lengths)
     if cost.passes is None or not np.logical_or.reduce(lengths):
-        return lengths
+        return lengths, speedup
     rate = cost.step_tokens / max(cost.step_ms, 1e-9)
-    return _without_poor_passes(lengths, chances, cost, rate)
+    return _without_poor_passes(lengths, chances, cost, rate), speedup
 
 
 def _without_poor_passes(lengths: Int32s, chances: Float64s, cost: StepCost, rate: float) -> Int32s:
     """Return `lengths` without the last passes that too few requests share to pay for them."""
     assert cost.passes is not None, "drafts are computed"
     ms, rows = cost.passes
+    num_drafts = int(np.add.reduce(lengths))
     for place in range(int(lengths[rows].max(initial=0)) - 1, -1, -1):
         drafted = rows & (lengths > place)
-        pass_ms = ms[np.count_nonzero(drafted)] + float(np.add.reduce(cost.draft_ms[drafted]))
+        num = int(np.count_nonzero(drafted))
+        pass_ms = ms[num] + float(np.add.reduce(cost.draft_ms[drafted]))
+        pass_ms += _added_ms(cost.added_ms, num_drafts) - _added_ms(cost.added_ms, num_drafts - num)
         if float(np.add.reduce(chances[drafted, place])) > MARGIN * rate * pass_ms:
             break
         lengths[drafted] = place
+        num_drafts -= num
     return lengths
+
+
+def _added_ms(added_ms: Float64s, num_drafts: int) -> float:
+    """Return what so many drafts add, beyond the end of `added_ms` as the last ones."""
+    last = len(added_ms) - 1
+    if num_drafts <= last:
+        return float(added_ms[num_drafts])
+    return float(added_ms[last] + (num_drafts - last) * (added_ms[last] - added_ms[last - 1]))

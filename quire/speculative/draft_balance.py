@@ -1,8 +1,10 @@
 """DraftBalance: whether drafts gained more time lately than they cost, as it was measured.
 
 Probabilities and prices can be wrong, and drafts that are tried to learn them cost time. So what
-drafts gained and lost is added up, and where the sum is not positive, none are made for a while: a
-small share of the time without drafts is what may be lost by trying. What a draft model computes to
+drafts gained and lost is added up, in steps without drafts, and where the sum is not positive, none
+are made for a while: a small share of the steps without drafts is what may be lost by trying. That
+share is larger after drafts that paid, since what ended them may be over soon, and halves with each
+trial that fails; not where a trial means to compute texts first. What a draft model computes to
 know a text is an investment: its time is counted over the steps that follow, and what is left of it
 when drafts end is earned by the steps without. While little is known of the acceptance, no more is
 invested than there is. Knows no clock: times are arguments. Always holds: drafts lose little more
@@ -17,10 +19,16 @@ from numpy.typing import NDArray
 
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
-# Of the time of steps without drafts, what may be lost by trying drafts again.
-LOSS_SHARE = 0.0075
-# Gains and losses are remembered up to the time of so many steps. A step counts as a loss of so
-# many at most, and so do the passes for its drafts: something else may have held them up.
+# Of the steps without drafts, what may be lost by trying drafts again: in the long run, after
+# drafts that paid, and where the requests are others than before.
+LOSS_SHARE, FIRST_SHARE, CHANGED_SHARE = 0.0075, 0.06, 0.015
+# Drafts paid if they gained so many steps since they were tried last.
+PAID_STEPS = 1.0
+# Once in so many steps without drafts other requests are a reason to try sooner, and so are steps
+# so many times as long or short; then so much is to be earned at most.
+CHANGE_EVERY_STEPS, CHANGED_TIMES, CHANGED_STEPS = 128, 1.5, 0.5
+# Gains and losses are remembered up to so many steps. A step counts as a loss of so many at most,
+# and so do the passes for its drafts: something else may have held them up.
 MAX_STEPS, MAX_LOST_STEPS, MAX_COMPUTED_STEPS = 16.0, 2.0, 8.0
 # So many steps count as gained at first.
 FIRST_STEPS = 12.0
@@ -41,9 +49,13 @@ class DraftBalance:
     def __init__(self) -> None:
         self.allows_drafts = self.is_settled = True
         self.retry_steps = 0.0
-        self._ms = self._unpaid_ms = 0.0
+        self._steps, self._unpaid_ms = FIRST_STEPS, 0.0
         self._needed_ms = 0.0  # to be earned before drafts are tried again, if more
-        self._is_new, self._was_tried = True, False
+        self._was_tried = False
+        self._share = FIRST_SHARE
+        self._tried_from = FIRST_STEPS  # steps when drafts were allowed last
+        self._until_change = 0  # steps until a change is a reason to try
+        self._step_ms = 1e-9  # of the steps before the last change
         self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
     def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
@@ -63,7 +75,9 @@ class DraftBalance:
         self._num_plain += 1
         if self._num_plain == PLAIN_STEPS:
             plain_ms, self._plain_ms, self._num_plain = self._plain_ms, 0.0, 0
-            self._add(LOSS_SHARE * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
+            self._until_change = max(self._until_change - PLAIN_STEPS, 0)
+            share = LOSS_SHARE if self.retry_steps or self._needed_ms else self._share
+            self._add(share * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
 
     def caught_up(self, ms: float) -> None:
         """Note that known tokens were computed for so long, which drafts of later steps need."""
@@ -77,7 +91,7 @@ class DraftBalance:
         behind_ms: how long the known tokens of each request take. Where none can be afforded,
         drafts end until the cheapest one can be.
         """
-        left_ms = step_ms * FIRST_STEPS if self._is_new else self._ms
+        left_ms = step_ms * self._steps
         order = np.argsort(behind_ms, kind="stable")
         affordable = np.zeros(len(behind_ms), np.bool_)
         total_ms = np.add.accumulate(behind_ms[order]) + self._unpaid_ms
@@ -90,18 +104,40 @@ class DraftBalance:
         return affordable
 
     def reconsider(self) -> None:
-        """Note that another request begins, which may be cheaper to try."""
+        """Note that another request begins, which may be cheaper to try, or have better drafts."""
         self._needed_ms = 0.0
+        if not self.retry_steps:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        """Try drafts sooner, if they are not made now and none were tried early lately."""
+        if self.allows_drafts or self._until_change:
+            return
+        self._until_change = CHANGE_EVERY_STEPS
+        self._share = max(self._share, CHANGED_SHARE)
+        self._steps = max(self._steps, -CHANGED_STEPS)
 
     def _add(self, gained_ms: float, step_ms: float, num_steps: int = 1) -> None:
-        if self._is_new:
-            self._is_new, self._ms = False, FIRST_STEPS * step_ms
+        step_ms = max(step_ms, 1e-9)
+        if not 1.0 / CHANGED_TIMES < step_ms / self._step_ms < CHANGED_TIMES:  # another batch
+            self._step_ms = step_ms
+            self._note_change()
         due_ms = num_steps * PAID_PER_STEP * self._unpaid_ms
         self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * num_steps * step_ms else 0.0
-        ms, max_ms = self._ms + gained_ms - due_ms, MAX_STEPS * step_ms
-        self._ms = min(max(ms, -max_ms), max(max_ms, self._needed_ms))
-        min_ms = max(step_ms * self.retry_steps, self._needed_ms) * (not self.allows_drafts)
-        self.allows_drafts = self._ms > 0.0 and self._ms >= min_ms
+        needed = self._needed_ms / step_ms
+        steps = self._steps + (gained_ms - due_ms) / step_ms
+        self._steps = min(max(steps, -MAX_STEPS), max(MAX_STEPS, needed))
         if self.allows_drafts:
-            self._needed_ms = 0.0
+            if self._steps >= self._tried_from + PAID_STEPS:
+                self._share, self._tried_from = FIRST_SHARE, self._steps
+            if self._steps <= 0.0:
+                self._end()
+        elif self._steps > 0.0 and self._steps >= max(self.retry_steps, needed):
+            self.allows_drafts = True
+            self._needed_ms, self._tried_from = 0.0, self._steps
         self.is_settled = self.allows_drafts and not self._unpaid_ms
+
+    def _end(self) -> None:
+        """Make no drafts for a while; a longer one each time, until some paid."""
+        self._share = max(self._share / 2.0, LOSS_SHARE)
+        self.allows_drafts = self.is_settled = False

@@ -53,10 +53,7 @@ class PredictedCost(Protocol):
     def step_tokens(self) -> int: ...
 
     @property
-    def draft_ms(self) -> NDArray[np.float64]: ...
-
-    @property
-    def once_ms(self) -> float: ...
+    def added_ms(self) -> NDArray[np.float64]: ...
 
     @property
     def row_ms(self) -> float: ...
@@ -94,7 +91,7 @@ class Drafter:
         self._request_ids = [""] * num_slots
         self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
-        self._num_predicting = 0  # requests that bring a prediction
+        self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
         # Which slots ask either proposer.
@@ -113,10 +110,11 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
-        self._control.rests.begin(is_alone=not (self._asks_proposer.any() or self._num_predicting))
+        self._control.rests.begin(is_alone=not (self._num_asking or self._num_predicting))
         if self._control.balance is not None:
             self._control.balance.reconsider()
         self._asks_proposer[slot] = speculation.uses_proposer
+        self._num_asking += speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._num_predicting += len(speculation.prediction_ids) > 0
         self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
@@ -164,7 +162,7 @@ class Drafter:
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms)
-        else:
+        elif gained_ms > 0.0 or not self._control.probes:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled
 
@@ -241,7 +239,7 @@ class Drafter:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
         pays = len(some) > 0 or bool(np.logical_or.reduce(drafts.counts))
-        self._control.rests.note_choice(pays=pays, step_ms=self._step_ms)
+        self._note_choice(pays=pays)
         if len(some):
             made = no_drafts(len(some), self.max_drafts)
             predicted = cost()
@@ -270,10 +268,13 @@ class Drafter:
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
-        self._control.rests.note_choice(
-            pays=bool(np.logical_or.reduce(drafts.counts)), step_ms=self._step_ms
-        )
+        self._note_choice(pays=bool(np.logical_or.reduce(drafts.counts)))
         return self._joined(drafts)
+
+    def _note_choice(self, *, pays: bool) -> None:
+        control = self._control
+        pays &= not control.probes
+        control.rests.note_choice(pays=pays, step_ms=self._step_ms, speedup=control.speedup)
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
@@ -328,14 +329,15 @@ class Drafter:
             return limits
         of_some = None
         if cost is not None:
-            passes, predicted = None, cost()
-            draft_ms, once_ms = predicted.draft_ms[some], predicted.once_ms
-            if self._costly is not None:
+            passes, predicted, once_ms = None, cost(), 0.0
+            if self._costly is None:
+                draft_ms = np.zeros(len(some))
+            else:
                 rows = is_computed[some]
                 passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
                 behind_ms = self._costly.behind_ms(tokens, index[some])
-                draft_ms = draft_ms + rows * behind_ms / DRAFTS_PER_CATCH_UP
-                once_ms += self._costly.call_ms()
+                draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
+                once_ms = self._costly.call_ms()
             self._step_ms = predicted.step_ms
             of_some = StepCost(
                 predicted.step_ms,
@@ -345,6 +347,7 @@ class Drafter:
                 self._control.rests.num_steps,
                 once_ms,
                 predicted.row_ms,
+                predicted.added_ms,
             )
         counts = np.zeros(len(index), np.int32)
         counts[some] = self._control.limits(index[some], limits[some], of_some)
@@ -432,4 +435,5 @@ class Drafter:
 
     def _asks_nothing(self, slot: int) -> None:
         self._num_predicting -= int(self._asks_prediction[slot])
+        self._num_asking -= int(self._asks_proposer[slot])
         self._asks_proposer[slot] = self._asks_prediction[slot] = False

@@ -30,22 +30,24 @@ class NgramProposer(LookupProposer):
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
         self._begun: set[int] = set()
-        self._slots: Index = np.empty(0, np.intp)  # these, as the index takes them
+        self._slots: Index | None = None  # these, as the index takes them
 
     def begin(self, slot: int, request: Request) -> None:
         """See Proposer."""
         self._index.forget(slot)
         self._begun.add(slot)
-        self._slots = np.array(sorted(self._begun), np.intp)
+        self._slots = None
 
     def end(self, slot: int) -> None:
         """See Proposer."""
         self._index.forget(slot)
         self._begun.discard(slot)
-        self._slots = np.array(sorted(self._begun), np.intp)
+        self._slots = None
 
     def may_find(self, tokens: TokenTable) -> bool:
         """See LookupProposer: whether the last tokens of any request occurred before."""
+        if self._slots is None:
+            self._slots = np.array(sorted(self._begun), np.intp)
         return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths)
 
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:

@@ -184,37 +184,92 @@ def draft_lengths(
     chances: Float64s,
     limits: Int32s,
     draft_ms: Float64s,
+    added_ms: Float64s,
     step_ms: float,
     step_tokens: float,
     once_ms: float,
     row_ms: float,
     margin: float,
     lengths: Int32s,
-) -> None:
-    """Fill lengths [B]: the numbers of drafts that yield most tokens per millisecond.
+) -> float:
+    """Fill lengths [B]: the numbers of drafts that yield most tokens per millisecond; return by how
+    many times these rise, with the margin.
 
-    chances [B, K] fall along a row. At a rate of tokens per millisecond, each draft is worth its
-    chance less what its time would yield at that rate. The drafts worth more than nothing raise the
-    rate of the step (Dinkelbach's method); the rate rises until the choice stands. once_ms, row_ms:
-    see StepCost. margin: how much more a draft must promise than it costs.
+    chances [B, K] fall along a row. added_ms: what 0, 1, 2 ... drafts in all add to the step, never
+    falling; further ones as the last. draft_ms [B]: and what each takes by its request. once_ms,
+    row_ms: see StepCost. margin: how much more drafts must promise than they cost.
+
+    At a rate of tokens per millisecond, a number of drafts is worth their chances less what their
+    time would yield at that rate. Of all numbers, each with the likeliest drafts, the one worth
+    most is taken. It raises the rate of the step (Dinkelbach's method); the rate rises until the
+    choice stands.
     """
-    allowed = np.arange(chances.shape[1]) < limits[:, None]
-    price_ms = (margin * np.maximum(draft_ms, 1e-9))[:, None]
     step_ms = max(step_ms, 1e-9)
-    rate = step_tokens / step_ms
+    plain_rate = rate = step_tokens / step_ms
     lengths[:] = 0
     for _ in range(MAX_ROUNDS):
-        is_worth = (chances > rate * price_ms) & allowed
-        gains = np.add.reduce((chances - rate * price_ms) * is_worth, axis=1)
-        takes = gains > margin * rate * row_ms
-        is_worth &= takes[:, None]
-        found = np.add.reduce(is_worth, axis=1, dtype=np.int32)
-        tokens = step_tokens + float(np.add.reduce(chances * is_worth, axis=None))
-        extra_ms = once_ms + np.count_nonzero(takes) * row_ms + float(draft_ms @ found)
+        price = margin * rate
+        blocks = [
+            block
+            for row in range(len(limits))
+            for block in _blocks_of(
+                row, chances[row, : limits[row]].tolist(), price * draft_ms[row], price * row_ms
+            )
+        ]
+        blocks.sort(key=lambda block: -block.value)
+        gain, num_drafts, best, num_best = 0.0, 0, 0.0, 0
+        for number, block in enumerate(blocks, start=1):
+            gain += block.value * block.num_drafts
+            num_drafts += block.num_drafts
+            worth = gain - price * (once_ms + _at(added_ms, num_drafts))
+            if worth > best:
+                best, num_best = worth, number
+        if not num_best:
+            break
+        found = np.zeros_like(lengths)
+        for block in blocks[:num_best]:
+            found[block.row] += block.num_drafts
+        tokens, extra_ms = step_tokens, once_ms + _at(added_ms, int(np.add.reduce(found)))
+        for row, length in enumerate(found.tolist()):
+            expected = 0.0
+            for chance in chances[row, :length].tolist():
+                expected += chance
+            tokens += expected
+            extra_ms += length * float(draft_ms[row]) + (length > 0) * row_ms
         new_rate = tokens / (step_ms + margin * extra_ms)
-        if not takes.any() or new_rate <= rate:
-            return
+        if new_rate <= rate:
+            break
         settled = bool((found == lengths).all())
         lengths[:], rate = found, new_rate
         if settled:
-            return
+            break
+    return rate / plain_rate if plain_rate > 0.0 else 1.0
+
+
+class _Block(NamedTuple):
+    """The next drafts of a row that are taken together, each worth `value` at the present rate."""
+
+    value: float
+    row: int
+    num_drafts: int
+
+
+def _blocks_of(row: int, chances: list[float], each: float, once: float) -> list[_Block]:
+    """Return blocks with falling values above 0. The first has as many drafts as spread what the
+    row costs best: `once`, and `each` for a draft."""
+    total, value, num_first = -once, 0.0, 0
+    for num, chance in enumerate(chances, start=1):
+        total += chance - each
+        if total / num >= value:
+            value, num_first = total / num, num
+    if not num_first or value <= 0.0:
+        return []
+    rest = [_Block(chance - each, row, 1) for chance in chances[num_first:] if chance > each]
+    return [_Block(value, row, num_first), *rest]
+
+
+def _at(added_ms: Float64s, num_drafts: int) -> float:
+    last = len(added_ms) - 1
+    if num_drafts <= last:
+        return float(added_ms[num_drafts])
+    return float(added_ms[last] + (num_drafts - last) * (added_ms[last] - added_ms[last - 1]))

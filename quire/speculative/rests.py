@@ -8,6 +8,8 @@ in which drafts pay; of two rests in turn at most one is cut short by requests t
 
 from __future__ import annotations
 
+import math
+
 # Where no draft pays, the control is asked again after 1, 2, 4, ... steps, up to about so many
 # milliseconds and within these numbers of steps: being asked takes a part of a millisecond, which
 # is much of the step of a small model and little of that of a large one.
@@ -17,8 +19,9 @@ MAX_REST_MS, MIN_REST_STEPS, MAX_REST_STEPS = 40.0, 4, 96
 # requests begin, each would be an ask.
 SHARE_BESIDE = 8
 # Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
-# steps without. The first comes sooner.
-STEPS_PER_PLAIN = 64
+# steps without. It comes sooner where drafts gain little, so that such a step loses little: such a
+# share of the time at most. The first comes at once.
+STEPS_PER_PLAIN, MIN_STEPS_PER_PLAIN, PLAIN_SHARE = 64, 8, 0.0075
 STEPS_BEFORE_PLAIN = 1
 
 
@@ -54,13 +57,18 @@ class DraftRests:
         self._until_plain = STEPS_PER_PLAIN
         return True
 
-    def note_choice(self, *, pays: bool, step_ms: float) -> None:
-        """Rest where no draft pays, longer each time; let a step without drafts come at times."""
+    def note_choice(self, *, pays: bool, step_ms: float, speedup: float = math.inf) -> None:
+        """Rest where no draft pays, longer each time; let a step without drafts come at times.
+
+        speedup: that drafts promise.
+        """
         self._may_cut, self._was_cut = pays or not self._was_cut, False
         if pays:
             self.last = self.left = self._whole = 0
             self._kept //= 2
-            self._until_plain -= 1
+            steps = int((1.0 - 1.0 / max(speedup, 1.0)) / PLAIN_SHARE)
+            steps = max(steps, MIN_STEPS_PER_PLAIN)
+            self._until_plain = max(min(self._until_plain, steps) - 1, 0)
             return
         steps = int(MAX_REST_MS / max(step_ms, 1e-3))
         self._longest = min(max(steps, MIN_REST_STEPS), MAX_REST_STEPS)

@@ -40,16 +40,20 @@ void count_accepted(size_t num, const int32_t* counts, const int32_t* ids,
 size_t leading_tokens(size_t num, const int32_t* sample_counts, const int32_t* token_ids,
                       const bool* failed, int32_t* counts, int64_t* kept);
 
-// Milliseconds of a step without drafts, its tokens, and what drafts add whatever their number: to
-// the step, and to each row with drafts. margin: how much more a draft must promise than it costs.
+// Milliseconds of a step without drafts, its tokens, and what drafts add: 0, 1, 2 ... in all
+// (added_ms, of which there are at least two), and whatever their number to the step and to each
+// row that has some. margin: how much more drafts must promise than they cost.
 struct DraftPrice {
+    const double* added_ms;
+    size_t num_added;
     double step_ms, step_tokens, once_ms, row_ms, margin;
 };
 
 // Fill lengths with the drafts of each row that yield most tokens per millisecond: at most
-// limits[i] of `width`, each for draft_ms[i]. chances [num, width] fall along a row.
-void draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
-                   const double* draft_ms, const DraftPrice& price, int32_t* lengths);
+// limits[i] of `width`, each for draft_ms[i] besides. chances [num, width] fall along a row.
+// Return by how many times the tokens per millisecond rise, with the margin.
+double draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
+                     const double* draft_ms, const DraftPrice& price, int32_t* lengths);
 
 class DraftCounts {
   public:

@@ -1,109 +1,232 @@
-"""DraftPrices: what drafts add to the time of a step on this machine, learned from such steps.
+"""DraftPrices: what drafts add to the time of a step on this machine, learned from its steps.
 
-A step with drafts takes longer than one without by a part that does not depend on their number (the
-host proposes, plans and verifies), a part for each row with drafts, and a part for each draft. The
-first two are learned in milliseconds, the third as a multiple of what the step-cost model predicts
-for so many tokens. Steps with drafts are no part of the cost model's own fit: its prices are those
-of plain steps, against which drafts are judged. Knows no clock: times are arguments. Always holds:
-prices are not negative; while no step has drafts, what was learned fades, so that a few slow steps
-do not end drafting for good.
+A step computes a position for each row and one for each draft, and takes a time by their number
+(StepCurve), whichever of them are drafts. A step with drafts takes the host longer besides: it
+proposes, plans and verifies. So steps without drafts and steps with drafts have a curve each; where
+the second is not known, the first stands in, with the host's time learned where both are. Beyond
+what is known, a position costs at least what the step-cost model predicts. Steps with drafts are no
+part of that model's own fit. Knows no clock: times are arguments. Always holds: prices are not
+negative and never fall with the number of drafts; what has not been tried for long drifts back to
+what the rest of the curve says, so that a few slow steps do not end drafting for good.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.scheduler.speculation.step_curve import Pace, Point, StepCurve, never_falling
+
 Float64s = NDArray[np.float64]
-# What a step with drafts leaves of its forerunners' weight: the last 30 or so count.
-KEEP = 0.97
-# What a step in which drafts did not pay leaves of it.
-FADE = 0.99
-# Once so many steps are known, a fit waits for so many more, or for so many that fade.
-MANY, FEW, FADES_PER_FIT = 16, 8, 32
-# A step counts as at most so many times its prediction: one stall must not set the prices.
-MAX_TIMES_PREDICTED = 4.0
-# The weight of the prior: no host time, drafts as the cost model predicts.
-PRIOR_WEIGHT = 0.0001
-# About what the host takes of a plain step for drafts: so much counts as one in the fit, in which
-# what a single kind of step cannot separate is shared between the prices.
-HOST_SHARE = 0.1
-_PRIOR: Float64s = np.array([0.0, 0.0, 1.0])
+# What the prediction from the point before counts for, against the times of a point.
+PRIOR_WEIGHT = 0.25
+# Times from which on steps of a number of rows are known, and are known well.
+KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
+# Points may be a few steps old where steps took about as long as expected.
+NOTES_PER_MAKE, AS_EXPECTED = 4, 0.1
+# Of a step, what a difference between steps with drafts and without must exceed to be the host's.
+UNSURE_SHARE = 0.03
+# Of the host's time for a step with drafts, what each row with drafts takes besides: counted in
+# calls.
+ROW_SHARE = 1 / 12
+# Of a step with prompts, which are predicted less well, so much of the error is learned. What a
+# step in which drafts did not pay leaves of it.
+PROMPTS_SHARE, FADE = 1 / 8, 0.99
+# A position costs such a share of what the cost model predicts, whatever was measured.
+MIN_SLOPE_SHARE = 0.05
+# A time is known between two points at most so many times apart, and near one.
+MAX_GAP, NEAR = 2.0, 1.2
 
 
 class DraftedStep(NamedTuple):
-    """A step with drafts: its rows with drafts, and what the cost model predicts for the step
-    without drafts and for the drafts."""
+    """A step with drafts: rows that have some, computed positions, and what it is predicted to
+    take with one position of each row, longer for drafts, and longer for prompts."""
 
     num_rows: int
+    num_positions: int
     plain_ms: float
-    drafts_ms: float
+    added_ms: float
+    prompts_ms: float = 0.0
 
 
 class DraftPrices:
-    """once_ms, row_ms: see DraftCost. scale: of the predicted time of drafts."""
+    """once_ms: of the host, for a step with drafts. row_ms: and for each row that has some."""
 
     def __init__(self) -> None:
         self.once_ms = self.row_ms = 0.0
-        self.scale = 1.0
-        self._noted: list[tuple[int, float, float, float]] = []
-        self._num_steps = self._num_fades = 0
-        self._unit_ms = 0.0  # of the host's prices within the fit
-        self._products: Float64s = np.zeros((3, 3))
-        self._sums: Float64s = np.zeros(3)
+        self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
+        self._pace = Pace()
+        self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
+        self._plain_points: list[Point] = []
+        self._points: list[Point] = []  # of steps with drafts, with once_ms and without row_ms
+        self._positions: list[float] = []  # of these
+        self._ms: list[float] = []
+        self._made_at = -NOTES_PER_MAKE  # how many times were noted then
+        # The last answers, and to what.
+        self._plain_key, self._plain_ms = (0, 0), 0.0
+        self._key: tuple[int, int, float, int] | None = None
+        self._added_ms: Float64s = np.zeros(2)
+
+    def note_plain(self, num_rows: int, ms: float) -> None:
+        """Learn from a step without drafts, of one position a row, that took `ms`."""
+        if ms > 0.0:
+            expected_ms = _between(self._plain_points, num_rows)
+            self._plain.note(num_rows, ms, expected_ms or ms)
+            if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
+                self._made_at = -NOTES_PER_MAKE
 
     def note(self, step: DraftedStep, ms: float) -> None:
         """Learn from a step that took `ms`; ignore times of 0."""
-        if ms <= 0.0 or step.plain_ms <= 0.0:
+        if ms <= 0.0:
             return
-        self._noted.append((*step, ms))
-        self._num_steps += 1
-        if self._num_steps <= MANY or len(self._noted) >= FEW:
-            self._learn()
-
-    def added_ms(self, step: DraftedStep) -> float:
-        """Return what drafts are predicted to add to a step."""
-        return self.once_ms + step.num_rows * self.row_ms + self.scale * step.drafts_ms
+        if step.prompts_ms:
+            error_ms = ms - step.plain_ms - step.added_ms - step.prompts_ms
+            error_ms = min(max(error_ms, -step.plain_ms), step.plain_ms)
+            self._prompts_ms = max(self._prompts_ms + PROMPTS_SHARE * error_ms, 0.0)
+            return
+        expected_ms = step.plain_ms + step.added_ms
+        rows_ms = step.num_rows * self.row_ms
+        self._drafted.note(
+            step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
+        )
+        if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
+            self._made_at = -NOTES_PER_MAKE
 
     def fade(self) -> None:
-        """Note a step in which no drafts were worth their price."""
-        self._num_fades += 1
-        if self._num_fades >= FADES_PER_FIT:
-            self._learn()
+        """Note that no drafts were worth their price."""
+        self._pace.num_noted += 1
+        self._prompts_ms *= FADE
 
-    def _learn(self) -> None:
-        """Take in the noted steps and fit."""
-        left = FADE**self._num_fades * KEEP ** len(self._noted)
-        self._products *= left
-        self._sums *= left
-        if self._noted:
-            num_rows, plain_ms, drafts_ms, ms = np.array(self._noted).T
-            self._unit_ms = self._unit_ms or HOST_SHARE * float(plain_ms[0])
-            expected_ms = plain_ms + self.once_ms + num_rows * self.row_ms + self.scale * drafts_ms
-            extra_ms = np.minimum(ms, MAX_TIMES_PREDICTED * expected_ms) - plain_ms
-            units = np.full(len(ms), self._unit_ms)
-            # Errors count relative to the predicted time, as in the cost model.
-            features = np.stack((units, num_rows * units, drafts_ms), axis=1) / expected_ms[:, None]
-            weights = KEEP ** np.arange(len(ms))[::-1]
-            self._products += (features * weights[:, None]).T @ features
-            self._sums += (features * weights[:, None]).T @ (extra_ms / expected_ms)
-        self._noted, self._num_fades = [], 0
-        once, row, self.scale = self._fit().tolist()
-        self.once_ms, self.row_ms = once * self._unit_ms, row * self._unit_ms
+    def knows_plain(self, num_rows: int) -> bool:
+        """Return whether steps of about so many rows without drafts were measured."""
+        return self._plain.weight(num_rows) >= KNOWN_WEIGHT
 
-    def _fit(self) -> Float64s:
-        """Return the prices: least squares, none below 0, near the prior where steps say little."""
-        products = self._products + PRIOR_WEIGHT * np.eye(3)
-        sums = self._sums + PRIOR_WEIGHT * _PRIOR
-        free: NDArray[np.intp] = np.arange(3)
-        found: NDArray[np.floating[Any]] = np.zeros(0)
-        while len(free):
-            found = np.linalg.solve(products[np.ix_(free, free)], sums[free])
-            if (found >= 0.0).all():
-                break
-            free = free[found > 0.0]
-        prices = np.zeros(3)
-        prices[free] = found[: len(free)]
-        return prices
+    def plain_ms(self, num_rows: int, slope_ms: float) -> float:
+        """Return what a step of `num_rows` rows without drafts takes; 0: none like it is known.
+
+        While few were timed, at most what steps with drafts say: one slow step must not make drafts
+        look cheap.
+        """
+        self._make(slope_ms)
+        if self._plain_key != (num_rows, self._made_at):
+            self._plain_key = num_rows, self._made_at
+            self._plain_ms = self._measured_ms(num_rows)
+        return self._plain_ms
+
+    def _measured_ms(self, num_rows: int) -> float:
+        """Return what `plain_ms` does."""
+        found = _between(self._plain_points, num_rows)
+        if self._plain.weight(num_rows) < SURE_WEIGHT:
+            bound = _between(self._points, num_rows) - self.once_ms
+            return min(found, bound) if bound > 0.0 else found
+        return found
+
+    def added_ms(
+        self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
+    ) -> Float64s:
+        """Return what 0 to `num_drafts` drafts in all add to a step of so many positions, but for
+        what each row with drafts takes.
+
+        plain_ms: what it takes without drafts, as measured; 0: it computes prompts. slope_ms: of a
+        further position, by the cost model.
+        """
+        self._make(slope_ms)
+        key = (num_positions, num_drafts, plain_ms, self._made_at)
+        if not plain_ms or key != self._key:
+            self._key, self._added_ms = key, self._computed(*key[:3], slope_ms)
+        return self._added_ms
+
+    def _computed(
+        self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
+    ) -> Float64s:
+        """Return what `added_ms` does."""
+        numbers = np.arange(num_positions, num_positions + num_drafts + 1, dtype=np.float64)
+        offset_ms = self.once_ms + self._prompts_ms
+        if self._points:
+            added: Float64s = np.interp(numbers, self._positions, self._ms)
+            last = self._positions[-1]
+            if numbers[-1] > last:
+                added += self._last_slope(slope_ms) * np.maximum(numbers - last, 0.0)
+            added -= plain_ms or added[0] - offset_ms
+            numbers -= num_positions  # of drafts now
+        else:
+            numbers -= num_positions
+            added = slope_ms * numbers + offset_ms
+        np.maximum(added, MIN_SLOPE_SHARE * slope_ms * numbers, out=added)
+        added[0] = 0.0
+        return added
+
+    def _last_slope(self, slope_ms: float) -> float:
+        """Return what a position beyond the last point costs: what those before it did, and at
+        least `slope_ms`."""
+        last = self._points[-1]
+        for before in reversed(self._points):
+            if before.positions <= last.positions / MAX_GAP:
+                return max(slope_ms, (last.ms - before.ms) / (last.positions - before.positions))
+        return slope_ms
+
+    def _make(self, slope_ms: float) -> None:
+        """Make the points anew, if much was learned since."""
+        num_noted = self._pace.num_noted
+        if num_noted - self._made_at < NOTES_PER_MAKE:
+            return
+        self._made_at = num_noted
+        self._plain_points = never_falling(self._plain.points())
+        drafted = list(self._drafted.points())
+        self._learn_host(drafted)
+        stand_ins = [
+            Point(at, ms + self.once_ms, weight)
+            for at, ms, weight in self._plain_points
+            if not any(at / NEAR < other.positions < at * NEAR for other in drafted)
+        ]
+        self._points = never_falling(_smoothed(sorted(drafted + stand_ins), slope_ms))
+        self._positions = [point.positions for point in self._points]
+        self._ms = [point.ms for point in self._points]
+
+    def _learn_host(self, drafted: Sequence[Point]) -> None:
+        """Learn the host's time from steps with drafts for which such without are known."""
+        sum_ms, num = 0.0, PRIOR_WEIGHT
+        for at, ms, weight in drafted:
+            plain_ms = _between(self._plain_points, at)
+            if plain_ms:
+                sum_ms += weight * (ms - (1.0 + UNSURE_SHARE) * plain_ms)
+                num += weight
+        self.once_ms = max(sum_ms / num, 0.0)
+        self.row_ms = ROW_SHARE * self.once_ms
+
+
+def _smoothed(points: Sequence[Point], slope_ms: float) -> list[Point]:
+    """Return points with few times held near the line between those beside them, and the last one
+    near what the point before predicts. slope_ms: of a position."""
+    found = list(points[:1])
+    for place in range(1, len(points)):
+        at, ms, weight = points[place]
+        before, prior = points[place - 1], PRIOR_WEIGHT
+        each_ms = slope_ms
+        if place + 1 < len(points) and points[place + 1].positions <= MAX_GAP * before.positions:
+            after = points[place + 1]
+            each_ms = (after.ms - before.ms) / (after.positions - before.positions)
+            prior = min(before.weight, after.weight, 1.0)
+        expected_ms = before.ms + each_ms * (at - before.positions)
+        ms = (weight * ms + prior * expected_ms) / (weight + prior)
+        found.append(Point(at, ms, weight))
+    return found
+
+
+def _between(points: Sequence[Point], positions: float) -> float:
+    """Return the milliseconds of so many positions, by points near enough; 0: unknown."""
+    low = high = None
+    for point in points:
+        if point.positions >= positions:
+            high = point
+            break
+        low = point
+    if low is not None and high is not None and high.positions <= MAX_GAP * low.positions:
+        part = (positions - low.positions) / (high.positions - low.positions)
+        return low.ms + part * (high.ms - low.ms)
+    if high is not None and high.positions <= NEAR * positions:
+        return high.ms
+    return low.ms if low is not None and positions <= NEAR * low.positions else 0.0

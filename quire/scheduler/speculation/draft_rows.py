@@ -11,10 +11,10 @@ block with a rejected token becomes findable.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire import _native
 from quire.base.records import StepPlan, StepResult
@@ -32,6 +32,8 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
+# After drafts were asked for, so many steps without any are timed, to judge drafts against.
+TIMED_STEPS = 1
 
 
 class Rows(NamedTuple):
@@ -82,7 +84,9 @@ class DraftRows(StepExtension):
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
-        self._knows_plain = False  # a step of decoding rows without drafts was timed
+        self._num_timed = TIMED_STEPS  # steps without drafts that are timed still
+        self._known_rows = 0  # steps of so many without drafts were timed
+        self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -100,19 +104,18 @@ class DraftRows(StepExtension):
         source = self._source
         computed_ms = source.drafting_ms - self._drafting_ms
         predicted = self._predicted.pop(plan.step, None) if self._predicted else None
-        if predicted is None and not computed_ms:
-            self._knows_plain = self._knows_plain or bool((plan.counts == 1).all())
-            if source.notes_plain_steps:
-                source.note_step(ms, None, 0.0)
-            return ms
         self._drafting_ms = source.drafting_ms
         ms -= computed_ms
         if predicted is None:
-            source.note_step(ms, None, computed_ms)
+            if self._num_timed and plan.num_tokens == len(plan.slots) and plan.layers is None:
+                self._num_timed -= 1
+                self._prices.note_plain(len(plan.slots), ms)
+                self._known_rows = 0
+            if computed_ms or source.notes_plain_steps:
+                source.note_step(ms, None, computed_ms)
             return ms
-        if self._knows_plain:  # before, the prediction that drafts are compared with is a guess
-            self._prices.note(predicted, ms)
-            self._timed = (ms, predicted, computed_ms)
+        self._prices.note(predicted, ms)
+        self._timed = (ms, predicted, computed_ms)
         return 0.0
 
     @property
@@ -138,7 +141,7 @@ class DraftRows(StepExtension):
     def begin_step(self, step: Step) -> None:
         """Let requests that will speculate wait until their last token is known."""
         batch = self._batch
-        if batch.active is not self._active:
+        if batch.active is not self._active and (self._overlaps or self._source.learns):
             if self._source.learns:
                 self._learn_outputs()
             self._enter_slots()
@@ -157,16 +160,19 @@ class DraftRows(StepExtension):
         batch = self._batch
         if batch.active is not self._active:  # requests were admitted in this step
             self._enter_slots()
-        if not self._num_speculating or self._source.skips_step(batch.tokens):
+        if not self._num_speculating or not step.budget.tokens:
             return
-        if not step.builder.has_rows:
+        if self._source.skips_step(batch.tokens) or step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
+        self._num_timed = TIMED_STEPS
+        if self._times_plain_step(rows):
+            return
         limits = self._limits(rows.slot_index, rows.ends)
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
         num_able = int(np.add.reduce(can))
-        if not num_able or step.budget.spent:
+        if not num_able:
             return
         index, ends, places = rows.slot_index, rows.ends, None
         if num_able < len(can):
@@ -179,7 +185,7 @@ class DraftRows(StepExtension):
 
         def cost() -> DraftCost:
             if not costs:
-                costs.append(self._cost(rows, ends))
+                costs.append(self._cost(rows, ends, int(np.add.reduce(limits))))
             return costs[0]
 
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
@@ -211,10 +217,14 @@ class DraftRows(StepExtension):
         self._await_run(index[has_drafts])
         if len(self._predicted) > MAX_PREDICTED:  # left by steps with errors, which teach nothing
             self._predicted.clear()
+        num_rows, num_drafts, price = int(np.add.reduce(has_drafts)), len(ids), cost()
+        num_positions = int(np.add.reduce(rows.counts))
         self._predicted[step.builder.step] = DraftedStep(
-            int(np.add.reduce(has_drafts)),
-            cost().step_ms,
-            float(self._drafts_ms(ends) @ fits),
+            num_rows,
+            num_positions + num_drafts,
+            price.step_ms,
+            float(price.added_ms[num_drafts]) + num_rows * price.row_ms,
+            self._prompts_ms,
         )
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
@@ -262,20 +272,16 @@ class DraftRows(StepExtension):
         """Let the source know what the accepted drafts of a step gained: as much time as so many
         tokens take without drafts, less what the step took longer."""
         self._timed = None
-        plain_ms, added_ms = predicted.plain_ms, self._prices.added_ms(predicted)
-        single = plan.counts - plan.draft_counts == 1
-        num_single = int(np.count_nonzero(single))
-        if num_single < len(plan.slots):  # the predicted time of a prompt is a rough guess
-            plain_ms, measured_ms = self._one_each_ms(plan.starts[single]), added_ms
-        else:
-            measured_ms = ms - plain_ms
-        saved_ms = num_accepted * plain_ms / num_single
+        plain_ms, added_ms = predicted.plain_ms, predicted.added_ms
+        if not predicted.prompts_ms:  # the predicted time of a prompt is a rough guess
+            added_ms = ms - plain_ms
+        saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
-        self._source.note_step(plain_ms, saved_ms - measured_ms, computed_ms)
+        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
 
     def _one_each_ms(self, starts: Int32s) -> float:
-        """Return what a step of rows with one token each is predicted to take."""
+        """Return what a step of rows with one token each is predicted to take by the cost model."""
         price = self._speed.latest
         rows_ms = price.rows_ms(starts, np.ones_like(starts))
         return price.fixed_ms + float(np.add.reduce(rows_ms)) + len(starts) * price.score_ms
@@ -312,12 +318,14 @@ class DraftRows(StepExtension):
         batch = self._batch
         self._active = batch.active
         before, now = self._sequences, batch.sequences
-        for slot in [slot for slot, known in enumerate(before) if known is not now[slot]]:
+        changed = [slot for slot, is_new in enumerate(map(is_not, before, now)) if is_new]
+        for slot in changed:
             if before[slot] is not None and self._max_drafts[slot]:
                 self._source.end(slot)
+                self._num_speculating -= 1
             before[slot] = sequence = now[slot]
-            self._max_drafts[slot] = 0 if sequence is None else self._begin(slot, sequence)
-        self._num_speculating = int(np.count_nonzero(self._max_drafts))
+            self._max_drafts[slot] = num = 0 if sequence is None else self._begin(slot, sequence)
+            self._num_speculating += num > 0
         if not self._num_speculating:
             live = self._requests.sequences.values()
             self.is_active = any(one.request.speculation is not None for one in live)
@@ -338,23 +346,35 @@ class DraftRows(StepExtension):
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
         return np.maximum(limits, np.int32(0))
 
-    def _cost(self, rows: Rows, ends: Int32s) -> DraftCost:
-        price, prices = self._speed.latest, self._prices
-        rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
-        num_sampled = int(np.add.reduce(rows.sample_counts > 0))
+    def _times_plain_step(self, rows: Rows) -> bool:
+        """Return whether a step of these rows has no drafts, because none of so many was timed."""
+        num_rows = len(rows.counts)  # 0: layers of a prompt only
+        if num_rows in (0, self._known_rows) or int(np.add.reduce(rows.counts)) > num_rows:
+            return False
+        knows = self._prices.knows_plain(num_rows)
+        self._known_rows = num_rows * knows
+        return not knows
+
+    def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
+        """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at
+        `ends`."""
+        price, prices, num_rows = self._speed.latest, self._prices, len(rows.counts)
+        depth = float(np.add.reduce(ends)) / len(ends)
+        slope_ms = price.token_ms + price.score_ms + price.position_ms * depth
+        num_positions, self._prompts_ms = int(np.add.reduce(rows.counts)), 0.0
+        plain_ms = step_ms = prices.plain_ms(num_rows, slope_ms)
+        if not plain_ms:
+            step_ms = self._one_each_ms(rows.ends)
+        if num_positions > num_rows:  # the tokens of drafts would come from steps without prompts
+            rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
+            one_ms = float(np.add.reduce(price.rows_ms(rows.ends, np.ones_like(rows.ends))))
+            plain_ms, self._prompts_ms = 0.0, max(rows_ms - one_ms, 1e-9)
         return DraftCost(
-            step_ms=price.fixed_ms + rows_ms + num_sampled * price.score_ms,
-            step_tokens=num_sampled,
-            draft_ms=prices.scale * self._drafts_ms(ends),
-            once_ms=prices.once_ms,
+            step_ms=step_ms,
+            step_tokens=num_rows,
+            added_ms=prices.added_ms(num_positions, num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
         )
-
-    def _drafts_ms(self, ends: Int32s) -> NDArray[np.float64]:
-        """Return what the cost model predicts for a draft of each row, without its surcharges."""
-        price = self._speed.latest
-        each_ms = price.token_ms + price.score_ms
-        return each_ms + price.position_ms * ends.astype(np.float64)
 
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:
         """Return how many drafts the blocks of `index` hold, with free ones where there are."""

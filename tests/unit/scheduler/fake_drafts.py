@@ -78,7 +78,8 @@ class FakeDrafts:
         cost: Callable[[], DraftCost],
     ) -> tuple[Int32s, Int32s]:
         assert cost().step_ms > 0
-        assert cost().step_tokens >= len(index) == len(cost().draft_ms)
+        assert cost().step_tokens >= len(index)
+        assert len(cost().added_ms) == 1 + int(limits.sum())
         counts, ids = [], []
         for slot, limit in zip(index.tolist(), limits.tolist(), strict=True):
             request, answer = self._live[slot]

@@ -45,7 +45,9 @@ FIRST_TOKEN, VOCAB_SIZE = 10, 1000
 class Prices:
     """Milliseconds. pass_ms, pass_row_ms, prompt_ms: of a pass of what drafts, of a request in it,
     and of each further token. once_ms, row_ms: of the host, for a step and a row with drafts.
-    ask_ms: of the host, for choosing numbers of drafts."""
+    ask_ms: of the host, for choosing numbers of drafts. curve: positions and milliseconds of steps
+    that compute so many, in place of step_ms and token_ms; between and beyond them a line. noise:
+    deviation of the logarithm of a step's time; one step in 40 takes half as long again."""
 
     step_ms: float = 1.0
     token_ms: float = 0.05
@@ -55,6 +57,17 @@ class Prices:
     pass_ms: float = 0.0
     pass_row_ms: float = 0.0
     prompt_ms: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    noise: float = 0.0
+
+    def positions_ms(self, num_positions: int) -> float:
+        """Return what computing so many positions in a step takes."""
+        if not self.curve:
+            return self.step_ms + self.token_ms * num_positions
+        places, times = zip(*self.curve, strict=True)
+        ms = float(np.interp(num_positions, places, times))
+        slope = (times[-1] - times[-2]) / (places[-1] - places[-2])
+        return ms + slope * max(num_positions - places[-1], 0.0)
 
 
 PRICES: Mapping[str, Prices] = MappingProxyType(
@@ -101,6 +114,7 @@ class Engine:
         self._tenancy = np.zeros(load.batch, np.int64)
         self._ring = HiddenStateRing(max(1024, 2 * load.batch), 1, load.batch)
         self._num_added = 0
+        self._noise = np.random.default_rng(1)
         source = None if control is None else self._drafter(control)
         columns = -(-self._length // BLOCK) + 1
         self.scheduler = Scheduler(
@@ -113,14 +127,19 @@ class Engine:
         )
 
     def run(self, *, seed: int, **changes: Any) -> float:
-        """Answer the requests of the load; return the milliseconds of a token while as many run as
-        can: at the end, fewer do, and how many is a matter of chance."""
+        """Answer the requests of the load, with `changes`; return the milliseconds of a token while
+        as many run as can: at the end, fewer do, and how many is a matter of chance."""
         load, began_ms = replace(self.load, **changes), self.now_ms
         rng = np.random.default_rng(seed)
-        for _ in range(load.num_requests):
-            self._add(load, rng)
         num_left, began, token_ms = load.num_requests, self.num_tokens, 0.0
+        num_added = 0
         while num_left:
+            fewer = load.batch if load.batch < self.load.batch else load.num_requests
+            while (
+                num_added < load.num_requests and num_added - load.num_requests + num_left < fewer
+            ):
+                self._add(load, rng)
+                num_added += 1
             num_left -= self._turn()
             if num_left >= load.batch or not token_ms:
                 token_ms = (self.now_ms - began_ms) / max(self.num_tokens - began, 1)
@@ -203,11 +222,15 @@ class Engine:
 
     def _spend_step(self, plan: StepPlan) -> None:
         prices = self.load.prices
-        self.now_ms += prices.step_ms + prices.token_ms * int(plan.counts.sum())
+        ms = prices.positions_ms(int(plan.counts.sum()))
         if plan.draft_ids.size:
             self.num_drafts += plan.draft_ids.size
             num_rows = int(np.count_nonzero(plan.draft_counts))
-            self.now_ms += prices.once_ms + prices.row_ms * num_rows
+            ms += prices.once_ms + prices.row_ms * num_rows
+        if prices.noise:
+            ms *= float(np.exp(prices.noise * self._noise.standard_normal()))
+            ms *= 1.5 if self._noise.random() < 1 / 40 else 1.0
+        self.now_ms += ms
 
     def _keep_hidden_states(self, plan: StepPlan) -> None:
         slots = np.repeat(plan.slots, plan.counts).astype(np.intp)

@@ -125,12 +125,12 @@ def test_without_a_cost_the_last_one_counts() -> None:
 def test_drafts_are_added_while_each_raises_the_rate(
     chances: list[list[float]], limits: list[int], share: float, lengths: list[int]
 ) -> None:
-    found = best_lengths(np.array(chances), ints(*limits), cost(share, len(limits)))
+    found, _ = best_lengths(np.array(chances), ints(*limits), cost(share, len(limits)))
     assert found.tolist() == lengths
 
 
 def test_the_best_lengths_yield_most_tokens_per_time() -> None:
-    """Against all lengths of two requests, without the margin."""
+    """Against all lengths of two requests, without the margin and the share that is unsure."""
     rng = np.random.default_rng(3)
     for _ in range(50):
         chances = np.cumprod(rng.uniform(0.2, 1.0, (2, 3)), axis=1)
@@ -142,8 +142,8 @@ def test_the_best_lengths_yield_most_tokens_per_time() -> None:
             return (price.step_tokens + tokens) / (price.step_ms + extra_ms)
 
         best = max(rate((one, two)) for one in range(4) for two in range(4))
-        found = best_lengths(chances, ints(3, 3), price)
-        assert rate((int(found[0]), int(found[1]))) >= 0.97 * best
+        found, _ = best_lengths(chances, ints(3, 3), price)
+        assert rate((int(found[0]), int(found[1]))) >= 0.955 * best
 
 
 @pytest.mark.parametrize(
@@ -162,17 +162,17 @@ def test_what_drafts_cost_whatever_their_number_must_be_gained(
     """In times of a plain step of two rows."""
     chances = np.array([[0.95, 0.9, 0.85], [0.4, 0.3, 0.2]])
     price = StepCost(10.0, 2, np.full(2, 0.5), once_ms=10.0 * once, row_ms=10.0 * row / 2)
-    assert best_lengths(chances, ints(3, 3), price).tolist() == lengths
+    assert best_lengths(chances, ints(3, 3), price)[0].tolist() == lengths
 
 
 def test_no_drafts_where_the_host_takes_as_long_as_they_save() -> None:
     """A step of 0.4 ms, drafts that are right as often as not, and a host that takes 0.3 ms."""
     chances = np.cumprod(np.full((1, 4), 0.5), axis=1)
     cheap = StepCost(0.4, 1, np.full(1, 0.03))
-    assert best_lengths(chances, ints(4), cheap).tolist() == [3]
-    assert best_lengths(chances, ints(4), cheap._replace(once_ms=0.3)).tolist() == [0]
+    assert best_lengths(chances, ints(4), cheap)[0].tolist() == [3]
+    assert best_lengths(chances, ints(4), cheap._replace(once_ms=0.3))[0].tolist() == [0]
     slow = StepCost(20.0, 1, np.full(1, 1.5), once_ms=0.3)  # the same host with a larger model
-    assert best_lengths(chances, ints(4), slow).tolist() == [3]
+    assert best_lengths(chances, ints(4), slow)[0].tolist() == [3]
 
 
 def test_bounds_are_above_the_mean_and_tighten() -> None:
@@ -188,7 +188,7 @@ def test_passes_of_a_draft_model_are_paid_by_the_requests_that_share_them() -> N
 
     def lengths(pass_ms: list[float], rows: NDArray[np.bool_]) -> list[int]:
         price = StepCost(10.0, 2, np.full(2, 0.5), Passes(np.array(pass_ms), rows))
-        return best_lengths(chances, ints(3, 3), price).tolist()
+        return best_lengths(chances, ints(3, 3), price)[0].tolist()
 
     assert lengths([0.0, 0.0, 0.0], both) == [3, 1]
     # A pass costs as much for one request as for two: worth it only where both take part.

@@ -51,11 +51,15 @@ def test_the_native_lengths_are_the_plain_ones(seed: int) -> None:
     chances = np.cumprod(rng.uniform(0.2, 1.0, (num, MAX_DRAFTS)), axis=1)
     limits = rng.integers(0, MAX_DRAFTS + 1, num).astype(np.int32)
     times = (10.0, num, *(rng.choice([0.0, 1.0]) * rng.uniform(0.0, 5.0, 2)), 1.1)
-    draft_ms = rng.uniform(0.0, 6.0, num)
-    found = [np.empty(num, np.int32) for _ in range(2)]
+    draft_ms = rng.choice([0.0, 1.0]) * rng.uniform(0.0, 6.0, num)
+    jumps = rng.choice([0.0, 0.1, 1.0, 8.0], int(rng.integers(2, 1 + num * MAX_DRAFTS + 1)))
+    added_ms = np.add.accumulate(jumps) - jumps[0]  # shorter than all drafts, at times
+    found, speedups = [np.empty(num, np.int32) for _ in range(2)], []
     for module, lengths in zip((_native, plain_counts), found, strict=True):
-        module.draft_lengths(chances, limits, draft_ms, *times, lengths)
+        speedups.append(module.draft_lengths(chances, limits, draft_ms, added_ms, *times, lengths))
     assert found[0].tolist() == found[1].tolist()
+    assert speedups[0] == pytest.approx(speedups[1], rel=1e-12)
+    assert (speedups[0] > 1.0) == bool(found[0].any())
     assert (found[0] <= limits).all()
 
 

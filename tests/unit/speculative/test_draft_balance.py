@@ -102,3 +102,56 @@ def test_where_none_can_be_afforded_drafts_end_until_the_cheapest_can_be() -> No
     assert not balance.affords(behind_ms[:1], STEP_MS).any()
     balance.reconsider()  # another request may be cheaper
     assert rest(balance) <= 8
+
+
+def test_what_ended_drafts_that_paid_may_be_over_soon() -> None:
+    balance = DraftBalance()
+    for _ in range(30):
+        balance.drafted(0.3 * STEP_MS, STEP_MS)
+    lose(balance, 1.0)
+    assert rest(balance) <= 40
+    lengths = []
+    for _ in range(4):  # it is not
+        lose(balance, 1.0)
+        lengths.append(rest(balance))
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 0.9 / LOSS_SHARE
+    for _ in range(10):  # now it is
+        balance.drafted(0.3 * STEP_MS, STEP_MS)
+    lose(balance, 1.0)
+    assert rest(balance) <= 40
+
+
+def failing() -> DraftBalance:
+    """Return a balance after drafts that failed again and again."""
+    balance = DraftBalance()
+    for _ in range(6):
+        lose(balance, 2.0)
+        rest(balance)
+    lose(balance, 2.0)
+    return balance
+
+
+def test_other_requests_and_another_batch_are_reasons_to_try_sooner() -> None:
+    alone = rest(failing())
+    begun = failing()
+    begun.reconsider()
+    assert rest(begun) <= alone / 4
+    smaller, num = failing(), 0
+    while not smaller.allows_drafts:
+        smaller.plain(STEP_MS / 4)
+        num += 1
+    assert num <= alone / 4
+
+
+def test_many_changes_cost_no_more_than_two_percent() -> None:
+    balance, num_lost, num_plain = failing(), 0, 0
+    for number in range(4000):
+        if balance.allows_drafts:
+            balance.drafted(-2.0 * STEP_MS, STEP_MS)
+            num_lost += 1
+        else:
+            balance.plain(STEP_MS * (4 if number % 16 < 8 else 1))
+            balance.reconsider()
+            num_plain += 1
+    assert 0 < 2 * num_lost <= 0.02 * num_plain

@@ -1,0 +1,203 @@
+"""What the adaptive control costs on machines where a step is no line by its positions, and where
+batch and acceptance change: computed, under a fake clock with noise.
+
+`python -m tests.unit.speculative.test_changed_traffic` prints more of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from tests.unit.speculative.priced_engine import MAX_DRAFTS, Engine, Load, Prices
+
+# Medians of steps of a model of 0.6 billion parameters on two cores, by positions.
+LARGE = Prices(
+    once_ms=0.2,
+    row_ms=0.02,
+    curve=(
+        *((1, 25.3), (2, 26.0), (3, 27.1), (4, 28.5), (5, 31.0), (8, 34.0), (9, 36.0), (12, 45.3)),
+        *((16, 54.5), (20, 66.0), (32, 98.0), (36, 112.0), (48, 143.0), (144, 400.0)),
+    ),
+    noise=0.05,
+)
+# A small model: its steps take little more than the host's work for drafts.
+SMALL = Prices(
+    once_ms=0.12,
+    row_ms=0.008,
+    ask_ms=0.05,
+    curve=((1, 0.3), (2, 0.31), (4, 0.34), (8, 0.4), (16, 0.52), (32, 0.8), (64, 1.4), (128, 2.6)),
+    noise=0.05,
+)
+MACHINES = {"large": LARGE, "small": SMALL}
+NUM_SLOTS = 16
+TOKENS = {1: 96, 4: 48, 16: 32}  # of an answer, by batch
+FIXED = (1, 2, 4, 8)
+MAX_LOST, MIN_OF_BEST = 0.02, 0.97
+# A change of traffic costs so many milliseconds of large steps at most, against the best number.
+MAX_CHANGE_MS = 600.0
+
+
+class Traffic(NamedTuple):
+    """best: the fixed numbers of drafts that are best."""
+
+    batch: int
+    acceptance: float
+    best: tuple[int, ...] = ()
+    num_waves: int = 3
+
+
+def run(engine: Engine, traffic: Traffic, seed: int) -> float:
+    """Return the milliseconds of a token."""
+    return engine.run(
+        seed=seed,
+        batch=traffic.batch,
+        num_requests=traffic.num_waves * traffic.batch,
+        num_tokens=TOKENS[traffic.batch],
+        acceptance=traffic.acceptance,
+    )
+
+
+def engine_of(machine: str, control: Control | None) -> Engine:
+    load = Load(
+        kind="lookup",
+        batch=NUM_SLOTS,
+        num_requests=1,
+        num_tokens=max(TOKENS.values()),
+        acceptance=0.5,
+        prompt_tokens=4,  # the rest is in the prefix cache
+        prices=MACHINES[machine],
+    )
+    return Engine(load, control)
+
+
+@cache
+def fixed_ms(machine: str, traffic: Traffic, num_drafts: int, num_runs: int) -> float:
+    """Return the mean milliseconds of a token with a fixed number of drafts, or none."""
+    control = FixedControl(num_drafts) if num_drafts else None
+    engine = engine_of(machine, control)
+    return sum(run(engine, traffic, seed) for seed in range(num_runs)) / num_runs
+
+
+class Shares(NamedTuple):
+    """The control's speed, by that without drafts and by that of the best fixed number; and how
+    many milliseconds of a run the latter would save."""
+
+    of_plain: float
+    of_best: float
+    lost_ms: float
+
+
+def shares(
+    machine: str,
+    before: Sequence[Traffic],
+    traffic: Traffic,
+    num_runs: int,
+    num_warm: int,
+) -> Shares:
+    """Return what the control reaches in `num_runs` runs, after other traffic and so many runs of
+    the same."""
+    engine = engine_of(machine, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    for number, other in enumerate([*before, *[traffic] * num_warm]):
+        run(engine, other, 100 + number)
+    ms = sum(run(engine, traffic, seed) for seed in range(num_runs)) / num_runs
+    known_ms = [fixed_ms(machine, traffic, num, num_runs) for num in (0, *traffic.best)]
+    num_tokens = traffic.num_waves * traffic.batch * TOKENS[traffic.batch]
+    return Shares(known_ms[0] / ms, min(known_ms) / ms, (ms - min(known_ms)) * num_tokens)
+
+
+STEADY = [
+    ("large", Traffic(1, 0.3, (1, 2))),
+    ("large", Traffic(1, 0.7, (8,))),
+    ("large", Traffic(4, 0.3, (1,))),
+    ("large", Traffic(4, 0.9, (2, 4))),
+    ("large", Traffic(16, 0.5)),
+    ("small", Traffic(1, 0.1)),
+    ("small", Traffic(1, 0.9, (8,))),
+    ("small", Traffic(16, 0.5)),
+]
+
+
+@pytest.mark.parametrize(("machine", "traffic"), STEADY)
+def test_the_control_reaches_the_best_fixed_number_though_prices_are_no_line(
+    machine: str, traffic: Traffic
+) -> None:
+    found = shares(machine, [], traffic, num_runs=3, num_warm=2)
+    assert found.of_plain >= 1.0 - MAX_LOST, found
+    assert found.of_best >= MIN_OF_BEST, found
+
+
+# What one batch teaches must not mislead the next: prices, acceptance, and what was lost.
+CHANGES = {
+    "a larger batch of worse drafts": ([Traffic(1, 0.9)], Traffic(4, 0.1)),
+    "a larger batch": ([Traffic(1, 0.3), Traffic(4, 0.1)], Traffic(4, 0.9, (2, 4))),
+    "a smaller batch": ([Traffic(16, 0.1), Traffic(16, 0.1)], Traffic(1, 0.9, (8,))),
+    "better drafts": ([Traffic(4, 0.05), Traffic(4, 0.05)], Traffic(4, 0.9, (2, 4))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_traffic_costs_less_than_a_second(change: str) -> None:
+    before, traffic = CHANGES[change]
+    after = shares("large", before, traffic, num_runs=1, num_warm=0)
+    assert after.lost_ms <= MAX_CHANGE_MS, after
+    settled = shares("large", before, traffic, num_runs=3, num_warm=1)
+    assert settled.of_plain >= 1.0 - MAX_LOST, settled
+    assert settled.of_best >= MIN_OF_BEST, settled
+
+
+class LinePrices(DraftPrices):
+    """Prices as they were: so much by step, by row and by draft, whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[int, int, float]] = []
+        self._fit = np.zeros(3)
+
+    def note(self, step: DraftedStep, ms: float) -> None:
+        self._noted = [
+            *self._noted[-29:],
+            (step.num_rows, step.num_positions, ms - step.plain_ms),
+        ]
+        rows, positions, added = np.array(self._noted).T
+        features = np.stack((np.ones(len(rows)), rows, positions - rows), axis=1)
+        self._fit = np.maximum(np.linalg.lstsq(features, added, rcond=None)[0], 0.0)
+
+    def added_ms(
+        self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
+    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        if not self._noted:
+            return super().added_ms(num_positions, num_drafts, plain_ms, slope_ms)
+        numbers = np.arange(num_drafts + 1, dtype=np.float64)
+        once_ms, row_ms, draft_ms = self._fit.tolist()
+        rows = np.minimum(numbers, num_positions)
+        return (once_ms + row_ms * rows + draft_ms * numbers) * (numbers > 0)
+
+
+def test_prices_on_a_line_fail_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scheduler.speculation.draft_rows.DraftPrices", LinePrices)
+    after = shares("large", *CHANGES["a smaller batch"], num_runs=1, num_warm=0)
+    settled = shares("large", *CHANGES["better drafts"], num_runs=1, num_warm=1)
+    assert after.lost_ms > MAX_CHANGE_MS
+    assert settled.of_best < MIN_OF_BEST
+
+
+def main() -> None:
+    for machine in MACHINES:
+        for batch in TOKENS:
+            for acceptance in (0.05, 0.3, 0.5, 0.7, 0.9):
+                traffic = Traffic(batch, acceptance, FIXED)
+                print(machine, traffic, shares(machine, [], traffic, 4, 2), flush=True)
+    for change, (before, traffic) in CHANGES.items():
+        for num_warm in (0, 1, 2):
+            print(change, num_warm, shares("large", before, traffic, 1, num_warm), flush=True)
+
+
+if __name__ == "__main__":
+    main()
