@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.checkpoints import SHAPES, cache_folder, random_checkpoint
-from bench.parallel import run_step, step_batch
+from bench.parallel.steps import run_step, step_batch
 from quire.base.log import Log
 from quire.bench.machine import machine_card
 from quire.config.machine import num_usable_cores

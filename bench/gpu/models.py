@@ -62,7 +62,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    # Layers of Qwen3-30B-A3B.
+    "Qwen3-MoE": QWEN3
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+    },
 }
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -80,7 +98,9 @@ def program_of(
     stage: Stage, name: str, *, precision: str = "none", kv_cache_dtype: str = "auto"
 ) -> Program:
     """Return the program of a model by name, in bf16; tiny in a dry run."""
-    config = dict(SHAPES[name]) | (TINY if stage.is_dry else {})
+    config = dict(SHAPES[name])
+    if stage.is_dry:
+        config |= TINY | (TINY_EXPERTS if "num_experts" in config else {})
     if stage.is_rehearsal:
         config["num_hidden_layers"] = LAYERS_OF_REHEARSAL
     with tempfile.TemporaryDirectory() as folder:
@@ -121,6 +141,7 @@ def random_weights(program: Program, device: torch.device) -> Loaded:
 
 def _random_ints(weight: Weight, device: torch.device, generator: torch.Generator | None) -> Any:
     """Return integer weights in kernel layout, created in place: quantizing would take minutes."""
+    from quire.execute.gpu.kernels.grouped_ints import StackedBytes, StackedInt4
     from quire.execute.gpu.kernels.int4_layout import BLOCK, PANEL, Int4Weight
     from quire.execute.gpu.kernels.linear_bytes import ByteWeight
 
@@ -134,17 +155,22 @@ def _random_ints(weight: Weight, device: torch.device, generator: torch.Generato
         )
         drawn[:, columns:] = 0
         scales = torch.full((rows,), small / 73, dtype=torch.float32, device=device)
+        if weight.experts:
+            by_expert = drawn.view(weight.experts, -1, width)
+            return StackedBytes(by_expert, scales.view(weight.experts, -1))
         return ByteWeight(drawn, scales)
-    panels, blocks = -(-rows // PANEL), -(-columns // BLOCK)
-    packed = torch.randint(
-        0, 256, (panels, blocks, 64, 64), dtype=torch.uint8, device=device, generator=generator
-    )
+    many = (weight.experts,) if weight.experts else ()
+    outputs = weight.expert_rows if weight.experts else rows
+    shape = (*many, -(-outputs // PANEL), -(-columns // BLOCK), 64, 64)
+    packed = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
     groups = scheme.num_groups(columns)
-    scales = torch.full((groups, rows), small / 4.6, dtype=torch.bfloat16, device=device)
+    by_group = (*many, groups, outputs)
+    scales = torch.full(by_group, small / 4.6, dtype=torch.bfloat16, device=device)
     zeros = None
     if scheme.has_zero_points:
-        zeros = torch.full((groups, rows), 8, dtype=torch.uint8, device=device)
-    return Int4Weight(packed, scales, zeros, scheme.group, columns)
+        zeros = torch.full(by_group, 8, dtype=torch.uint8, device=device)
+    made = StackedInt4 if weight.experts else Int4Weight
+    return made(packed, scales, zeros, scheme.group, columns)
 
 
 def executor_of(

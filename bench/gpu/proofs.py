@@ -29,6 +29,7 @@ from quire.program.batch import CacheRows
 from quire.program.program import Program
 
 DEPTH, SEQUENCES = 700, 3
+DENSE, MIXTURE = "Qwen3-0.6B", "Qwen3-MoE"
 # Tolerances by storage of weights, keys and values, as shares of the largest logit: both sides
 # round activations to bf16 or fp8, and sum in different orders.
 TOLERANCES = MappingProxyType({"none": 0.03, "fp8": 0.1})
@@ -72,8 +73,23 @@ def exact(stage: Stage) -> None:
         _exact(stage, precision)
 
 
-def _exact(stage: Stage, precision: str) -> None:
-    executor, program = _small(stage, precision, exact=True)
+def mixtures(stage: Stage) -> None:
+    """Compare a mixture of experts with plain PyTorch, and check its bits as those of `exact`."""
+    executor, program = _small(stage, "none", exact=True, name=MIXTURE)
+    found = _logits(executor, program, chunk=_depth(stage), stage=stage)
+    right = found if stage.is_rehearsal else _right(program, executor, stage)
+    error = float(np.abs(found - right).max() / np.abs(right).max())
+    stage.report("none", {"largest_error": error, "allowed": TOLERANCES["none"]})
+    if not error <= TOLERANCES["none"]:
+        raise SystemExit(f"a mixture: the kernels differ from plain PyTorch by {error}")
+    del executor
+    for precision in ("none", "int8", "int4"):
+        if precision == "none" or stage.has_time():
+            _exact(stage, precision, name=MIXTURE)
+
+
+def _exact(stage: Stage, precision: str, *, name: str = DENSE) -> None:
+    executor, program = _small(stage, precision, exact=True, name=name)
     depth = _depth(stage)
     whole = _logits(executor, program, chunk=depth, stage=stage)
     for chunk in (1, 5) if stage.is_dry else (1, 17, 64, 257):
@@ -128,9 +144,11 @@ def _depth(stage: Stage) -> int:
     return 11 if stage.is_dry else DEPTH
 
 
-def _small(stage: Stage, precision: str, *, exact: bool) -> tuple[TorchExecutor, Program]:
-    kept = "auto" if precision == "none" else precision
-    program = program_of(stage, "Qwen3-0.6B", precision=precision, kv_cache_dtype=kept)
+def _small(
+    stage: Stage, precision: str, *, exact: bool, name: str = DENSE
+) -> tuple[TorchExecutor, Program]:
+    kept = precision if precision in ("fp8", "int8") else "auto"
+    program = program_of(stage, name, precision=precision, kv_cache_dtype=kept)
     executor = executor_of(
         stage,
         program,

@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "limits": Section("bench.gpu.limits:limits", 90),
         "parity": Section("bench.gpu.proofs:parity", 240),
         "exact": Section("bench.gpu.proofs:exact", 240),
+        "mixtures": Section("bench.gpu.proofs:mixtures", 240),
         "decode_one": Section("bench.gpu.steps:decode_one", 300),
         "attention_decode": Section("bench.gpu.attention:decode", 120),
         "attention_prefill": Section("bench.gpu.attention:prefill", 120),

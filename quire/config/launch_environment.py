@@ -1,7 +1,8 @@
-"""The environment in which torchrun, Slurm or a shell has started this process as one of several
-ranks: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+"""The environment in which torchrun, Slurm, MPI or a shell has started this process as one of
+several ranks: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-Knows no setting beside these variables. Always holds: numbers are within each other's limits.
+Knows no setting beside these variables and what launchers say in place of them (launchers.py).
+Always holds: numbers are within each other's limits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from quire.base.errors import SettingError
+from quire.config.launchers import with_launcher
 
 _NEEDED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 # Set by torchrun where its own process listens at MASTER_PORT, for the processes it starts.
@@ -37,13 +39,15 @@ class LaunchEnvironment:
 
 def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
     """Return the ranks of an environment. Raises SettingError for what is missing or wrong."""
+    environment = with_launcher(environment)
     missing = [name for name in _NEEDED if not environment.get(name)]
     if missing:
         raise SettingError(
             "distributed_executor_backend is external_launcher, which reads "
             f"{', '.join(_NEEDED)} and LOCAL_RANK from the environment, and "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: start the ranks "
-            "with torchrun or a script that sets them, or take mp, which starts ranks by itself"
+            "with torchrun, srun or a script that sets them (mpirun says all but the address of "
+            "rank 0), or take mp, which starts ranks by itself"
         )
     host = environment["MASTER_ADDR"]
     port = _number(environment, "MASTER_PORT", lowest=1, highest=65535)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from quire.base.errors import DeviceLost, WorkerError
 from quire.base.log import Log
@@ -128,23 +129,37 @@ class ConnectedRanks:
 class OwnMachine:
     """What a rank above 0 has of its own machine instead of what rank 0 says; None: as rank 0.
 
-    cpus: the processors it may run on; empty: any.
+    cpus: the processors it may run on; empty: any. local_rank: its number among the ranks of its
+    machine, by which it has one of its GPUs.
     """
 
     checkpoint: str | None = None
     num_threads: int | None = None
     pack_cache: str | None = None
     cpus: tuple[int, ...] = ()
+    local_rank: int | None = None
 
     def start_of(self, start: RankStart) -> RankStart:
         """Return the rank's start on this machine."""
+        torch = start.torch
+        if self.local_rank is not None and torch is not None:
+            torch = with_local_device(torch, self.local_rank - start.rank)
         return replace(
             start,
             checkpoint=start.checkpoint if self.checkpoint is None else self.checkpoint,
             num_threads=start.num_threads if self.num_threads is None else self.num_threads,
             pack_cache=start.pack_cache if self.checkpoint is None else self.pack_cache,
             cpus=self.cpus,
+            torch=torch,
         )
+
+
+def with_local_device(torch: Mapping[str, Any], shift: int) -> dict[str, Any]:
+    """Return how a rank's executor is made, with the GPU that is `shift` places after that of a
+    machine which has all ranks."""
+    kind, _, number = torch["device"].partition(":")
+    device = f"{kind}:{int(number) + shift}" if number else kind
+    return {**torch, "device": device}
 
 
 def run_connected(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from quire.base.errors import DeviceLost
 from quire.comm.links import Link, LinkMemory, LinkSizes
 from quire.comm.shared_memory import SharedMemoryRank
-from quire.ranks.shared_pools import PoolShare, touch_pages, whole_shape
+from quire.ranks.shared_pools import PoolArray, PoolShare, whole_shape
 
 Bytes = NDArray[np.uint8]
 
@@ -137,7 +137,7 @@ def end_servers(ends: Iterable[BlockEnd]) -> None:
 class ConnectedPools:
     """The pools as rank 0 sees them: its own memory, and those of the others over `ends`.
 
-    own: of rank 0 [layers, blocks, bytes]. shares: of each rank. head_bytes, blocks_of_each: as in
+    own: of rank 0. shares: of each rank. head_bytes, blocks_of_each: as in
     SharedPools. allocation: how often caches have been allocated. lost: ends the group and returns
     the error to raise. section, lock: of pools of several arrays, which of them this is, and what
     all of them ask by turns with.
@@ -145,11 +145,10 @@ class ConnectedPools:
 
     def __init__(
         self,
-        own: Bytes,
+        own: PoolArray,
         ends: Mapping[int, BlockEnd],
         shares: Sequence[PoolShare],
         *,
-        num_blocks: int,
         head_bytes: int,
         blocks_of_each: int,
         allocation: int,
@@ -157,7 +156,7 @@ class ConnectedPools:
         section: int = 0,
         lock: threading.Lock | None = None,
     ) -> None:
-        self._own = own.reshape(len(own), num_blocks, -1)
+        self._own = own
         self._ends, self._shares, self._lost = ends, shares, lost
         self._shape = whole_shape(shares, blocks_of_each, head_bytes)
         self._allocation, self._section = allocation, section
@@ -176,7 +175,7 @@ class ConnectedPools:
         with self._asking():
             for end in self._ends.values():
                 end.asks.send(self._ask(Kind.EXPORT, block))
-            own = self._own[:, block].reshape(self._part_shape(0))
+            own = self._own.read(block).reshape(self._part_shape(0))
             whole[self._shares[0].place] = own
             for rank, end in self._ends.items():
                 end.receive(self._parts[rank].reshape(-1))
@@ -191,7 +190,7 @@ class ConnectedPools:
                 end.asks.send(self._ask(Kind.IMPORT, block))
                 self._parts[rank][:] = whole[self._shares[rank].place]
                 end.send(self._parts[rank].reshape(-1))
-            self._own[:, block] = whole[self._shares[0].place].reshape(len(self._own), -1)
+            self._own.write(block, whole[self._shares[0].place])
             for end in self._ends.values():
                 end.receive(self._ack)
 
@@ -204,7 +203,7 @@ class ConnectedPools:
                 if not start <= layer < end:
                     continue
                 if rank == 0:
-                    touch_pages(self._own[layer - start, first:last])
+                    self._own.touch(layer - start, first, last)
                     continue
                 ask = self._ask(Kind.TOUCH, layer - start, first, last)
                 self._ends[rank].asks.send(ask)
@@ -237,7 +236,7 @@ class PoolServer:
 
     def __init__(self, group: SharedMemoryRank, end: BlockEnd) -> None:
         self._group, self._end = group, end
-        self._pools: tuple[Bytes, ...] = ()
+        self._pools: tuple[PoolArray, ...] = ()
         self._allocation = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="quire-blocks", daemon=True)
@@ -246,9 +245,8 @@ class PoolServer:
         """Answer from now on; the group is connected."""
         self._thread.start()
 
-    def set_pool(self, *pools: Bytes) -> None:
-        """Answer from another pool, made of arrays [layers, blocks of the engine, bytes]: its cache
-        was allocated anew."""
+    def set_pool(self, *pools: PoolArray) -> None:
+        """Answer from another pool, made of arrays: its cache was allocated anew."""
         with self._changed:
             self._pools = pools
             self._allocation += 1
@@ -275,18 +273,18 @@ class PoolServer:
             return False
         pool, ack = self._pools_of(ask.allocation)[ask.section], np.zeros(1, np.uint8)
         if ask.kind is Kind.EXPORT:
-            self._end.send(np.ascontiguousarray(pool[:, ask.at]).reshape(-1))
+            self._end.send(np.ascontiguousarray(pool.read(ask.at)).reshape(-1))
             return True
         if ask.kind is Kind.IMPORT:
-            part = np.empty((len(pool), pool.shape[2]), np.uint8)
-            self._end.receive(part.reshape(-1))
-            pool[:, ask.at] = part
+            part = np.empty(pool.layers * pool.size, np.uint8)
+            self._end.receive(part)
+            pool.write(ask.at, part)
         else:
-            touch_pages(pool[ask.at, ask.first : ask.end])
+            pool.touch(ask.at, ask.first, ask.end)
         self._end.send(ack)
         return True
 
-    def _pools_of(self, allocation: int) -> tuple[Bytes, ...]:
+    def _pools_of(self, allocation: int) -> tuple[PoolArray, ...]:
         """Return the arrays of an allocation, which the rank may not have made yet."""
         with self._changed:
             while self._allocation < allocation:

@@ -110,7 +110,8 @@ class RankedExecutorClass:
             )
         # Each has its own slots, or a device of its own.
         here = self.site.here if self.site is not None and self.kind.shares_memory else 1
-        slots += block_link_bytes(self.num_ranks) if self._links_blocks else 0
+        if self._links_blocks and self.kind.shares_memory:
+            slots += block_link_bytes(self.num_ranks)
         return ExecutorMemory(
             weights_bytes=here * max(part.weights_bytes for part in parts),
             step_bytes=here * (max(part.step_bytes for part in parts) + slots),
@@ -181,7 +182,7 @@ class RankedExecutorClass:
         segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
         pool_file = NO_FILE
         try:
-            if self.shares_blocks and self.site is None:
+            if self.shares_blocks and not self._links_blocks:
                 pool_file = create_file()
             group = SharedMemoryRank(
                 segment,
@@ -271,8 +272,9 @@ class RankedExecutorClass:
 
     @property
     def _links_blocks(self) -> bool:
-        """Whether blocks leave and enter over links: ranks that share no memory have no file."""
-        return self.shares_blocks and self.site is not None
+        """Whether blocks leave and enter over links: ranks that share no memory, or have pools on
+        devices, have no file."""
+        return self.shares_blocks and (self.site is not None or not self.kind.shares_memory)
 
     def _block_ends(self, group: SharedMemoryRank, sizes: SegmentSizes) -> Mapping[int, BlockEnd]:
         if not self._links_blocks:

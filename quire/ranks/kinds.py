@@ -16,9 +16,10 @@ from quire.execute.executor import ExecutorClass, ExecutorMemory, ExecutorOption
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
 from quire.program.program import Program
-from quire.ranks.leading import LeadingExecutor, LeadingStages
+from quire.ranks.leading import LeadingExecutor
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.ranks.stage_executor import PipelineExecutor
+from quire.ranks.stage_lead import LeadingStages
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 

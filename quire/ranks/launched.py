@@ -61,6 +61,7 @@ def run_launched(
         num_threads=max(threads // own.local_world_size, 1),
         pack_cache=settings.pack_cache,
         cpus=cpus_of_ranks(own.local_world_size)[own.local_rank],
+        local_rank=own.local_rank,
     )
     run_connected(point, own.rank, machine, on_loaded=_ignore_signals)
 

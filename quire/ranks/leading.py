@@ -19,7 +19,6 @@ from quire.ranks.connected_pools import BlockEnd
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.shared_pools import PoolShare
-from quire.ranks.stage_loads import StageLoads
 
 
 class FirstLayers(Executor, Protocol):
@@ -52,12 +51,6 @@ class LeadingExecutor(Executor, Protocol):
     ) -> None:
         """Have whole blocks here, before the cache is allocated: of the pools of all ranks in a
         file, or over links to them. shares: of each rank. ends: of the links, by rank."""
-
-
-class LeadingStages(LeadingExecutor, Protocol):
-    """That of a pipeline. early_loads: of the experts before its own stage."""
-
-    early_loads: StageLoads
 
 
 class Lead:

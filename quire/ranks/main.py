@@ -19,8 +19,9 @@ from typing import Literal
 
 from quire.base.errors import DeviceLost
 from quire.base.log_process import LogSettings, start_logging
+from quire.ranks.connected_pools import PoolServer
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load, load_server
+from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
 from quire.ranks.stage_loads import LoadServer
 from quire.ranks.start import RankStart, failure_text, read_start, ready_of
 
@@ -37,40 +38,38 @@ def main() -> int:
         return _RANK_ZERO_GONE
     threading.Thread(target=_leave_with_rank_zero, name="quire-rank-zero", daemon=True).start()
     try:
-        _run(read_start(line), segment, answers)
-    except DeviceLost:
-        return _RANK_ZERO_GONE
+        return _run(read_start(line), segment, answers)
     except Exception as error:  # noqa: BLE001  the process edge: report to rank 0 and end
         _answer(answers, {"failure": failure_text(error)})
         return 1
-    return 0
 
 
-def _run(start: RankStart, segment: int, answers: int) -> None:
+def _run(start: RankStart, segment: int, answers: int) -> int:
+    """Be a rank until rank 0 ends it or it fails; return the exit code. Rank 0 gets the reason."""
     form: Literal["text", "json"] = "json" if start.log_form == "json" else "text"
     start_logging(f"rank {start.rank}", LogSettings(level=start.log_level, form=form))
     run_on(start.cpus)
     group = group_of(start, segment)
-    server: LoadServer | None = None
+    servers: list[LoadServer | PoolServer] = []
+    code = 0
     try:
         executor, next_command = load(start, group)
+        asked = pool_server(start, group, executor), load_server(executor)
         _answer(answers, {"ready": asdict(ready_of(executor.recipe, executor.weights_digest))})
-        if (server := load_server(executor)) is not None:
-            server.start()
+        for server in asked:
+            if server is not None:
+                server.start()
+                servers.append(server)
         do_commands(executor, next_command)
-    except DeviceLost as error:
-        if not group.native.is_aborted:  # it was lost here, which rank 0 does not know
+    except Exception as error:  # noqa: BLE001  the process edge: report to rank 0 and end
+        is_lost = isinstance(error, DeviceLost)
+        if not (is_lost and group.native.is_aborted):  # rank 0 does not know of it
             _answer(answers, {"failure": failure_text(error)})
-        else:
-            _join(server)
-        raise
-    _join(server)
-
-
-def _join(server: LoadServer | None) -> None:
-    """Wait for a thread in the compiled module, which must not meet the interpreter's end."""
-    if server is not None:
-        server.join()
+        group.abort()  # after the answer, which rank 0 then has as the reason
+        code = _RANK_ZERO_GONE if is_lost else 1
+    for server in servers:
+        server.join()  # a thread in the compiled module must not meet the interpreter's end
+    return code
 
 
 def _answer(descriptor: int, answer: dict[str, object]) -> None:

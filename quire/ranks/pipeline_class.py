@@ -129,7 +129,7 @@ class PipelineExecutorClass(RankedExecutorClass):
             layers,
             poison=self.poison,
         )
-        executor.early_loads = StageLoads(
+        executor.lead.loads = StageLoads(
             links.loads,
             [
                 [one.routing.width for one in mixtures(programs[layout.rank_at(stage, 0)])]

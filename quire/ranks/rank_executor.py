@@ -9,7 +9,6 @@ lost a rank never computes again (DeviceLost).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -33,20 +32,15 @@ from quire.ranks.commands import (
     Stop,
     Touch,
 )
-from quire.ranks.connected_pools import (
-    NO_ENDS,
-    BlockEnd,
-    ConnectedPools,
-    PoolServer,
-    end_servers,
-)
+from quire.ranks.connected_pools import BlockEnd, PoolServer, end_servers
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.first_layers import LeadingFirstLayers, RankEnds, RankFirstLayers
 from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
+from quire.ranks.rank_pools import RankPools
 from quire.ranks.shared_pools import NONE as NO_FILE
-from quire.ranks.shared_pools import PoolShare, SharedPools, make_room, mapped, span_bytes
+from quire.ranks.shared_pools import HostArray, PoolShare, WholeBlocks, mapped
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 
@@ -146,8 +140,7 @@ class RankExecutor(NativeExecutor):
                 RankExecutor.allocate_cache(self, command.num_blocks, command.block_size)
                 self._place_pool(command.span)
                 if self.server is not None:
-                    pool = self._pool_bytes
-                    self.server.set_pool(pool.reshape(len(pool), command.num_blocks, -1))
+                    self.server.set_pool(self._pool_array(command.num_blocks))
                 if self._drafts is not None:
                     self._drafts.share_cache()
             case Touch():
@@ -170,6 +163,10 @@ class RankExecutor(NativeExecutor):
                 RankExecutor.run_layers(self, command.batch, command.first, command.end)
             case Stop():
                 raise AssertionError("Stop ends the loop")
+
+    def _pool_array(self, num_blocks: int) -> HostArray:
+        """The pool by blocks of the engine."""
+        return HostArray(self._pool_bytes.reshape(len(self._pool_bytes), num_blocks, -1))
 
     def _place_pool(self, span: int) -> None:
         """Keep the pool in the file of all ranks, where there is one."""
@@ -196,11 +193,8 @@ class MirroredExecutor(RankExecutor):
         poison: bool = False,
     ) -> None:
         super().__init__(program, checkpoint, options, group, poison=poison)
-        self._shares: Sequence[PoolShare] = ()
-        self._span = 0  # bytes of each rank in the file of all pools
-        self._pools: SharedPools | ConnectedPools | None = None
-        self._ends: Mapping[int, BlockEnd] = NO_ENDS
-        self._num_allocations = 0
+        self._pools: RankPools | None = None
+        self._whole: WholeBlocks | None = None  # the blocks of all ranks
         self.lead = Lead(group)
         self.step = 0  # the number of the next Run
         self._draft_share: DraftShare | None = None
@@ -228,61 +222,41 @@ class MirroredExecutor(RankExecutor):
         return 0
 
     def share_blocks(
-        self,
-        shares: Sequence[PoolShare],
-        *,
-        pool_file: int = NO_FILE,
-        ends: Mapping[int, BlockEnd] = NO_ENDS,
+        self, shares: Sequence[PoolShare], *, pool_file: int, ends: Mapping[int, BlockEnd]
     ) -> None:
-        """Have whole blocks here: of the pools of all ranks in a file, or over links to them.
-
-        Before the cache is allocated. shares: of each rank. ends: of the links, by rank.
-        """
-        self._shares, self._ends = shares, ends
-        if pool_file != NO_FILE:
-            self._pool_file = os.dup(pool_file)
+        """See LeadingExecutor."""
+        self._pools = RankPools(
+            shares,
+            pool_file=pool_file,
+            ends=ends,
+            lost=self.lead.lost,  # not of self: an executor that nothing closes is freed
+            sides=1,
+        )
+        self._pool_file = self._pools.pool_file
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """See Executor."""
-        if self._pool_file == NO_FILE:
+        pools = self._pools
+        if pools is None or pools.pool_file == NO_FILE:
             self._send_allocation(num_blocks, block_size)
             super().allocate_cache(num_blocks, block_size)
-            self._num_allocations += 1
-            if self._ends:
-                head_bytes, of_each = self._block_shape()
-                self._pools = ConnectedPools(
-                    self._pool_bytes,
-                    self._ends,
-                    self._shares,
-                    num_blocks=num_blocks,
-                    head_bytes=head_bytes,
-                    blocks_of_each=of_each,
-                    allocation=self._num_allocations,
-                    lost=self.lead.lost,  # not of self: an executor that nothing closes is freed
-                )
-            return
-        super().allocate_cache(num_blocks, block_size)
-        head_bytes, of_each = self._block_shape()
-        pool_bytes = max(
-            share.num_bytes(num_blocks * of_each, head_bytes) for share in self._shares
-        )
-        self._span = span_bytes(pool_bytes)
-        make_room(self._pool_file, self._span, len(self._shares))
-        self._send_allocation(num_blocks, block_size)
-        self._place_pool(self._span)
-        self._pools = SharedPools(
-            self._pool_file,
-            self._shares,
-            span=self._span,
-            num_blocks=num_blocks,
-            head_bytes=head_bytes,
-            blocks_of_each=of_each,
-        )
+            if pools is None:
+                return
+            head_bytes, of_each = self._block_shape()
+        else:
+            super().allocate_cache(num_blocks, block_size)
+            head_bytes, of_each = self._block_shape()
+            pools.make_room(num_blocks, of_each, (head_bytes,))
+            self._send_allocation(num_blocks, block_size)
+            self._place_pool(pools.span)
+        own = self._pool_array(num_blocks)
+        self._whole = pools.joined(lambda: (own,), num_blocks, of_each, (head_bytes,))
 
     def _block_shape(self) -> tuple[int, int]:
         """Return the bytes of a head of a pool's block in one layer, and the pool's blocks for each
         block of the engine."""
-        first_head, end_head = self._shares[0].heads
+        assert self._pools is not None, "whole blocks are here"
+        first_head, end_head = self._pools.shares[0].heads
         head_bytes = self._pool_bytes.shape[2] // (end_head - first_head)
         return head_bytes, 1 if self.pieces is None else self.pieces.blocks_of_each
 
@@ -296,15 +270,14 @@ class MirroredExecutor(RankExecutor):
             num_blocks=num_blocks,
             block_size=block_size,
             own_block_size=self.own_block_size,
-            span=self._span,
+            span=0 if self._pools is None else self._pools.span,
         )
 
     def touch_blocks(self, layer: int, first: int, last: int) -> None:
         """See Executor."""
-        if (
-            self._pools is not None
-        ):  # here: another rank may be late, and the block imported by then
-            self._pools.touch(layer, first, last)
+        if self._whole is not None:
+            # Here: another rank may be late, and the block imported by then.
+            self._whole.touch(layer, first, last)
             return
         with self.lead.turn:
             self.lead.send(Touch(layer=layer, first=first, last=last))
@@ -313,26 +286,26 @@ class MirroredExecutor(RankExecutor):
     @property
     def has_whole_blocks(self) -> bool:
         """Whether blocks are exported, imported and touched over all ranks, from here."""
-        return self._pools is not None
+        return self._whole is not None
 
     @property
     def block_bytes(self) -> int:
-        """See Executor; of a whole block, where pools are in a file."""
-        return super().block_bytes if self._pools is None else self._pools.block_bytes
+        """See Executor; of a whole block, where all ranks' leave and enter here."""
+        return super().block_bytes if self._whole is None else self._whole.block_bytes
 
     def export_block(self, block: int, out: NDArray[np.uint8]) -> None:
         """See Executor."""
-        if self._pools is None:
+        if self._whole is None:
             super().export_block(block, out)
         else:
-            self._pools.export_block(block, out)
+            self._whole.export_block(block, out)
 
     def import_block(self, block: int, raw: NDArray[np.uint8]) -> None:
         """See Executor."""
-        if self._pools is None:
+        if self._whole is None:
             super().import_block(block, raw)
         else:
-            self._pools.import_block(block, raw)
+            self._whole.import_block(block, raw)
 
     def copy_blocks(self, copy_from: Int32s, copy_to: Int32s) -> None:
         """See Executor."""
@@ -350,13 +323,12 @@ class MirroredExecutor(RankExecutor):
 
     def close(self) -> None:
         """Let the other ranks stop; free threads and memory."""
-        if not self.group.native.is_aborted:
-            end_servers(self._ends.values())
+        if self._pools is not None and not self.group.native.is_aborted:
+            end_servers(self._pools.ends.values())
         self.lead.stop()
         super().close()
-        if self._pool_file != NO_FILE:
-            os.close(self._pool_file)
-            self._pool_file = NO_FILE
+        if self._pools is not None:
+            self._pools.close()
 
     def _run(
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE

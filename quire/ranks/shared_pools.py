@@ -176,6 +176,56 @@ class SharedPools:
                 touch_pages(pool.blocks[layer - layers.start, first:last])
 
 
+class PoolArray(Protocol):
+    """One array of a rank's pool, by blocks of the engine: in memory here, or on a device."""
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block in one layer."""
+
+    def read(self, block: int) -> Bytes:
+        """Return the bytes of a block [layers, size], valid until the next call."""
+
+    def write(self, block: int, part: Bytes) -> None:
+        """Make a block these bytes."""
+
+    def touch(self, layer: int, first: int, last: int) -> None:
+        """Write a zero to each page of blocks of a layer that were never written."""
+
+
+class HostArray:
+    """A PoolArray in this process's memory. blocks: [layers, blocks of the engine, bytes]."""
+
+    def __init__(self, blocks: Bytes) -> None:
+        self._blocks = blocks
+
+    @property
+    def layers(self) -> int:
+        """See PoolArray."""
+        return len(self._blocks)
+
+    @property
+    def size(self) -> int:
+        """See PoolArray."""
+        return int(self._blocks.shape[2])
+
+    def read(self, block: int) -> Bytes:
+        """See PoolArray."""
+        return self._blocks[:, block]
+
+    def write(self, block: int, part: Bytes) -> None:
+        """See PoolArray."""
+        self._blocks[:, block] = part.reshape(self.layers, self.size)
+
+    def touch(self, layer: int, first: int, last: int) -> None:
+        """See PoolArray."""
+        touch_pages(self._blocks[layer, first:last])
+
+
 class WholeBlocks(Protocol):
     """Blocks of the pools of all ranks, as rank 0 has them."""
 
@@ -188,6 +238,9 @@ class WholeBlocks(Protocol):
 
     def import_block(self, block: int, raw: Bytes) -> None:
         """Make a block what export_block gave, here or in an engine of another layout."""
+
+    def touch(self, layer: int, first: int, last: int) -> None:
+        """Write a zero to each page of blocks of a layer that were never written."""
 
 
 class JoinedPools:
@@ -211,6 +264,11 @@ class JoinedPools:
         """See WholeBlocks."""
         for part, own in self._cut(raw):
             part.import_block(block, own)
+
+    def touch(self, layer: int, first: int, last: int) -> None:
+        """See WholeBlocks."""
+        for part in self._parts:
+            part.touch(layer, first, last)
 
     def _cut(self, whole: Bytes) -> Iterator[tuple[WholeBlocks, Bytes]]:
         first = 0

@@ -20,7 +20,6 @@ from quire.program.program import Program
 from quire.ranks.commands import Command, CopyBlocks, Run
 from quire.ranks.rank_executor import MirroredExecutor, RankExecutor
 from quire.ranks.stage_lead import StageLead
-from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
 
@@ -61,8 +60,7 @@ class StageExecutor(RankExecutor):
 
 
 class PipelineExecutor(MirroredExecutor):
-    """The Executor of rank 0. layers: how many each stage has. early_loads: of the experts before
-    its own stage.
+    """The Executor of rank 0. layers: how many each stage has.
 
     A PipelinedExecutor (see quire/execute/executor.py).
     """
@@ -84,7 +82,6 @@ class PipelineExecutor(MirroredExecutor):
         super().__init__(program, checkpoint, options, group, poison=poison)
         self.lead: StageLead = StageLead(group, links, layers)
         self.num_layers = 0  # none are computed by themselves: see LayeredExecutor
-        self.early_loads = StageLoads({}, ())
 
     def connect(self, native: _native.Program) -> None:
         """See RankExecutor; and what rows go through."""
@@ -99,13 +96,7 @@ class PipelineExecutor(MirroredExecutor):
     @property
     def expert_loads(self) -> list[list[int]]:
         """See NativeExecutor; of all stages. Raises DeviceLost."""
-        return self.early_loads.followed_by(super().expert_loads, self.lost)
-
-    def close(self) -> None:
-        """See MirroredExecutor."""
-        if not self.group.native.is_aborted:
-            self.early_loads.end()
-        super().close()
+        return self.lead.loads.followed_by(super().expert_loads, self.lost)
 
     def begin_trunk(self, batch: ForwardBatch) -> None:
         """See PipelinedExecutor."""

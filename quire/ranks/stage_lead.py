@@ -1,8 +1,8 @@
 """StageLead: what rank 0 sends the ranks of a pipeline, and what it has still to do itself.
 
 Rank 0 is in the last stage and runs a step later than it lets the other stages begin it. Knows
-commands and links; no executor. Always holds: what rank 0 copies between blocks of its own layers
-keeps its place among its steps.
+commands and links; of an executor, that it leads. Always holds: what rank 0 copies between blocks
+of its own layers keeps its place among its steps.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.native import NONE, TRUNK, Int32s
 from quire.program.batch import NO_SLOTS, ForwardBatch
 from quire.ranks.commands import Allocate, Command, CopyBlocks, Run, Stop, Touch
-from quire.ranks.leading import Lead
+from quire.ranks.leading import Lead, LeadingExecutor
+from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLinks
 
 
@@ -29,12 +31,22 @@ class _Begun:
     batch: ForwardBatch
 
 
+class LeadingStages(LeadingExecutor, Protocol):
+    """The LeadingExecutor of a pipeline."""
+
+    @property
+    def lead(self) -> StageLead:
+        """See LeadingExecutor."""
+
+
 class StageLead(Lead):
-    """A Lead with the stages before its own. layers: how many each stage has."""
+    """A Lead with the stages before its own. layers: how many each stage has. loads: of the experts
+    before its own stage."""
 
     def __init__(self, group: SharedMemoryRank, links: StageLinks, layers: tuple[int, ...]) -> None:
         super().__init__(group)
         self.links, self.layers = links, layers
+        self.loads = StageLoads({}, ())
         self._num_begun = 0
         self._due: deque[_Begun | CopyBlocks] = deque()  # what this rank has still to do, in order
 
@@ -104,6 +116,7 @@ class StageLead(Lead):
     def stop(self) -> None:
         """Let all stages stop."""
         if not self.group.native.is_aborted:
+            self.loads.end()
             with suppress(DeviceLost):  # it is over in any case
                 self._send_ahead(Stop())
         super().stop()

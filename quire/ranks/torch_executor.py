@@ -36,18 +36,17 @@ from quire.ranks.commands import (
     Stop,
     Touch,
 )
-from quire.ranks.connected_pools import NO_ENDS, BlockEnd, PoolServer, end_servers
+from quire.ranks.connected_pools import BlockEnd, PoolServer, end_servers
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.leading import Lead
 from quire.ranks.other_ranks import OtherRanks
 from quire.ranks.own_pieces import OwnPieces
+from quire.ranks.rank_pools import SIDES, RankPools, head_bytes_of
 from quire.ranks.shared_pools import NONE as NO_FILE
-from quire.ranks.shared_pools import PoolShare, WholeBlocks, mapped
+from quire.ranks.shared_pools import PoolArray, PoolShare, WholeBlocks, mapped
 from quire.ranks.stage_lead import StageLead
-from quire.ranks.stage_loads import StageLoads
 from quire.ranks.stages import StageLinks
 from quire.ranks.torch_first_layers import LeadingTorchFirstLayers, TorchRankFirstLayers
-from quire.ranks.torch_pools import TorchPools, head_bytes_of
 from quire.sampling.batch import SampleBatch, TokenChoice
 from quire.sampling.scoring import ScoreBatch, Scores
 
@@ -134,8 +133,8 @@ class TorchRank(TorchExecutor):
         """Blocks of this rank's pool for each block of the engine."""
         return 1 if self.pieces is None else self.pieces.blocks_of_each
 
-    def _pool_arrays(self) -> list[Bytes]:
-        """The pool's memory, by blocks of the engine."""
+    def _pool_arrays(self) -> Sequence[PoolArray]:
+        """The arrays of the pool, by blocks of the engine."""
         num_blocks = self._pool.num_blocks // self._blocks_of_each
         return self._pool.arrays(num_blocks)
 
@@ -206,7 +205,7 @@ class MirroredTorch(TorchRank):
 
     lead: Lead
     processes: OtherRanks
-    _pools: TorchPools | None = None
+    _pools: RankPools | None = None
     _draft_share: DraftShare | None = None
     _whole: WholeBlocks | None = None  # the blocks of all ranks, where they leave and enter
 
@@ -217,14 +216,12 @@ class MirroredTorch(TorchRank):
         self._step_number = 0  # of the next Run, where there are stages
 
     def share_blocks(
-        self,
-        shares: Sequence[PoolShare],
-        *,
-        pool_file: int = NO_FILE,
-        ends: Mapping[int, BlockEnd] = NO_ENDS,
+        self, shares: Sequence[PoolShare], *, pool_file: int, ends: Mapping[int, BlockEnd]
     ) -> None:
-        """Have whole blocks here, before the cache is allocated: see MirroredExecutor."""
-        self._pools = TorchPools(shares, pool_file=pool_file, ends=ends, lost=self.lead.lost)
+        """See LeadingExecutor."""
+        self._pools = RankPools(
+            shares, pool_file=pool_file, ends=ends, lost=self.lead.lost, sides=SIDES
+        )
         self.pool_file = self._pools.pool_file
 
     def draft_by(self, share: DraftShare) -> None:
@@ -274,10 +271,11 @@ class MirroredTorch(TorchRank):
             super().begin_moving(num_blocks)
 
     def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
-        """See AsyncExecutor: what is queued is done, and the other ranks have stored what a step of
-        this one has waited for."""
+        """See AsyncExecutor: once what is queued here is done, the other ranks have stored what a
+        step of this one has waited for."""
         if self._whole is None:
             return super().export_blocks(blocks, outs)
+        self.mark()()
         for block, out in zip(blocks.tolist(), outs, strict=True):
             self._whole.export_block(block, out)
         return _nothing
@@ -411,7 +409,6 @@ class TorchPipeline(MirroredTorch):
     """
 
     lead: StageLead
-    early_loads = StageLoads({}, ())
 
     def lead_stages(self, links: StageLinks, layers: tuple[int, ...]) -> None:
         """Lead the stages before too, after `attach`. layers: how many each stage has."""
@@ -420,13 +417,7 @@ class TorchPipeline(MirroredTorch):
     @property
     def expert_loads(self) -> list[list[int]]:
         """See TorchExecutor; of all stages. Raises DeviceLost."""
-        return self.early_loads.followed_by(super().expert_loads, self.lost)
-
-    def close(self) -> None:
-        """See MirroredTorch."""
-        if not self.group.native.is_aborted:
-            self.early_loads.end()
-        super().close()
+        return self.lead.loads.followed_by(super().expert_loads, self.lost)
 
     @property
     def num_stages(self) -> int:

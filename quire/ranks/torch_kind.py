@@ -1,7 +1,8 @@
 """TorchRanks: ranks that compute with PyTorch, on CPU tensors or on a GPU each.
 
-Knows devices and transports; no program. CPU tensors, and ranks of several machines, exchange by
-the group's own transport; GPUs of one machine by NCCL (quire/execute/gpu/process_group.py). Always
+Knows devices and transports; no program. CPU tensors, and ranks of several machines that gather
+together, exchange by the group's own transport, through host memory; GPUs of one machine by NCCL
+(quire/execute/gpu/process_group.py). Always
 holds: the ranks of a group have the same kind of device and the same transport.
 """
 
@@ -26,7 +27,8 @@ from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
-from quire.ranks.leading import LeadingExecutor, LeadingStages
+from quire.ranks.leading import LeadingExecutor
+from quire.ranks.stage_lead import LeadingStages
 from quire.ranks.stages import StageLinks
 from quire.ranks.torch_executor import MirroredTorch, TorchPipeline, TorchRank
 from quire.weights.checkpoint import Checkpoint
@@ -108,7 +110,8 @@ class TorchSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRanks:
-    """A RankKind (see kinds.py). settings: of rank 0; others have the GPUs after its own."""
+    """A RankKind (see kinds.py). settings: of rank 0; others have the GPUs after its own, those of
+    another machine the ones that their launcher has numbered (OwnMachine)."""
 
     settings: TorchSettings
 
@@ -202,20 +205,17 @@ class TorchRanks:
         return self.settings.executor_class(TorchRank, poison=False)
 
 
-def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: bool) -> TorchRanks:
-    """Return ranks like an executor of one process. is_here: whether all are on this machine.
-    Raises SettingError, which names what was `asked` for."""
+def ranks_like(
+    one: TorchExecutorClass, *, num_ranks: int, of_stage: int, num_here: int, asked: str
+) -> TorchRanks:
+    """Return ranks like an executor of one process. of_stage: how many gather together. num_here:
+    on this machine; the others have as many. Raises SettingError, which names what was `asked`."""
     is_gpu = one.device.type != "cpu"
-    if is_gpu and not is_here:
+    if is_gpu and (found := num_cards_from(one.device)) < num_here:
+        of_all = "" if num_here == num_ranks else f", {num_here} of them on this machine"
         raise SettingError(
-            f"{asked}, on GPUs of several machines: only GPUs of one machine have a transport for "
-            "now; take --distributed-executor-backend mp, let the launcher start all ranks on one "
-            "machine (torchrun --nnodes 1), or compute on CPUs (--executor native)"
-        )
-    if is_gpu and (found := num_cards_from(one.device)) < num_ranks:
-        raise SettingError(
-            f"{asked}, which are {num_ranks} ranks with a GPU each, and from {one.device} on there "
-            f"are {found} GPUs: take fewer ranks, or show more GPUs to this process"
+            f"{asked}, which are {num_ranks} ranks with a GPU each{of_all}, and from {one.device} "
+            f"on there are {found} GPUs: take fewer ranks, or show more GPUs to this process"
         )
     name = f"quire-ranks-{secrets.token_hex(16)}"
     return TorchRanks(
@@ -224,7 +224,7 @@ def ranks_like(one: TorchExecutorClass, *, num_ranks: int, asked: str, is_here: 
             exact=one.exact,
             has_fp8=one.has_fp8,
             captures=one.captures,
-            transport="nccl" if is_gpu else "host",
+            transport="nccl" if is_gpu and num_here % of_stage == 0 else "host",
             rendezvous_files=os.path.join(tempfile.gettempdir(), name),
             timeout_s=TIMEOUT_S,
         )

@@ -70,7 +70,7 @@ class LayoutPlan:
     decoded token, exchanges and messages. one_ms: of a token of one request alone. requests: that
     decode at once in one replica, as its KV cache holds them. tokens_per_s: of all of them.
     prefill_s: of one prompt of the compared length, alone. speedups: over one device that holds all
-    (computed). runs: whether Quire has a transport for it."""
+    (computed)."""
 
     layout: Layout
     needs: MemoryNeeds
@@ -82,7 +82,6 @@ class LayoutPlan:
     prefill_s: float
     speedup_of_one: float
     speedup_of_all: float
-    runs: bool = True
 
     @property
     def efficiency(self) -> float:
@@ -190,8 +189,6 @@ class LayoutPlanner:
             prefill_s=self._prefill_s(layout),
             speedup_of_one=self._token_ms(whole, 1) / one_ms,
             speedup_of_all=tokens_per_s * self._stage_ms(whole, requests) / (1e3 * requests),
-            runs=not planner.device.is_gpu
-            or (layout.devices <= self.links.per_node and layout.context == 1),
         )
 
     # ---- memory
@@ -305,10 +302,8 @@ def _stage_weight_bytes(share: Program, stages: int, part: float) -> int:
 
 def recommended(plans: list[LayoutPlan], num_devices: int) -> LayoutPlan | None:
     """Return the layout of the most tokens per second on all devices, as replicas of it: of those
-    within 2 % the one with the fastest single request; None where none fits. One that does not run
-    only where none that runs fits."""
+    within 2 % the one with the fastest single request; None where none fits."""
     fitting = [plan for plan in plans if not plan.problem]
-    fitting = [plan for plan in fitting if plan.runs] or fitting
     if not fitting:
         return None
 
@@ -337,13 +332,6 @@ def reasons(
             f"{chosen.received_bytes / 1e3:,.0f} kB a token at {links.node_gb_per_s:g} GB/s, "
             f"{links.node_gb_per_s / links.network_gb_per_s:.0f}x the rate between nodes"
         )
-    if layout.context > 1 and not chosen.runs:
-        yield "ranks on GPUs do not divide positions yet: this layout is computed only"
-    elif not chosen.runs:
-        yield (
-            f"no node of {links.per_node} devices holds it, and ranks on GPUs of several machines "
-            "have no transport yet: this layout is computed only"
-        )
     if layout.experts:
         yield "whole experts on ranks: products keep their width, and less is exchanged or read"
     if layout.stages > 1:
@@ -352,7 +340,7 @@ def reasons(
             "nothing from them"
         )
     yield from _context_reasons(plans, chosen)
-    fitting = [plan for plan in plans if not plan.problem and plan.runs >= chosen.runs]
+    fitting = [plan for plan in plans if not plan.problem]
     small = min(fitting, key=lambda plan: (plan.layout.devices, plan.one_ms))
     if small.layout.devices < layout.devices:
         others = num_devices // small.layout.devices
@@ -434,7 +422,6 @@ def _row(plan: LayoutPlan, num_devices: int) -> dict[str, Any]:
         "enable_expert_parallel": layout.experts,
         "replicas": replicas,
         "fits": not plan.problem,
-        "runs": plan.runs,
         "weights_bytes": plan.needs.weights_bytes,
         "kv_bytes_per_token": plan.needs.token_bytes,
         "nccl_bytes": plan.needs.exchange_bytes,

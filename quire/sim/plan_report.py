@@ -427,7 +427,7 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
         (
             row["layout"],
             str(row["replicas"]),
-            ("yes" if row["runs"] else "yes*") if row["fits"] else "no",
+            "yes" if row["fits"] else "no",
             amount(row["weights_bytes"], "B"),
             amount(row["received_bytes_per_token"], "B"),
             _rate(row["one_request_tokens_per_s"]),
@@ -444,11 +444,6 @@ def _layouts_text(layouts: Mapping[str, Any]) -> str:
         "are those of a rank. Speedup: of one request over one device that held all. "
         "Efficiency: the speedup of all over the devices of a replica."
     )
-    if any(row["fits"] and not row["runs"] for row in layouts["layouts"]):
-        about += (
-            " *: computed only, since ranks on GPUs are those of one machine for now, and do not "
-            "divide positions."
-        )
     if layouts["recommended"] is None:
         advice = "No layout of so many devices holds the model."
     else:

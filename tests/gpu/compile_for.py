@@ -32,15 +32,24 @@ from quire.execute.gpu.kernels.activation import activation
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.kernels.choose_tokens import choose_tokens
+from quire.execute.gpu.kernels.context_merge import merge_ranks
 from quire.execute.gpu.kernels.device_params import DeviceSamplingParams
 from quire.execute.gpu.kernels.edit_logits import Edits, add_late_tokens, edit_logits
-from quire.execute.gpu.kernels.experts import experts
+from quire.execute.gpu.kernels.grouped import GroupRoom, Groups, grouped
+from quire.execute.gpu.kernels.grouped_ints import StackedBytes, StackedInt4, grouped_ints
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.norm import norm
+from quire.execute.gpu.kernels.routing import (
+    HolderTables,
+    OwnSlots,
+    choose_slots,
+    route,
+    weighted_sum,
+)
 
 F32, I32, E4M3 = torch.float32, torch.int32, torch.float8_e4m3fn
 TARGET = GPUTarget("cuda", 90, 32)
@@ -307,10 +316,60 @@ def _rows(columns: int, scaled: str, dtype: torch.dtype = E4M3) -> ByteRows:
     return ByteRows.empty(8, columns, "meta", dtype=dtype, scaled=scaled)
 
 
+EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768
+
+
+def _groups(rows: int) -> Groups:
+    ids = tensor(rows, CHOICES, dtype=I32)
+    return Groups.of(ids, EXPERTS, GroupRoom.of(rows * CHOICES, EXPERTS, "meta"))
+
+
 def _experts(rows: int) -> None:
-    ids, shares = tensor(rows, 8, dtype=I32), tensor(rows, 8, dtype=F32)
-    x, gate_up, down = tensor(rows, 2048), tensor(128, 2 * 768, 2048), tensor(128, 2048, 768)
-    experts(x, gate_up, down, ids, shares, tensor(rows, 2048, dtype=F32))
+    both, y = tensor(rows * CHOICES, 2 * INNER), tensor(rows * CHOICES, HIDDEN, dtype=F32)
+    groups = _groups(rows)
+    grouped(
+        tensor(rows, HIDDEN), tensor(EXPERTS, 2 * INNER, HIDDEN), both, groups, slots_a_row=CHOICES
+    )
+    grouped(both[:, :INNER], tensor(EXPERTS, HIDDEN, INNER), y, groups)
+
+
+def _int_experts(rows: int, group: int) -> None:
+    x = quantize_rows(tensor(rows, HIDDEN), ByteRows.empty(rows, HIDDEN, "meta"))
+    weights: StackedBytes | StackedInt4
+    if group:
+        packed = tensor(EXPERTS, 2 * INNER // 64, HIDDEN // 128, 64, 64, dtype=torch.uint8)
+        scales = tensor(EXPERTS, HIDDEN // group, 2 * INNER)
+        weights = StackedInt4(packed, scales, None, group, HIDDEN)
+    else:
+        values = tensor(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.int8)
+        weights = StackedBytes(values, tensor(EXPERTS, 2 * INNER, dtype=F32))
+    grouped_ints(x, weights, tensor(rows * CHOICES, 2 * INNER), _groups(rows), slots_a_row=CHOICES)
+
+
+def _routing() -> None:
+    logits, ids = tensor(8, EXPERTS, dtype=F32), tensor(8, CHOICES, dtype=I32)
+    shares, starts = tensor(8, CHOICES, dtype=F32), tensor(9, dtype=I32)
+    route(logits, tensor(EXPERTS, dtype=F32), logits, top_k=CHOICES, is_normalized=True)
+    route(logits, None, logits, top_k=CHOICES, groups=8, top_groups=4, is_sigmoid=True)
+    table, copies = tensor(EXPERTS, 2, dtype=I32), tensor(EXPERTS, dtype=I32)
+    choose_slots(
+        logits,
+        ids,
+        shares,
+        starts=starts,
+        sequences=8,
+        loads=tensor(EXPERTS, dtype=torch.int64),
+        holders=HolderTables(table, copies, copies, rank=1),
+        own=OwnSlots(ids, ids),
+    )
+    outputs, y = tensor(2, 8 * CHOICES, HIDDEN, dtype=F32), tensor(8, HIDDEN, dtype=F32)
+    weighted_sum(outputs, ids, shares, y, owners=ids)
+
+
+def _context() -> None:
+    parts, merges = tensor(2, 16, 8, 1, 128 + 2, dtype=F32), tensor(8, 3, dtype=I32)
+    y = tensor(64, 16 * 128)
+    merge_ranks(parts, merges, tensor(64, dtype=I32), y, heads=16, window=1024)
 
 
 CASES: dict[str, Callable[[], Any]] = ATTENTION | {
@@ -348,6 +407,11 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "fp8 by channel, 2048 rows": lambda: _fp8(2048, by_block=False),
     "experts, 4 rows": lambda: _experts(4),
     "experts, 4096 rows": lambda: _experts(4096),
+    "experts in int8, 4096 rows": lambda: _int_experts(4096, 0),
+    "experts in int4-g32, 4 rows": lambda: _int_experts(4, 32),
+    "experts in int4-g128, 4096 rows": lambda: _int_experts(4096, 128),
+    "choice of experts": _routing,
+    "parts of ranks": _context,
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),

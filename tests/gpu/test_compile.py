@@ -34,7 +34,10 @@ MAX_SPILLED = {
 # Kernels that must keep several matrix instructions in flight per loop.
 FLOWING = ("_linear", "_linear_bytes", "_grouped", "attention_items")
 # Only these kernels contain explicit multiply-adds.
-FUSED = ("_linear", "_grouped", "_combine", "attention_items", "merge_partials")
+FUSED = (
+    *("_linear", "_grouped", "_weighted_sum"),
+    *("attention_items", "merge_partials", "_merge_ranks"),
+)
 
 
 def printed(module: str, cache: Path, shares: Sequence[Sequence[str]] = ((),)) -> list[str]:

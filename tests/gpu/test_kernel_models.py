@@ -6,6 +6,7 @@ The kernels run in the interpreter on CPU tensors, along the code path of a GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from tests.gpu.torch_models import (  # noqa: E402
 from tests.kernels.sampling_cases import assert_same_choice, make_batch  # noqa: E402
 from tests.models.case import Case  # noqa: E402
 from tests.models.cases import DENSE  # noqa: E402
+from tests.models.cases_experts import QWEN2_MOE, QWEN3_MOE  # noqa: E402
 from tests.models.generate import logits_of  # noqa: E402
+from tests.tiny_models import write_tiny  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -36,6 +39,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 TOLERANCES = {DType.F32: 1e-4, DType.BF16: 0.02}
 OF_INTEGERS = 0.05
 FEW = 4  # tokens
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_experts": 7,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+}
 LLAMA = Case("llama", {"num_hidden_layers": 1}, seed=3, stored="bf16")
 # Families that use different kernels: soft caps; head norms, windows by layer; layer norms with
 # biases, learned positions.
@@ -96,6 +105,22 @@ def test_a_checkpoint_with_static_scales_matches_the_reference(tmp_path: Path) -
     found = sequence_logits(executor, ids, max_positions=program.max_positions)
     right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
     assert _differ(found, right) <= OF_INTEGERS
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [(QWEN2_MOE, ()), (QWEN3_MOE, ("int4-g32",))],
+    ids=["qwen2-moe", "qwen3-moe-int4"],
+)
+def test_mixtures_match_the_reference_and_chunks_change_no_bit(
+    config: dict[str, Any], params: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = write_tiny(tmp_path, config | SMALL, seed=6)
+    dtype, ids = DType.BF16 if params else DType.F32, list(range(3, 8))
+    found, right = _logits(folder, dtype, ids, *params, chunk=5)
+    assert _differ(found, right) <= (OF_INTEGERS if params else TOLERANCES[dtype])
+    other, _ = _logits(folder, dtype, ids, *params, chunk=3)
+    assert np.array_equal(other, found)
 
 
 @pytest.mark.parametrize("params", [(), ("fp8", "fp8")])

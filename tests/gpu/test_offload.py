@@ -84,7 +84,7 @@ def offloading(
         bind(program, open_checkpoint(folder)),
         CPU,
         None,
-        pack=packed_for(kernels),
+        **packed_for(kernels),
         kept=lambda name, weight: to_host(weight, CpuStream()) if name in in_host else weight,
     )
     executor = TorchExecutor(

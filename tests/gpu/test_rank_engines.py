@@ -79,9 +79,13 @@ def test_whole_experts_drafts_and_a_tier_of_another_layout_change_no_answer(
     assert sum(map(sum, stats.expert_tokens_total))
 
 
-def test_a_tier_of_ranks_on_gpus_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_has_no_gpus_for_ranks_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     card = TorchExecutorClass(torch.device("cuda", 0))
     monkeypatch.setattr(torch_choice, "torch_class", lambda config: card)
-    asked = {"executor": "torch", "tensor_parallel_size": 2, "kv_tier_path": "tier"}
-    with pytest.raises(SettingError, match="ranks on GPUs have no whole blocks for a tier yet"):
+    asked = {
+        "executor": "torch",
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "ray",
+    }
+    with pytest.raises(SettingError, match=r"ray, which places ranks by their CPUs.*torchrun"):
         torch_choice.torch_ranks(engine_config(asked))

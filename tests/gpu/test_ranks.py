@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import DeviceLost, ModelError, SettingError
@@ -27,12 +25,11 @@ from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.config.proposer_kinds import HEADS as HEAD_KINDS
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.gpu import executor_class as torch_class
-from quire.execute.gpu.exchange import HostExchange, RankEnds
-from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
+from quire.execute.gpu.exchange import HostExchange
+from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.kernels import linear_fixed
 from quire.execute.gpu.limits import NCCL_BYTES
-from quire.execute.gpu.load import load
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import PIECE_POSITIONS, Weight
@@ -42,12 +39,12 @@ from quire.program.row_parallel import TpMode
 from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
+from quire.ranks.own_pieces import OwnPieces
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.torch_executor import MirroredTorch, TorchPipeline
 from quire.ranks.torch_kind import TorchRanks, ranks_like
 from quire.sampling.batch import NoiseKeys, SampleBatch
 from quire.sampling.scoring import ScoreBatch
-from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.conftest import SHOWN
 from tests.connected_ranks import connected_site
@@ -63,8 +60,19 @@ from tests.exact.test_context import MAX_MODEL_LEN, long_case
 from tests.exact.test_ranks import GOALS, MAX_SHOWN, case_for_ranks
 from tests.exact.test_stages import CountingRunner, case_for_stages
 from tests.exact.workload import VOCAB_SIZE, Case
-from tests.gpu.launch_capture import RankCapture
-from tests.gpu.torch_models import CPU, packed_for, program_of, sequence_logits, torch_executor
+from tests.gpu.rank_kernels import (
+    CHUNK,
+    IDS,
+    LIMITS,
+    POSITIONS,
+    ByTurns,
+    Float32s,
+    by_kernels,
+    kernel_logits,
+    kernel_rank,
+    of_rank,
+)
+from tests.gpu.torch_models import CPU, program_of, torch_executor
 from tests.models.cases_experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from tests.models.cases_gemma import GEMMA3
 from tests.models.cases_qwen import QWEN3
@@ -75,20 +83,17 @@ from tests.tiny_models import write_tiny, write_tiny_llama
 
 pytestmark = pytest.mark.gpu
 
-Float32s = NDArray[np.float32]
 NUM_CASES = int(os.environ.get("QUIRE_GPU_EXACT_RANK_CASES", "6"))
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZE = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 512, "num_hidden_layers": 2}
 SEVEN = {"num_local_experts": 7}
-IDS, CHUNK, POSITIONS = list(range(3, 43)), 17, 64
-LIMITS = StepLimits(max_tokens=CHUNK, max_samples=CHUNK, max_sequences=1)
 OPTIONS = ExecutorOptions(limits=LIMITS)
 ONE = TorchExecutorClass(CPU, poison=True)
 
 
 def kind(transport: str = "host") -> TorchRanks:
     """Return ranks of CPU tensors."""
-    made = ranks_like(ONE, num_ranks=4, asked="ranks", is_here=True)
+    made = ranks_like(ONE, num_ranks=4, of_stage=4, num_here=4, asked="ranks")
     settings: Any = replace(made.settings, transport=transport)  # type: ignore[arg-type]
     return replace(made, settings=settings)
 
@@ -332,11 +337,22 @@ def test_positions_and_heads_on_four_ranks_give_the_bits_of_one_process(tied: Pa
     np.testing.assert_array_equal(ranks, one, strict=True)
 
 
-def test_ranks_in_shared_memory_and_on_sockets_have_the_blocks_of_one_process(tied: Path) -> None:
-    """Blocks of values and scales, of which each rank has its layers and heads; and its logits."""
+class Apart(TorchRanks):
+    """Ranks of CPU tensors that share no memory with each other, as those with a GPU each."""
+
+    @property
+    def shares_memory(self) -> bool:
+        return False
+
+
+def test_ranks_have_the_blocks_of_one_process_wherever_they_run(tied: Path) -> None:
+    """In shared memory, on sockets and with pools of their own: blocks of values and scales, of
+    which each rank has its layers and heads; and its logits."""
     program = small(program_of(tied, DType.BF16, "none", "int8"))
     found = []
-    for made in (ONE, replace(divided(2, 2), site=connected_site(4)), divided(2)):
+    apart = Apart(settings=kind().settings)
+    layouts = [replace(divided(2, 2), site=connected_site(4)), divided(2), divided(2, kind=apart)]
+    for made in (ONE, *layouts):
         executor: Executor = made(program, open_checkpoint(tied), OPTIONS)
         executor.allocate_cache(POSITIONS // 16 + 1, 16)
         logits = logits_of(executor, IDS, max_positions=POSITIONS, chunk=CHUNK)
@@ -448,97 +464,6 @@ def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chu
 # ---- kernels and captured steps, by threads
 
 
-class ByTurns(HostExchange):
-    """An exchange of threads of which one computes at a time, as the interpreter needs it. kept:
-    gets its calls while a step is captured, in which nothing is exchanged."""
-
-    is_captured = True
-    turn = threading.Lock()
-    kept: Callable[[Callable[[], None]], None] | None = None
-
-    def all_gather(self, own: Tensor, every: Tensor) -> None:
-        self._do(lambda: HostExchange.all_gather(self, own, every))
-
-    def broadcast(self, values: Tensor) -> None:
-        self._do(lambda: HostExchange.broadcast(self, values))
-
-    def _do(self, call: Callable[[], None]) -> None:
-        def in_turn() -> None:
-            ByTurns.turn.release()
-            try:
-                call()
-            finally:
-                ByTurns.turn.acquire()
-
-        if self.kept is None:
-            in_turn()
-        else:
-            self.kept(in_turn)
-
-
-def of_rank(
-    folder: Path,
-    own: Program,
-    exchange: HostExchange,
-    *,
-    kernels: bool = False,
-    capture: RankCapture | None = None,
-) -> TorchExecutor:
-    """Return the executor of one rank in a thread."""
-    binding = bind(own, open_checkpoint(folder))
-    return TorchExecutor(
-        own,
-        load(own, binding, CPU, None, pack=packed_for(kernels)),
-        device=CPU,
-        exact=True,
-        limits=LIMITS,
-        launch=LaunchOptions(
-            kernels=kernels,
-            capture=capture,
-            ends=RankEnds(exchange=exchange),
-        ),
-        poison=True,
-    )
-
-
-def kernel_logits(executor: TorchExecutor, *, late_at: int | None = None) -> Float32s:
-    """Return the logits of a short prompt, in chunks and then token by token.
-
-    late_at: a rank; of each second token the device of the first one has the id, and no host.
-    """
-    chunks = sequence_logits(executor, IDS[:6], max_positions=POSITIONS, chunk=3)
-    tokens = []
-    for position, token_id in enumerate(IDS[:4]):
-        batch = sequence_batch([token_id], position, POSITIONS)
-        if late_at is not None and position % 2:
-            slot = np.zeros(1, np.int32)
-            batch = replace(batch, token_ids=np.zeros(1, np.int32), late_slots=slot)
-            executor._last.put(slot, np.array([0 if late_at else token_id], np.int32))
-        executor.run_trunk(batch, head_rows=1)
-        tokens.append(torch.as_tensor(executor.run_head(batch, 0, 1)).clone().numpy())
-    return np.concatenate([chunks, *tokens])
-
-
-def by_kernels(folder: Path, program: Program, degree: int) -> list[tuple[Float32s, int]]:
-    """Return the logits of each rank, and how many of its steps were replayed."""
-
-    def run(group: InProcessRank) -> tuple[Float32s, int]:
-        own = shard(program, degree=degree, rank=group.rank)
-        exchange = ByTurns(group, rank=group.rank, degree=degree)
-        capture = RankCapture(exchange)
-        with ByTurns.turn:
-            executor = of_rank(folder, own, exchange, kernels=True, capture=capture)
-            executor.allocate_cache(POSITIONS // 16 + 1, 16)
-            first = kernel_logits(executor, late_at=group.rank)
-            again = kernel_logits(executor, late_at=group.rank)
-            np.testing.assert_array_equal(first, again, strict=True)
-            # Late tokens are one more exchange.
-            assert max(capture.exchanges) == min(capture.exchanges) + 1
-            return again, executor.steps_replayed
-
-    return on_all_ranks(InProcessGroup(degree, timeout_s=300.0).ranks(), run)
-
-
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let products of a tiny model have several pieces, as those of a large one have."""
@@ -564,12 +489,78 @@ def test_kernels_and_captured_steps_of_ranks_give_the_bits_of_one_process(
         if weight.columns
     ]
     assert any(undivided != share for undivided, share in pieces), "the case shows nothing"
-    for logits, num_replayed in by_kernels(folder, program, 2):
+    for logits, num_replayed, _ in by_kernels(folder, program, 2):
         np.testing.assert_array_equal(logits, whole, strict=True)
         assert num_replayed
     # By the share's own shape a rank would sum in another order.
     monkeypatch.setattr(Weight, "undivided_rows", property(lambda weight: weight.rows))
-    assert not all(np.array_equal(logits, whole) for logits, _ in by_kernels(folder, program, 2))
+    assert not all(np.array_equal(logits, whole) for logits, _, _ in by_kernels(folder, program, 2))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of slots that nothing was computed for
+@pytest.mark.parametrize(
+    ("experts", "precision"),
+    [(None, "none"), (ExpertPlan(loads=((9, 1, 1, 1, 1, 1, 1),), redundant=2), "int8")],
+    ids=["by columns", "whole, with copies, int8"],
+)
+def test_kernels_of_mixtures_on_ranks_give_the_bits_of_one_process(
+    experts: ExpertPlan | None, precision: str, tmp_path: Path
+) -> None:
+    """Experts by columns, and whole ones with copies, captured steps and late tokens included; a
+    row of a captured step past the batch's chooses no expert."""
+    more = {"num_hidden_layers": 1, "num_experts": 7, "hidden_size": 64}
+    folder = write_tiny(tmp_path, QWEN2_MOE | SIZE | HEADS | more, seed=23)
+    program = small(program_of(folder, DType.BF16, precision))
+    whole_executor = torch_executor(folder, program, kernels=True, max_tokens=CHUNK)
+    whole = kernel_logits(whole_executor)
+    rows = 10
+    loads = whole_executor.expert_loads
+    assert [sum(counts) for counts in loads] == [rows * QWEN2_MOE["num_experts_per_tok"]]
+    for logits, num_replayed, rank_loads in by_kernels(folder, program, 2, experts):
+        np.testing.assert_array_equal(logits, whole, strict=True)
+        assert num_replayed
+        assert rank_loads == [[2 * count for count in counts] for counts in loads], "both rounds"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of items that are parts, not whole rows
+def test_kernels_of_ranks_that_divide_positions_give_the_bits_of_one_process(
+    tmp_path: Path,
+) -> None:
+    """A prompt of two pieces in chunks and single tokens, under a window, with heads that do not
+    divide; test_context_steps.py has more pieces and ranks."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+    more = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 1024}
+    layers = {"layer_types": ["sliding_attention"], "sliding_window": 200}
+    layers |= {"num_hidden_layers": 1}
+    folder = write_tiny(tmp_path, GEMMA3 | SIZE | heads | more | layers, seed=25)
+    program = replace(program_of(folder, DType.F32), max_positions=1024)
+    ids = np.random.default_rng(5).integers(0, program.vocab_size, 262).tolist()
+    chunks = [(0, 100), (100, 259), (259, 260), (260, 262)]
+    limits = StepLimits(max_tokens=160, max_samples=2, max_sequences=1)
+
+    def run(executor: TorchExecutor, block_size: int, own: OwnPieces | None) -> Float32s:
+        executor.allocate_cache(1024 // 16 + 1, 16)
+        rows = []
+        for start, end in chunks:
+            batch = sequence_batch(ids[start:end], start, 1024, block_size)
+            last = np.arange(max(end - start - 2, 0), end - start, dtype=np.int32)
+            batch = replace(batch, sample_rows=last)
+            executor.run_trunk(batch if own is None else own.batch(batch))
+            logits = executor.run_head(batch, 0, len(last))
+            rows.append(torch.as_tensor(logits).clone().numpy())
+        return np.concatenate(rows)
+
+    def of_rank(group: InProcessRank) -> Float32s:
+        own = shard(program, degree=2, rank=group.rank, context=2)
+        exchange = ByTurns(group, rank=group.rank, degree=2)
+        pieces = OwnPieces(ranks=2, rank=group.rank, block_size=16)
+        with ByTurns.turn:
+            executor = kernel_rank(folder, own, exchange, limits)
+            return run(executor, pieces.engine_block_size, pieces)
+
+    whole = run(kernel_rank(folder, program, None, limits), 16, None)
+    for found in on_all_ranks(InProcessGroup(2, timeout_s=300.0).ranks(), of_rank):
+        np.testing.assert_array_equal(found, whole, strict=True)
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -603,10 +594,11 @@ def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     asked: Callable[..., Any] = ranks_like
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(SettingError, match=r"from cuda:1 on there are 2 GPUs: take fewer ranks"):
-        asked(card, num_ranks=4, asked="tensor_parallel_size is 4", is_here=True)
-    with pytest.raises(SettingError, match="only GPUs of one machine have a transport"):
-        asked(card, num_ranks=2, asked="tensor_parallel_size is 2", is_here=False)
-    ranks = ranks_like(card, num_ranks=2, asked="", is_here=True)
+        asked(card, num_ranks=4, of_stage=4, num_here=4, asked="tensor_parallel_size is 4")
+    several = {"num_ranks": 4, "num_here": 2, "asked": ""}
+    assert asked(card, of_stage=2, **several).settings.transport == "nccl", "within each machine"
+    assert asked(card, of_stage=4, **several).settings.transport == "host"
+    ranks = asked(card, num_ranks=2, of_stage=2, num_here=2, asked="")
     assert not ranks.shares_memory
     assert ranks.plans_in_flight() == 2
     first, second = (ranks.start_fields(rank) for rank in range(2))
@@ -637,18 +629,15 @@ def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied:
     assert by_nccl.memory_for(program, LIMITS).exchange_bytes == 0, "one rank exchanges nothing"
 
 
-def test_what_ranks_of_gpus_do_not_compute_yet_is_refused_by_name(
-    tied: Path, mixture: Path
-) -> None:
-    """A mixture in fp8 on CPU tensors too."""
+def test_what_the_executor_does_not_compute_is_refused_by_name(tied: Path, mixture: Path) -> None:
+    """Experts in fp8, on any device; mixtures and pieces of positions are computed."""
     card = TorchExecutorClass(torch.device("cuda", 0))
+    card.check_program(program_of(mixture, DType.BF16, "int4"))
     ranks = TorchRanks(settings=replace(kind().settings, device="cuda:0"))
-    on_cards = RankedExecutorClass(degree=2, context=2, kind=ranks)
-    with pytest.raises(ModelError, match=r"mixture of experts.*on a GPU yet.*--executor native"):
-        card.check_program(program_of(mixture, DType.BF16))
-    own, _ = on_cards.programs(program_of(tied, DType.BF16))
-    with pytest.raises(ModelError, match=r"positions of its KV cache.*GPU yet.*--device cpu"):
-        ranks.check_program(own)
+    own, _ = RankedExecutorClass(degree=2, context=2, kind=ranks).programs(
+        program_of(tied, DType.BF16)
+    )
+    ranks.check_program(own)
     with pytest.raises(ModelError, match=r"experts are kept in fp8.*--quantization int8"):
         ONE.check_program(program_of(mixture, DType.BF16, "fp8"))
 

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.gpu
 MAX_STACK = {**MAX_STACK, "attention_items": 192, "_linear": 512}
 MAX_SHARED = 227 * 1024  # bytes per program, on Hopper
 SHARE = "7/40"  # selects other kernels each time a kernel is added
-# Kernels no model uses yet, and copies of blocks within the pool, which PyTorch makes.
-NOT_LAUNCHED = {"_grouped", "_combine", "_copy_runs"}
+# Kernels of ranks, and copies of blocks within the pool, which PyTorch makes.
+NOT_LAUNCHED = {"_merge_ranks", "_copy_runs"}
 KERNELS = """
 import json
 from bench.gpu.launches import seen_kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.graphs import Capture
-from quire.execute.gpu.load import IntWeight, Pack, load
+from quire.execute.gpu.load import load
 from quire.execute.gpu.stream import Stream
 from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import build_program, open_model
@@ -37,13 +38,14 @@ def program_of(
     return with_kv_cache_dtype(quantize(plain, precision), kv_cache_dtype)
 
 
-def packed_for(kernels: bool) -> Pack:
-    """Return the packing of integer weights."""
+def packed_for(kernels: bool) -> dict[str, Any]:
+    """Return how `load` packs integer weights, and those of experts."""
     if not kernels:
-        return IntWeight.of
+        return {}
+    from quire.execute.gpu.kernels.grouped_ints import stacked
     from quire.execute.gpu.products import pack_ints
 
-    return pack_ints
+    return {"pack": pack_ints, "stack": stacked}
 
 
 def torch_executor(
@@ -63,7 +65,7 @@ def torch_executor(
     """
     executor = TorchExecutor(
         program,
-        load(program, bind(program, open_checkpoint(folder)), CPU, None, pack=packed_for(kernels)),
+        load(program, bind(program, open_checkpoint(folder)), CPU, None, **packed_for(kernels)),
         device=CPU,
         exact=exact,
         limits=StepLimits(

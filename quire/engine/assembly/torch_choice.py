@@ -85,14 +85,19 @@ def torch_ranks(config: EngineConfig) -> RankKind:
     one, settings = torch_class(config), config.executor
     from quire.ranks.torch_kind import ranks_like  # behind what says that PyTorch is missing
 
-    if config.cache.has_tier and one.device.type != "cpu":
-        raise SettingError(
-            f"{settings.ranks_text}, on GPUs, and a KV tier is given (kv_tier_path or "
-            "kv_tier_host_bytes): ranks on GPUs have no whole blocks for a tier yet; take one GPU, "
-            "or leave the tier out"
-        )
-    is_here = settings.distributed_executor_backend == "mp"
+    num_here = settings.num_ranks
     if settings.distributed_executor_backend == "external_launcher":
-        launched = read_launch_environment(os.environ)
-        is_here = launched.local_world_size == launched.world_size
-    return ranks_like(one, num_ranks=settings.num_ranks, asked=settings.ranks_text, is_here=is_here)
+        num_here = read_launch_environment(os.environ).local_world_size
+    elif settings.distributed_executor_backend == "ray" and one.device.type != "cpu":
+        raise SettingError(
+            f"{settings.ranks_text}, on GPUs, and distributed_executor_backend is ray, which "
+            "places ranks by their CPUs for now: take mp on one machine, external_launcher "
+            "(torchrun, srun) on several, or --device cpu"
+        )
+    return ranks_like(
+        one,
+        num_ranks=settings.num_ranks,
+        of_stage=settings.ranks_of_stage,
+        num_here=num_here,
+        asked=settings.ranks_text,
+    )

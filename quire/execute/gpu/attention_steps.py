@@ -181,11 +181,12 @@ class AttentionSteps:
 
 
 def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
-    """By query heads of a KV head, of all attention operations."""
+    """By query heads of a KV head, of all attention operations over whole caches; context_steps.py
+    plans the others."""
     found: dict[int, Geometry] = {}
     for ops in program.segments.values():
         for op in ops:
-            if isinstance(op, Attention):
+            if isinstance(op, Attention) and op.degree == 1:
                 itemsize = program.caches[op.cache].dtype.itemsize  # of queries too
                 group = op.heads // op.kv_heads
                 found[group] = Geometry(

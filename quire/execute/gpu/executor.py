@@ -138,6 +138,8 @@ class TorchExecutor:
         capture = launch.capture if launch.ends.is_captured else None
         if any(isinstance(op, Feed) for op in program.operations()):
             capture = None  # features come from the host with each step
+        if any(cache.ranks > 1 for cache in program.caches):
+            capture = None  # how many parts of attention are exchanged differs from step to step
         self._graphs = None if capture is None else Graphs(capture)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -356,12 +358,17 @@ class TorchExecutor:
     def _binder(self, limits: StepLimits) -> Callable[[str], list[Call]]:
         if self._attention is None:
             return lambda segment: bind_plain(segment, self._place)
+        from quire.execute.gpu.context_steps import ContextSteps
+        from quire.execute.gpu.expert_kernels import ExpertScratch
         from quire.execute.gpu.kernel_ops import KernelOps
         from quire.execute.gpu.products import Products, Scratch
 
         scratch = Scratch.of(self._program, limits, self._device)
         products = Products(self._place, scratch)
-        return KernelOps(self._place, self._attention, products).bind_segment
+        experts = ExpertScratch.of(self._program, limits, self._device)
+        context = ContextSteps(self._place, self._stream, exact=self._place.exact)
+        ops = KernelOps(self._place, self._attention, products, experts, context)
+        return ops.bind_segment
 
     def _load(self, batch: ForwardBatch, size: Size | None = None) -> Counts:
         if self._attention is None:

@@ -19,7 +19,7 @@ from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.expert_ops import scratch_bytes
 from quire.execute.gpu.graphs import capture_of
 from quire.execute.gpu.limits import FULL_STEP_TOKENS
-from quire.execute.gpu.load import IntWeight, Pack, load
+from quire.execute.gpu.load import IntWeight, Pack, Stack, in_a_row, load
 from quire.execute.gpu.memory import device_memory
 from quire.execute.gpu.offload import to_host
 from quire.execute.gpu.offload_plan import NO_OFFLOAD, OffloadPlan, OffloadSize
@@ -81,8 +81,7 @@ class TorchExecutorClass:
             + rope_bytes(program)
             + StepBuffers.num_bytes(**step_sizes(program, limits, self.device))
             + GatherBuffers.num_bytes(program, limits)
-            + scratch_bytes(program, limits)
-            + self._kernel_bytes(program, limits),
+            + self._scratch_bytes(program, limits),
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
@@ -109,14 +108,19 @@ class TorchExecutorClass:
             for weight in program.weights.values()
         )
 
-    def _kernel_bytes(self, program: Program, limits: StepLimits) -> int:
+    def _scratch_bytes(self, program: Program, limits: StepLimits) -> int:
+        """Of what operations keep between their operands."""
         if self.device.type == "cpu":
-            return 0
+            return scratch_bytes(program, limits)
         from quire.execute.gpu.attention_steps import partial_bytes
+        from quire.execute.gpu.context_steps import context_bytes
+        from quire.execute.gpu.expert_kernels import ExpertScratch
         from quire.execute.gpu.products import Scratch
 
         partials = partial_bytes(program, limits, exact=self.exact)
-        return partials + Scratch.num_bytes(program, limits)
+        partials += context_bytes(program, exact=self.exact)
+        experts = ExpertScratch.num_bytes(program, limits)
+        return partials + experts + Scratch.num_bytes(program, limits)
 
     def head_rows(self, max_sequences: int) -> int:
         """On a GPU all sequences' at once: their step and its head are one graph."""
@@ -146,7 +150,7 @@ class TorchExecutorClass:
         if self.device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         try:
-            pack = _pack(runs_kernels=self.device.type != "cpu")
+            pack, stack = _packing(runs_kernels=self.device.type != "cpu")
             binding = bind(program, checkpoint)
             offload = self._offloaded(program, options.limits)
             in_host = {name for layer in offload.layers for name in layer}
@@ -157,6 +161,7 @@ class TorchExecutorClass:
                 self.device,
                 options.progress,
                 pack=pack,
+                stack=stack,
                 kept=lambda name, weight: to_host(weight, stream) if name in in_host else weight,
             )
             captures = self.captures and not offload.layers
@@ -183,10 +188,11 @@ class TorchExecutorClass:
             ) from error
 
 
-def _pack(*, runs_kernels: bool) -> Pack:
-    """Return how integer weights are packed for the operations."""
+def _packing(*, runs_kernels: bool) -> tuple[Pack, Stack]:
+    """Return how integer weights are packed for the operations, and those of experts together."""
     if not runs_kernels:
-        return IntWeight.of
+        return IntWeight.of, in_a_row
+    from quire.execute.gpu.kernels.grouped_ints import stacked
     from quire.execute.gpu.products import pack_ints
 
-    return pack_ints
+    return pack_ints, stacked

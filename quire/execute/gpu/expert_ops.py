@@ -196,10 +196,11 @@ def _own_columns(op: Experts, place: Place, outputs: Tensor, ranks: Tensor) -> T
 
 def scratch_bytes(program: Program, limits: StepLimits) -> int:
     """Return the bytes of what the largest mixture of a step computes between its operands."""
-    return max((_scratch_of(op, program, limits) for op in _mixtures(program)), default=0)
+    return max((_scratch_of(op, program, limits) for op in mixtures_of(program)), default=0)
 
 
-def _mixtures(program: Program) -> Iterator[Experts]:
+def mixtures_of(program: Program) -> Iterator[Experts]:
+    """Yield the mixtures of a program, those of one expert behind a gate too."""
     return (op for op in program.operations() if isinstance(op, Experts))
 
 

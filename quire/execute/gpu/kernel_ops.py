@@ -14,6 +14,8 @@ from functools import partial
 from typing import assert_never
 
 from quire.execute.gpu.attention_steps import AttentionSteps
+from quire.execute.gpu.context_steps import ContextSteps
+from quire.execute.gpu.expert_kernels import ExpertScratch, bind_experts, bind_route
 from quire.execute.gpu.fused import BytesToProduct, HeadsToCache, launches
 from quire.execute.gpu.kernels import activation as activation_kernels
 from quire.execute.gpu.kernels import attention as attention_kernels
@@ -21,10 +23,10 @@ from quire.execute.gpu.kernels import norm as norm_kernels
 from quire.execute.gpu.kernels import rows as row_kernels
 from quire.execute.gpu.kernels import store_kv as head_kernels
 from quire.execute.gpu.kernels.byte_rows import ByteRows
-from quire.execute.gpu.ops import bind_feed
+from quire.execute.gpu.ops import bind_feed, products_of
 from quire.execute.gpu.place import Call, Place, num_rows
 from quire.execute.gpu.products import Products
-from quire.execute.gpu.rank_ops import bind_rank_op
+from quire.execute.gpu.rank_ops import bind_rank_op, exchange_of
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.expert_ops import Experts, Route
@@ -56,6 +58,8 @@ class KernelOps:
     place: Place
     attention: AttentionSteps
     products: Products
+    experts: ExpertScratch
+    context: ContextSteps
 
     def bind_segment(self, segment: str) -> list[Call]:
         """A segment's operations as launches, some of them together."""
@@ -77,6 +81,9 @@ class KernelOps:
                 return partial(_rope, self, step)
             case StoreKV():
                 return partial(_store_kv, self, step)
+            case Attention() if step.degree > 1:
+                exchange_of(step, self.place.ends)
+                return partial(self.context.attend, step)
             case Attention():
                 return partial(_attention, self, step)
             case Activation():
@@ -95,8 +102,10 @@ class KernelOps:
                 return bind_rank_op(step, self.place)
             case Feed():
                 return bind_feed(step, self.place)
-            case Route() | Experts():
-                raise AssertionError(f"{step.kind}: check_program rejects programs with it")
+            case Route():
+                return bind_route(step, self.place)
+            case Experts():
+                return bind_experts(step, self.place, self.experts)
             case _:
                 assert_never(step)
 
@@ -143,8 +152,9 @@ class KernelOps:
 def products_of_launches(program: Program, segment: str) -> list[str | None]:
     """Return the weight of each launch that has a product, None for the others."""
     steps = launches(program, segment)
-    ops = [step.product if isinstance(step, BytesToProduct) else step for step in steps]
-    return [op.weight if isinstance(op, Linear) else None for op in ops]
+    return products_of(
+        [step.product if isinstance(step, BytesToProduct) else step for step in steps]
+    )
 
 
 def _embed(ops: KernelOps, op: Embed, counts: Counts) -> None:

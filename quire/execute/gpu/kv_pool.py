@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.base.errors import CapacityError, WorkerError
 from quire.base.log import Log
 from quire.execute.gpu.device import device_errors
+from quire.execute.gpu.device_array import DeviceArray
 from quire.execute.gpu.kernels.cache_layout import CachePool
 from quire.execute.gpu.memory import check_left, give_back
 from quire.execute.gpu.stream import Stream
@@ -94,13 +95,9 @@ class KvPool:
         """Let go of the blocks."""
         self._blocks = None
 
-    def arrays(self, num_blocks: int) -> list[Bytes]:
-        """The parts of a pool on the CPU as bytes [layers, num_blocks, bytes of one]; a block of
-        these may be several of the pool."""
-        return [
-            part.flatten(1).view(torch.uint8).numpy().reshape(len(part), num_blocks, -1)
-            for part in self.parts()
-        ]
+    def arrays(self, num_blocks: int) -> list[DeviceArray]:
+        """The parts of a pool by blocks of which each may be several of the pool's."""
+        return [DeviceArray(part, num_blocks, self._stream) for part in self.parts()]
 
     def parts(self) -> list[Tensor]:
         """Values and, where there are, scales: [layers, blocks, ...] each."""

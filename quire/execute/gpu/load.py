@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,8 +106,8 @@ class Fp8Weight:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """All weights by name, those in few bits by themselves, integers as the operations that compute
-    packs them, of a weight with an expert axis one for each expert; the digest of what they were
-    made of; rows that 8 bits are too coarse for, by weight."""
+    packs them, those of experts as it stacks them; the digest of what they were made of; rows that
+    8 bits are too coarse for, by weight."""
 
     plain: Mapping[str, Tensor]
     few: Mapping[str, Any]
@@ -117,8 +117,15 @@ class Loaded:
 
 # A weight by name as it is kept: on the device, or elsewhere.
 Kept = Callable[[str, Any], Any]
-# An integer weight as a device's products take it.
+# An integer weight as a device's products take it; and such weights of experts as one.
 Pack = Callable[[IntMatrix, torch.device], Any]
+Stack = Callable[[Sequence[Any], torch.device], Any]
+_HOST = torch.device("cpu")
+
+
+def in_a_row(weights: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+    """Return the weights of experts one by one, as plain PyTorch takes them."""
+    return tuple(weights)
 
 
 def load(
@@ -128,6 +135,7 @@ def load(
     progress: Progress | None,
     *,
     pack: Pack = IntWeight.of,
+    stack: Stack = in_a_row,
     stream: Stream | None = None,
     kept: Kept = lambda name, weight: weight,
 ) -> Loaded:
@@ -145,7 +153,7 @@ def load(
             elif weight.quantized.is_float:
                 few[name] = _fp8(weight, weight.quantized, binding, device, upload)
             else:
-                few[name], count = _integers(weight, binding, device, pack)
+                few[name], count = _integers(weight, binding, device, pack, stack)
                 if count:
                     coarse[name] = count
             found = few if name in few else plain
@@ -161,17 +169,17 @@ def load(
 
 
 def _integers(
-    weight: Weight, binding: Binding, device: torch.device, pack: Pack
+    weight: Weight, binding: Binding, device: torch.device, pack: Pack, stack: Stack
 ) -> tuple[Any, int]:
-    """A weight of integers, one for each expert where it has some; and how many of its rows 8 bits
-    are too coarse for."""
+    """A weight of integers, those of experts put together in host memory; and how many of its rows
+    8 bits are too coarse for."""
     packed, coarse = [], 0
     for one in weight.by_expert() or [weight]:
         matrix, count = quantize_weight(one, binding)
         assert isinstance(matrix, IntMatrix), f"{weight.name} is of integers"
-        packed.append(pack(matrix, device))
+        packed.append(pack(matrix, _HOST if weight.experts else device))
         coarse += count
-    return (tuple(packed) if weight.experts else packed[0]), coarse
+    return (stack(packed, device) if weight.experts else packed[0]), coarse
 
 
 class _Digesting:

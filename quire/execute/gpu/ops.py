@@ -16,6 +16,7 @@ import torch
 
 from quire.execute.gpu import plain, plain_attention
 from quire.execute.gpu.expert_ops import bind_experts, bind_route
+from quire.execute.gpu.fused import HeadsToCache
 from quire.execute.gpu.load import TORCH_TYPES, Fp8Weight, IntWeight
 from quire.execute.gpu.place import Call, Place
 from quire.execute.gpu.plain_context import context_attention
@@ -62,9 +63,13 @@ def bind_feed(op: Feed, place: Place) -> Call:
     return call
 
 
-def products_of(ops: Sequence[Op]) -> list[str | None]:
-    """Return the weight of each operation that is a product, None for the others."""
-    return [op.weight if isinstance(op, Linear) else None for op in ops]
+def products_of(ops: Sequence[Op | HeadsToCache]) -> list[str | None]:
+    """Return the weight of each operation that is a product, of a mixture the first of its two,
+    None for the others."""
+    return [
+        op.weight if isinstance(op, Linear) else (op.gate_up if isinstance(op, Experts) else None)
+        for op in ops
+    ]
 
 
 def _bound(op: Op, place: Place) -> Call:

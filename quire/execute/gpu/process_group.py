@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -25,7 +25,8 @@ Backend = Literal["nccl", "gloo"]
 
 class ProcessGroupExchange:
     """An Exchange (see exchange.py). rendezvous_file: a path that no other group uses, its folder
-    on this machine; removed by the maker of the ranks. timeout_s: the longest wait for a rank."""
+    on this machine; the maker of the ranks removes what a rank has left. timeout_s: the longest
+    wait for a rank."""
 
     def __init__(
         self,
@@ -90,8 +91,10 @@ class ProcessGroupExchange:
             group.abort()
 
     def close(self) -> None:
-        """See Exchange."""
+        """See Exchange; the file is removed, where the maker of the ranks is on another machine."""
         self._group = None
+        with suppress(OSError):
+            os.unlink(self._file)
 
     def _connected(self) -> dist.ProcessGroup:
         if self._group is None:

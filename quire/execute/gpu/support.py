@@ -21,12 +21,7 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
             "its embedding is also the head and kept in 4 bits or in blocks, which rows are "
             "not gathered from on a GPU (--head-precision int8, fp8 or none)"
         )
-    problems += _of_experts(program, is_gpu=is_gpu)
-    if is_gpu and any(cache.ranks > 1 for cache in program.caches):
-        problems.append(
-            "positions of its KV cache are divided over ranks, which have no kernel for it on a "
-            "GPU yet (--context-parallel-size 1, --device cpu, or --executor native)"
-        )
+    problems += _of_experts(program)
     if not has_fp8 and _uses_fp8(program):
         problems.append(
             f"its weights, or keys and values, are kept in fp8, which {device} cannot "
@@ -36,20 +31,14 @@ def unsupported(program: Program, device: str, *, is_gpu: bool, has_fp8: bool) -
     return problems
 
 
-def _of_experts(program: Program, *, is_gpu: bool) -> list[str]:
-    weights = [weight for weight in program.weights.values() if weight.experts]
-    problems = []
-    if is_gpu and weights:
-        problems.append(
-            "it is a mixture of experts, which has no operations on a GPU yet "
-            "(--executor native runs it, on CPUs)"
-        )
-    if any(weight.quantized is not None and weight.quantized.is_float for weight in weights):
-        problems.append(
-            "its experts are kept in fp8, in blocks that would span experts (--quantization int8, "
-            "int4 or none)"
-        )
-    return problems
+def _of_experts(program: Program) -> list[str]:
+    schemes = [weight.quantized for weight in program.weights.values() if weight.experts]
+    if not any(scheme is not None and scheme.is_float for scheme in schemes):
+        return []
+    return [
+        "its experts are kept in fp8, in blocks that would span experts (--quantization int8, int4 "
+        "or none)"
+    ]
 
 
 def _gathers_in_groups(program: Program) -> bool:

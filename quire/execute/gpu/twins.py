@@ -6,12 +6,9 @@ the order within one tile's f32 sums. Knows no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.execute.reference_ops import activation
 from quire.quant.int_rows import fma, grouped
 from quire.quant.int_weights import IntMatrix
 
@@ -34,26 +31,4 @@ def grouped_rows(x: Float32s, weights: Float32s, ids: NDArray[np.integer]) -> Fl
     for row, matrix in enumerate(ids):
         if 0 <= matrix < len(weights):
             y[row] = weights[matrix] @ x[row]
-    return y
-
-
-def experts(
-    x: Float32s,
-    gate_up: Float32s,
-    down: Float32s,
-    ids: NDArray[np.integer],
-    shares: Float32s,
-    *,
-    form: str,
-    stored: Callable[[Float32s], Float32s],
-) -> Float32s:
-    """A layer of experts: x [R, H], gate_up [E, 2 M, H], down [E, H, M], ids and shares [R, C].
-    stored: rounds what lies between the products to its dtype."""
-    y = np.zeros_like(x)
-    middle = down.shape[2]
-    for choice in range(ids.shape[1]):
-        both = grouped_rows(x, gate_up, ids[:, choice])
-        hidden = stored(activation(both[:, :middle], both[:, middle:], form=form))
-        answers = stored(grouped_rows(hidden, down, ids[:, choice]))
-        y = fma(answers, shares[:, choice, None], y)
     return y

@@ -7,7 +7,8 @@ from argparse import Namespace
 
 import pytest
 
-from bench.parallel import DESCRIBED, Layout, computed, has_both_modes
+from bench.parallel.layout import Layout, has_both_modes
+from bench.parallel.other_machines import DESCRIBED, computed
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.quantize import quantize

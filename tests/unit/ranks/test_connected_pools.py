@@ -24,7 +24,7 @@ from quire.ranks.connected_pools import (
     end_servers,
     read_ask,
 )
-from quire.ranks.shared_pools import PoolShare
+from quire.ranks.shared_pools import HostArray, PoolShare
 
 SIZES = SegmentSizes(slot_bytes=64, message_bytes=64)
 BLOCKS, HEAD_BYTES = 5, 96
@@ -72,10 +72,9 @@ class Ranks:
             for share in self.shares
         ]
         self.pools = ConnectedPools(
-            self.of_ranks[0],
+            HostArray(self.of_ranks[0]),
             self.ends,
             self.shares,
-            num_blocks=BLOCKS,
             head_bytes=HEAD_BYTES,
             blocks_of_each=self.of_each,
             allocation=number,
@@ -89,7 +88,7 @@ class Ranks:
     def serve(self) -> None:
         """Let the servers have their pools."""
         for server, own in zip(self.servers, self.of_ranks[1:], strict=True):
-            server.set_pool(own)
+            server.set_pool(HostArray(own))
 
     def part(self, whole: np.ndarray, rank: int) -> np.ndarray:
         """Return a rank's part of a whole block."""
@@ -198,7 +197,7 @@ def test_a_lost_rank_ends_the_group() -> None:
 
 def test_an_error_of_a_rank_ends_the_group() -> None:
     made = Ranks(LAYOUTS["heads"])
-    made.servers[0].set_pool(made.of_ranks[1][:, :2])  # a block that is not there
+    made.servers[0].set_pool(HostArray(made.of_ranks[1][:, :2]))  # a block that is not there
     failed = []
     threading.excepthook, before = lambda args: failed.append(args.exc_type), threading.excepthook
     try:

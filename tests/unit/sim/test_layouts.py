@@ -204,14 +204,6 @@ def test_positions_are_not_divided_where_heads_divide_or_requests_are_short(
     assert not any(plan.layout.context > 1 for plan in fast.plans())
 
 
-def test_gpus_do_not_divide_positions_yet(tmp_path: Path) -> None:
-    outcome = plan_outcome(planner(tmp_path), num_devices=4)
-    rows = [row for row in outcome["layouts"]["layouts"] if row["context_parallel_size"] > 1]
-    assert rows
-    assert not any(row["runs"] for row in rows)
-    assert "CP" not in outcome["layouts"]["recommended"]
-
-
 def test_the_time_of_a_prompt_is_that_of_its_steps(tmp_path: Path) -> None:
     one = planner(tmp_path)
     sized = one.size(tensor_parallel_size=4)
@@ -263,20 +255,10 @@ def test_gpus_that_gather_columns_keep_memory_for_nccl(tmp_path: Path) -> None:
     assert f"384.0 MiB {EXCHANGE}, " in small.size().problem
 
 
-def test_layouts_that_run_are_recommended_before_those_that_do_not(tmp_path: Path) -> None:
-    found = layouts(planner(tmp_path), 8)
-    plans = found.plans()
-    assert {plan.layout.devices for plan in plans if plan.runs} == {1, 2, 4}
-    chosen = recommended(plans, 8)
-    assert chosen is not None
-    assert chosen.runs
-    # Nodes of one device each: the model needs two.
-    (tmp_path / "apart").mkdir()
-    apart = planner(tmp_path / "apart", replace(LINKS, per_node=1))
-    outcome = layouts_outcome(layouts(apart, 2))
-    assert outcome["recommended"] == "PP 2"
-    assert any("this layout is computed only" in why for why in outcome["reasons"])
-    assert "*: computed only" in plan_text(plan_outcome(apart, num_devices=2))
+def test_stages_are_recommended_where_nodes_are_too_small(tmp_path: Path) -> None:
+    """Nodes of one device each: the model needs two."""
+    apart = planner(tmp_path, replace(LINKS, per_node=1))
+    assert layouts_outcome(layouts(apart, 2))["recommended"] == "PP 2"
 
 
 @each_case("device", DEVICES, ids=lambda device: device.name)

@@ -1,13 +1,13 @@
-"""Grouped matrix products: each row is multiplied by the matrices of its experts.
+"""Grouped matrix products: each slot of a row is multiplied by a matrix of its own.
 
-A slot is one (row, expert) pair. Slots are sorted by matrix, on the device and without a
+A slot is one (row, matrix) pair. Slots are sorted by matrix, on the device and without a
 synchronization, into blocks of one matrix each (`Groups`). A program makes a tile of outputs of a
 block; its chain over K is whole and in order, the same for any number of rows and any block, since
-weights are the first operand and rows the second. A gated product makes gate and up of the same
-outputs and stores form(gate) * up.
+weights are the first operand and rows the second. So the bits of an output depend neither on the
+rows beside it nor on which outputs of a matrix are here.
 
-Twin: twins.grouped_rows, within the error of f32 sums. Knows no router. Invariant: slots
-without a matrix are neither read nor written.
+Twin: twins.grouped_rows, within the error of f32 sums. Integers are in grouped_ints.py. Knows no
+router. Invariant: slots without a matrix are neither read nor written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.execute.gpu.kernels.curves import activated
 from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, launch_staged, power_of_two
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
@@ -26,41 +25,115 @@ STEP = {torch.bfloat16: 64, torch.float32: 32}  # columns of K at a time
 FEW_OUTPUTS = 64  # of a tile: the least that Hopper's matrix instructions take
 MANY_OUTPUTS = 128  # where blocks are of many rows
 BLOCK_ROWS = (16, 32, 64, 128)
+SCANNED = 1024  # slots at a time
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _count(ids, counts, slots, BLOCK: tl.constexpr):
+    """The slots of each matrix."""
+    matrix = tl.program_id(0)
+    found = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, slots, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        found += (tl.load(ids + at, mask=at < slots, other=-1) == matrix).to(tl.int32)
+    tl.store(counts + matrix, tl.sum(found, axis=0))
+
+
+@triton.jit(do_not_specialize=["slots", "num_blocks"])
+def _place(
+    ids,
+    counts,
+    order,
+    matrices,
+    slots,
+    num_blocks,
+    MATRICES: tl.constexpr,
+    BM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The slots of a matrix, in order, at the places after those of the matrices before."""
+    matrix = tl.program_id(0)
+    each = tl.arange(0, BM)
+    blocks = (tl.load(counts + each, mask=each < MATRICES, other=0) + ROWS - 1) // ROWS
+    first_block = tl.sum(tl.where(each < matrix, blocks, 0), axis=0)
+    end_block = first_block + tl.sum(tl.where(each == matrix, blocks, 0), axis=0)
+    place = first_block * ROWS
+    for first in range(0, slots, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        hit = (tl.load(ids + at, mask=at < slots, other=-1) == matrix).to(tl.int32)
+        tl.store(order + place + tl.cumsum(hit, axis=0) - 1, at, mask=hit == 1)
+        place += tl.sum(hit, axis=0)
+    rest = place + tl.arange(0, ROWS)
+    tl.store(order + rest, -1, mask=rest < end_block * ROWS)
+    for first in range(first_block, end_block, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(matrices + at, matrix, mask=at < end_block)
+    if matrix == MATRICES - 1:  # blocks that no matrix has
+        for first in range(end_block, num_blocks, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(matrices + at, -1, mask=at < num_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRoom:
+    """Memory for the Groups of one launch at a time: int32 `counts` by matrix, `slots` and
+    `matrices` of all blocks."""
+
+    counts: torch.Tensor
+    slots: torch.Tensor
+    matrices: torch.Tensor
+
+    @classmethod
+    def of(cls, slots: int, count: int, device: torch.device | str) -> GroupRoom:
+        """Room for so many slots of so many matrices, or fewer."""
+        sizes = cls.elements(slots, count)
+        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
+
+    @staticmethod
+    def elements(slots: int, count: int) -> tuple[int, int, int]:
+        """Return the elements of each, at most."""
+        least, most = BLOCK_ROWS[0], BLOCK_ROWS[-1]
+        return count, slots + most * (count + 1), cdiv(slots, least) + count
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
     """slots: int32 [blocks * rows], -1 where a block is not full; matrices: int32 [blocks], -1 of
-    blocks past the last. rows: of a block."""
+    blocks past the last, of which the slots say nothing. rows: of a block."""
 
     slots: torch.Tensor
     matrices: torch.Tensor
     rows: int
 
     @classmethod
-    def of(cls, ids: torch.Tensor, count: int) -> Groups:
-        """Slots in the order of ids [n], each the number of one of `count` matrices; -1: none."""
-        flat = ids.reshape(-1).to(torch.int64)
-        slots, device = flat.numel(), ids.device
+    def of(cls, ids: torch.Tensor, count: int, room: GroupRoom | None = None) -> Groups:
+        """Slots in the order of contiguous ids int32 [n], each the number of one of `count`
+        matrices; any other: none. room: that they lie in; None: new memory."""
+        slots = ids.numel()
+        if room is None:
+            room = GroupRoom.of(slots, count, ids.device)
         usual = max(slots // max(count, 1), 1)
         rows = next((rows for rows in BLOCK_ROWS if usual <= rows), BLOCK_ROWS[-1])
-        keys = torch.where((flat >= 0) & (flat < count), flat, count)
-        ordered, origin = torch.sort(keys, stable=True)
-        starts = torch.searchsorted(ordered, torch.arange(count + 1, device=device))
-        blocks_of = (starts.diff() + rows - 1) // rows
-        ends = torch.cumsum(blocks_of, 0)
         most = cdiv(slots, rows) + min(count, slots)
-        first = torch.cat([ends - blocks_of, ends.new_full((1,), most)]) * rows
-        # Slots without a matrix all go to one place past the end, which is cut off.
-        place = torch.where(
-            ordered < count, first[ordered] + torch.arange(slots, device=device) - starts[ordered],
-            most * rows,
-        )  # fmt: skip
-        order = torch.full((most * rows + 1,), -1, dtype=torch.int32, device=device)
-        order.scatter_(0, place, origin.to(torch.int32))
-        owner = torch.searchsorted(ends, torch.arange(most, device=device), right=True)
-        matrices = torch.where(owner < count, owner, -1).to(torch.int32)
-        return cls(slots=order[: most * rows], matrices=matrices, rows=rows)
+        order, matrices = room.slots[: most * rows], room.matrices[:most]
+        block = power_of_two(slots, least=16, most=SCANNED)
+        _count[(count,)](ids, room.counts, slots, BLOCK=block, num_warps=4, **EXACT)
+        _place[(count,)](
+            ids,
+            room.counts,
+            order,
+            matrices,
+            slots,
+            most,
+            MATRICES=count,
+            BM=power_of_two(count),
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=4,
+            **EXACT,
+        )
+        return cls(slots=order, matrices=matrices, rows=rows)
 
 
 @triton.jit
@@ -80,7 +153,6 @@ def _grouped(
     BN: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
-    FORM: tl.constexpr,
 ):
     matrix = tl.load(matrices + tl.program_id(0))
     if matrix >= 0:
@@ -92,20 +164,20 @@ def _grouped(
         row = tl.maximum(slot, 0) // SLOTS_A_ROW
         x_at = x + row.to(tl.int64)[None, :] * x_stride
         total = tl.zeros([BN, BR], tl.float32)
-        up = tl.zeros([BN, BR], tl.float32)
         for step in range((K + BK - 1) // BK):
             k = step * BK + ks
             inside = k < K
             columns = tl.load(x_at + k[:, None], mask=inside[:, None], other=0.0)
             total = dot(tl.load(w_at + k[None, :], mask=inside[None, :], other=0.0), columns, total)
-            if FORM != "":
-                w = tl.load(w_at + N * weight_stride + k[None, :], mask=inside[None, :], other=0.0)
-                up = dot(w, columns, up)
-        if FORM != "":
-            total = activated(total, FORM) * up
-        at = y + tl.maximum(slot, 0).to(tl.int64)[None, :] * y_stride + outputs[:, None]
-        stored = (slot >= 0)[None, :] & (outputs < N)[:, None]
-        tl.store(at, as_type(total, y.dtype.element_ty), mask=stored)
+        store_slots(total, y, slot, outputs, y_stride, N)
+
+
+@triton.jit
+def store_slots(total, y, slot, outputs, y_stride, N: tl.constexpr):
+    """Store a tile [outputs, slots] at the rows of its slots."""
+    at = y + tl.maximum(slot, 0).to(tl.int64)[None, :] * y_stride + outputs[:, None]
+    stored = (slot >= 0)[None, :] & (outputs < N)[:, None]
+    tl.store(at, as_type(total, y.dtype.element_ty), mask=stored)
 
 
 def grouped(
@@ -115,20 +187,18 @@ def grouped(
     groups: Groups,
     *,
     slots_a_row: int = 1,
-    form: str = "",
 ) -> None:
     """y [S, N] of each slot s = x [S / slots_a_row, K] at row s // slots_a_row, by its matrix of
-    weights [count, N, K] (with `form`: [count, 2 N, K], gate first, and y = form(gate) * up).
+    weights [count, N, K].
 
     x and weights are both bf16 or both f32; y is f32 or bf16. Rows may have any stride.
     """
     columns, outputs = weights.shape[2], y.shape[1]
     check_rows("x", x, cdiv(y.shape[0], slots_a_row), columns)
     check_rows("y", y)
-    wanted = 2 * outputs if form else outputs
-    if weights.shape[1] != wanted or (columns > 1 and weights.stride(2) != 1):
+    if weights.shape[1] != outputs or (columns > 1 and weights.stride(2) != 1):
         raise ValueError(
-            f"weights are {tuple(weights.shape)}; [any, {wanted}, {columns}] is needed"
+            f"weights are {tuple(weights.shape)}; [any, {outputs}, {columns}] is needed"
         )
     if x.dtype != weights.dtype or x.dtype not in STEP:
         raise ValueError(f"x is {x.dtype}, weights {weights.dtype}: both bf16 or f32 are needed")
@@ -154,7 +224,6 @@ def grouped(
         BN=tile,
         BR=groups.rows,
         BK=power_of_two(columns, least=16, most=STEP[x.dtype]),
-        FORM=form,
         num_warps=8 if is_large else 4,
         num_stages=3 if is_large else 4,
         **EXACT,

@@ -28,7 +28,7 @@ MANY_ROWS = Tile(outputs=128, rows=128, num_warps=8, num_stages=3)
 
 
 @triton.jit
-def _group_sums(
+def group_sums(
     bytes_,
     x_at,
     zero,
@@ -64,7 +64,7 @@ def _group_sums(
 
 
 @triton.jit
-def _zero_of(zeros, group, outputs, inside, N: tl.constexpr, HAS_ZEROS: tl.constexpr):
+def zero_of(zeros, group, outputs, inside, N: tl.constexpr, HAS_ZEROS: tl.constexpr):
     if HAS_ZEROS:
         loaded = tl.load(zeros + group * N + outputs, mask=inside, other=0)
         zero = loaded.to(tl.int8)[:, None]
@@ -123,17 +123,17 @@ def _linear_int4(
             bytes_ = tl.load(byte_at + block * 4096 + run * HALF)
             # Groups past the end are of zeros; they read the last one's scale.
             group = tl.minimum(k // GROUP, GROUPS - 1)
-            zero = _zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
+            zero = zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
             sums = tl.zeros([BN, BR], sum_type)
-            sums = _group_sums(bytes_, x_at + k, zero, k + ks, K, False, IS_INT, BY_MASKS, sums)
+            sums = group_sums(bytes_, x_at + k, zero, k + ks, K, False, IS_INT, BY_MASKS, sums)
             if GROUP == HALF:  # the other nibble is of the next group
-                by_weight = _folded(sums, scales, group, outputs, inside, by_weight, N)
+                by_weight = folded(sums, scales, group, outputs, inside, by_weight, N)
                 group = tl.minimum(group + 1, GROUPS - 1)
-                zero = _zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
+                zero = zero_of(zeros, group, outputs, inside, N, HAS_ZEROS)
                 sums = tl.zeros([BN, BR], sum_type)
             k += HALF
-            sums = _group_sums(bytes_, x_at + k, zero, k + ks, K, True, IS_INT, BY_MASKS, sums)
-            by_weight = _folded(sums, scales, group, outputs, inside, by_weight, N)
+            sums = group_sums(bytes_, x_at + k, zero, k + ks, K, True, IS_INT, BY_MASKS, sums)
+            by_weight = folded(sums, scales, group, outputs, inside, by_weight, N)
         if IS_INT:
             by = tl.load(x_scales + block * x_scale_stride + row)
             total = tl.fma(by_weight, tl.broadcast_to(by[None, :], [BN, BR]), total)
@@ -146,7 +146,7 @@ def _linear_int4(
 
 
 @triton.jit
-def _folded(sums, scales, group, outputs, inside, total, N: tl.constexpr):
+def folded(sums, scales, group, outputs, inside, total, N: tl.constexpr):
     """total + sums * the group's scales."""
     scale = tl.load(scales + group * N + outputs, mask=inside, other=0.0)
     scale = tl.broadcast_to(scale.to(tl.float32)[:, None], sums.shape)

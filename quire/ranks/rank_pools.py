@@ -1,11 +1,12 @@
-"""TorchPools: the KV pools of ranks of CPU tensors, so that rank 0 has whole blocks.
+"""RankPools: the KV pools of all ranks, so that rank 0 has whole blocks.
 
-A pool is values and, where they are integers or fp8, their scales; in both keys come before values
-(quire/execute/gpu/kernels/cache_layout.py). Each array is a pool of shared_pools.py, or of
-connected_pools.py where ranks share no memory, and a block of the engine is what the arrays have of
-it, one after the other: the bytes that one process exports. Knows pools and shares; no program's
-operations and no process. Always holds: the pools of all ranks are allocated before a block leaves
-or comes.
+A pool is one or more arrays: that of the native executor has keys and values of a head together;
+those of the torch executor are values and, where these are integers or fp8, their scales, with keys
+before values in both (quire/execute/gpu/kernels/cache_layout.py). Each array is a pool of
+shared_pools.py, or of connected_pools.py where ranks share no memory, and a block of the engine is
+what the arrays have of it, one after the other: the bytes that one process exports. Knows pools and
+shares; no program's operations and no process. Always holds: the pools of all ranks are allocated
+before a block leaves or comes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
-import numpy as np
-from numpy.typing import NDArray
-
 from quire.base.errors import DeviceLost
 from quire.program.declarations import KV_SCALE_BYTES, CacheSpec
 from quire.ranks.connected_pools import BlockEnd, ConnectedPools
 from quire.ranks.shared_pools import (
     NONE,
     JoinedPools,
+    PoolArray,
     PoolShare,
     SharedPools,
     WholeBlocks,
@@ -31,8 +30,7 @@ from quire.ranks.shared_pools import (
     span_bytes,
 )
 
-Bytes = NDArray[np.uint8]
-_SIDES = 2  # keys and values
+SIDES = 2  # keys and values, where a pool has them apart
 
 
 def head_bytes_of(spec: CacheSpec, block_size: int) -> tuple[int, ...]:
@@ -42,10 +40,11 @@ def head_bytes_of(spec: CacheSpec, block_size: int) -> tuple[int, ...]:
     return (block_size * spec.head_dim * spec.dtype.itemsize,)
 
 
-class TorchPools:
+class RankPools:
     """Of all ranks, at rank 0. shares: of each rank. pool_file: the file of all pools, which it
     duplicates; NONE: ranks share no memory, and `ends` are those of the links to them. lost: ends
-    the group and returns the error to raise."""
+    the group and returns the error to raise. sides: 2 where keys come before values, 1 where a head
+    has them together."""
 
     def __init__(
         self,
@@ -54,8 +53,9 @@ class TorchPools:
         pool_file: int,
         ends: Mapping[int, BlockEnd],
         lost: Callable[[str], DeviceLost],
+        sides: int,
     ) -> None:
-        self.shares, self.ends, self._lost = shares, ends, lost
+        self.shares, self.ends, self._lost, self._sides = shares, ends, lost, sides
         self.pool_file = NONE if pool_file == NONE else os.dup(pool_file)
         self.span = 0
         self._num_allocations = 0
@@ -74,7 +74,7 @@ class TorchPools:
 
     def joined(
         self,
-        own: Callable[[], Sequence[Bytes]],
+        own: Callable[[], Sequence[PoolArray]],
         num_blocks: int,
         of_each: int,
         head_bytes: Sequence[int],
@@ -90,9 +90,8 @@ class TorchPools:
                         array,
                         self.ends,
                         self.shares,
-                        num_blocks=num_blocks,
                         head_bytes=size,
-                        blocks_of_each=_SIDES * of_each,
+                        blocks_of_each=self._sides * of_each,
                         allocation=self._num_allocations,
                         lost=self._lost,
                         section=section,
@@ -113,7 +112,7 @@ class TorchPools:
                     span=self.span,
                     num_blocks=num_blocks,
                     head_bytes=size,
-                    blocks_of_each=_SIDES * of_each,
+                    blocks_of_each=self._sides * of_each,
                     first_bytes=[of_rank[section] for of_rank in begins],
                 )
                 for section, size in enumerate(head_bytes)
@@ -126,7 +125,6 @@ class TorchPools:
             os.close(self.pool_file)
             self.pool_file = NONE
 
-    @staticmethod
-    def _sizes(share: PoolShare, num_blocks: int, head_bytes: Sequence[int]) -> list[int]:
+    def _sizes(self, share: PoolShare, num_blocks: int, head_bytes: Sequence[int]) -> list[int]:
         """Bytes of the arrays of a rank's pool."""
-        return [_SIDES * share.num_bytes(num_blocks, size) for size in head_bytes]
+        return [self._sides * share.num_bytes(num_blocks, size) for size in head_bytes]
