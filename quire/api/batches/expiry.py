@@ -1,4 +1,4 @@
-"""When files expire: the fields that say so, and the removal of files whose time is over.
+"""When files expire: the fields that say so, and the removal of expired files.
 
 An expired file is not found; its rows are removed soon after, those of a batch's input once the
 batch has ended. Knows no HTTP. Always holds: a file without an expiry is kept until it is deleted.
