@@ -23,6 +23,7 @@ API_PATHS: dict[str, str] = {
     "/embeddings": LLAMA_CPP,
     "/props": LLAMA_CPP,
     "/slots": LLAMA_CPP,
+    "/lora-adapters": LLAMA_CPP,
 }
 # What clients of Ollama may add to the name of a model.
 MODEL_TAG = ":latest"

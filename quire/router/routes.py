@@ -105,6 +105,7 @@ NOT_ROUTED = {
     "/admin": "admin routes act on one server; send them to each replica",
     "/props": "each replica has its own settings; ask each replica",
     "/slots": "each replica has its own slots; ask each replica",
+    "/lora-adapters": "each replica has its own adapters; ask each replica",
     "/api": "of Ollama's routes /api/chat, /api/generate, /api/embed, /api/embeddings, /api/show, "
     "/api/tags, /api/ps and /api/version are routed",
 }

@@ -117,6 +117,11 @@ def test_scores_are_cosines_and_documents_come_in_their_order(
         assert [one["document"]["text"] for one in answer["results"]] == [
             documents[at] for at in order
         ]
+    for left, right in (("data_1", "data_2"), ("queries", "documents"), ("queries", "items")):
+        named = server.post(SCORE, {left: query, right: documents})[1]["data"]
+        assert [one["score"] for one in named] == scores
+    every = server.post(RERANK, {"query": query, "documents": documents, "top_n": 0})[1]["results"]
+    assert [one["index"] for one in every] == order
     few = server.post(RERANK, {"query": query, "documents": documents, "top_n": 2})[1]["results"]
     assert [(one["index"], "document" in one) for one in few] == [(at, False) for at in order[:2]]
 
@@ -149,6 +154,30 @@ def test_inputs_beyond_the_context_are_refused_or_cut(narrow: RunningServer) -> 
     assert (vectors(server, input="b " * 1_400, truncate_prompt_tokens=-1) != 0).any()
 
 
+def test_long_documents_and_queries_are_cut_on_request(narrow: RunningServer) -> None:
+    server, long = narrow, "a dog barks " * 400
+
+    def first(text: str, count: int) -> str:
+        ids = server.post("/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
+        return str(server.post("/detokenize", {"tokens": ids[:count]})[1]["prompt"])
+
+    asked = {"query": "rain falls here", "documents": [long, "a dog"], "return_documents": True}
+    refused(server, RERANK, asked, "documents")
+    cut = server.post(RERANK, {**asked, "max_tokens_per_doc": 20})[1]
+    found = {one["index"]: one["relevance_score"] for one in cut["results"]}
+    by_hand = {**asked, "documents": [first(long, 20), "a dog"]}
+    wanted = {
+        one["index"]: one["relevance_score"] for one in server.post(RERANK, by_hand)[1]["results"]
+    }
+    assert found == wanted
+    assert {one["index"]: one["document"]["text"] for one in cut["results"]}[0] == long
+    assert cut["usage"]["prompt_tokens"] < 60
+    sent = {"text_1": long, "text_2": "a dog"}
+    (score,) = server.post(SCORE, {**sent, "max_tokens_per_query": 3})[1]["data"]
+    (same,) = server.post(SCORE, {**sent, "text_1": first(long, 3)})[1]["data"]
+    assert score == same
+
+
 @each_case(
     ("path", "body", "param", "words"),
     [
@@ -170,11 +199,34 @@ def test_inputs_beyond_the_context_are_refused_or_cut(narrow: RunningServer) -> 
         (SCORE, {"text_1": "a"}, "text_2", "missing"),
         (SCORE, {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "text_1", "as many"),
         (SCORE, {"text_1": "a", "text_2": [7]}, "text_2", "texts"),
+        (SCORE, {"queries": "a"}, "documents", "missing"),
+        (SCORE, {"items": "a"}, "queries", "missing"),
+        (SCORE, {"text_1": "a", "documents": "b"}, "documents", "data_1 and data_2"),
+        (SCORE, {"text_1": "a", "text_2": "b", "data_2": "c"}, "data_2", "two texts"),
+        (SCORE, {"data_1": ["a", "b"], "data_2": ["a"] * 3}, "data_1", "as many"),
+        (
+            SCORE,
+            {"text_1": "a", "text_2": "b", "max_tokens_per_doc": True},
+            "max_tokens_per_doc",
+            "true",
+        ),
+        (
+            RERANK,
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1},
+            "max_tokens_per_doc",
+            "0 to cut nothing",
+        ),
+        (
+            RERANK,
+            {"query": "a", "documents": ["b"], "max_tokens_per_query": 2.5},
+            "max_tokens_per_query",
+            "2.5",
+        ),
         (RERANK, {"documents": ["a"]}, "query", "missing"),
         (RERANK, {"query": "a", "documents": "b"}, "documents", "a list"),
         (RERANK, {"query": "a", "documents": []}, "documents", "empty"),
         (RERANK, {"query": "a", "documents": [{"text": "b", "id": 1}]}, "documents", "text"),
-        (RERANK, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "from 1"),
+        (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "from 1"),
         (RERANK, {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction", "query"),
         (RERANK, {"query": "a", "documents": ["b"], "input": "c"}, "input", "query and documents"),
     ],

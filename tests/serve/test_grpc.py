@@ -304,6 +304,32 @@ def test_a_call_that_is_aborted_by_its_id_has_that_code(
     assert error.code() is grpc.StatusCode.ABORTED
 
 
+def test_a_client_that_does_not_read_gets_its_status_when_it_reads(
+    rpc_server: RunningServer, client: Client
+) -> None:
+    """Its messages are blocked on their way, and other calls are not."""
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(f"127.0.0.1:{port_of(rpc_server)}", options=options) as narrow:
+        slow = Client(narrow, (("authorization", f"Bearer {KEY}"),))
+        fields = '{"ignore_eos": true}'
+        stream = slow.generate(prompt=PROMPT, max_tokens=30_000, fields_json=fields)
+        first = next(stream)
+        assert list(client.generate(prompt="a", max_tokens=4))[-1].usage.completion_tokens <= 4
+        status, _, _ = rpc_server.request(
+            "DELETE", f"/v1/requests/{first.id}", b"", authorization=f"Bearer {KEY}"
+        )
+        assert status == 200
+        messages_read, error = [first], None
+        try:
+            messages_read += stream
+        except grpc.RpcError as ended:
+            error = ended
+        assert error is not None
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert sum(len(one.token_ids) for one in messages_read) < 30_000
+        assert list(slow.generate(prompt="a", max_tokens=4))[-1].usage.completion_tokens <= 4
+
+
 def test_the_status_of_a_cancelled_call_waits_for_its_message() -> None:
     """As gRPC refuses a status beside a first message that is half written."""
     done: list[str] = []

@@ -28,6 +28,26 @@ def test_a_completion_has_the_tokens_of_the_same_one_of_openai(server: RunningSe
     assert (last["stop"], last["tokens_predicted"], last["prompt"]) == (True, 24, whole["prompt"])
 
 
+def test_several_answers_have_the_tokens_of_the_choices_of_openai(server: RunningServer) -> None:
+    asked = {**ASKED, "prompt": ["the sea", "a stone"], "temperature": 1.5}
+    status, completion = server.post(
+        "/v1/completions", {**asked, "max_tokens": 12, "n": 2, "return_token_ids": True}
+    )
+    assert status == 200, completion
+    wanted = [choice["token_ids"] for choice in completion["choices"]]
+    assert len({tuple(ids) for ids in wanted}) == 4
+    sent = {**asked, "n_predict": 12, "n_cmpl": 2, "return_tokens": True}
+    status, answers = server.post("/completion", sent)
+    assert status == 200, answers
+    assert [answer["tokens"] for answer in answers] == wanted
+    _, _, raw = server.request("POST", "/completion", json.dumps({**sent, "stream": True}).encode())
+    events = [json.loads(event[6:]) for event in raw.decode().split("\n\n") if event]
+    for index, tokens in enumerate(wanted):
+        *parts, last = [event for event in events if event["index"] == index]
+        assert [token for part in parts for token in part["tokens"]] == tokens
+        assert (last["stop"], last["tokens_predicted"]) == (True, 12)
+
+
 def test_a_grammar_holds_and_a_prompt_is_computed_without_output(server: RunningServer) -> None:
     asked = {**ASKED, "ignore_eos": False, "grammar": 'root ::= "the stone"'}
     status, answer = server.post("/completion", asked)

@@ -23,7 +23,7 @@ _BUSY_S = 2.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key BLOB, name TEXT, purpose TEXT,
-    bytes INTEGER, created INTEGER, ready INTEGER, batch TEXT, failed INTEGER
+    bytes INTEGER, created INTEGER, ready INTEGER, batch TEXT, failed INTEGER, expires INTEGER
 );
 CREATE INDEX IF NOT EXISTS files_by_key ON files (key, seq);
 CREATE TABLE IF NOT EXISTS chunks (
@@ -34,7 +34,8 @@ CREATE TABLE IF NOT EXISTS batches (
     status TEXT, created INTEGER, expires INTEGER, metadata TEXT, times TEXT, errors TEXT,
     output TEXT, error TEXT, total INTEGER, completed INTEGER, failed INTEGER,
     output_bytes INTEGER, error_bytes INTEGER, model TEXT, input_tokens INTEGER,
-    cached_tokens INTEGER, output_tokens INTEGER, reasoning_tokens INTEGER
+    cached_tokens INTEGER, output_tokens INTEGER, reasoning_tokens INTEGER,
+    output_expiry INTEGER
 );
 CREATE INDEX IF NOT EXISTS batches_by_key ON batches (key, seq);
 CREATE TABLE IF NOT EXISTS lines (
@@ -46,10 +47,14 @@ CREATE INDEX IF NOT EXISTS begun ON lines (batch) WHERE attempts > 0 AND result 
 """
 # Columns that journals of older servers lack; these servers read newer journals too.
 _ADDED = {
-    "model": "TEXT",
-    **dict.fromkeys(
-        ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), "INTEGER"
-    ),
+    "batches": {
+        "model": "TEXT",
+        **dict.fromkeys(
+            ("input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"), "INTEGER"
+        ),
+        "output_expiry": "INTEGER",
+    },
+    "files": {"expires": "INTEGER"},
 }
 # A line that ran when the server was killed has one attempt more than before.
 _RECOVER = """
@@ -111,9 +116,10 @@ def _opened(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.executescript(_SCHEMA + _RECOVER)
-        columns = {row[1] for row in database.execute("PRAGMA table_info(batches)")}
-        for name in _ADDED.keys() - columns:
-            database.execute(f"ALTER TABLE batches ADD COLUMN {name} {_ADDED[name]}")
+        for table, added in _ADDED.items():
+            columns = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+            for name in added.keys() - columns:
+                database.execute(f"ALTER TABLE {table} ADD COLUMN {name} {added[name]}")
         database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         database.commit()
     except (OSError, sqlite3.Error) as error:

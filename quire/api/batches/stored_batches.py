@@ -111,9 +111,17 @@ class Line:
 
 
 def create_batch(
-    database: Connection, key: bytes, endpoint: str, input_id: str, metadata: Any
+    database: Connection,
+    key: bytes,
+    endpoint: str,
+    input_id: str,
+    metadata: Any,
+    output_kept_s: int | None = None,
 ) -> StoredBatch:
-    """Add a batch. Raises UnknownFile, InvalidParameter and TenantLimit."""
+    """Add a batch. output_kept_s: of its output files, from their creation, None for ever.
+
+    Raises UnknownFile, InvalidParameter and TenantLimit.
+    """
     file = find_file(database, key, input_id, param="input_file_id")
     if file.purpose != "batch":
         raise InvalidParameter(
@@ -136,10 +144,13 @@ def create_batch(
     row = database.execute(
         "INSERT INTO batches (id, key, endpoint, input, status, created, expires, metadata, times, "
         "errors, total, completed, failed, output_bytes, error_bytes, input_tokens, "
-        "cached_tokens, output_tokens, reasoning_tokens) "
-        "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, '{}', '[]', 0, 0, 0, 0, 0, 0, 0, 0, 0) "
+        "cached_tokens, output_tokens, reasoning_tokens, output_expiry) "
+        "VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, '{}', '[]', 0, 0, 0, 0, 0, 0, 0, 0, 0, ?) "
         f"RETURNING {COLUMNS}",
-        (new_id("batch_"), key, endpoint, input_id, now_s, now_s + WINDOW_S, json.dumps(metadata)),
+        (
+            *(new_id("batch_"), key, endpoint, input_id, now_s, now_s + WINDOW_S),
+            *(json.dumps(metadata), output_kept_s),
+        ),
     ).fetchone()
     return StoredBatch(*row)
 
@@ -296,16 +307,19 @@ def end_batch(database: Connection, id_: str, status: str, *, has_files: bool = 
     if batch is None:
         return
     database.execute("DELETE FROM lines WHERE batch = ? AND result IS NULL", (id_,))
-    sizes = database.execute(
-        "SELECT output_bytes, error_bytes FROM batches WHERE id = ?", (id_,)
+    *sizes, kept_s = database.execute(
+        "SELECT output_bytes, error_bytes, output_expiry FROM batches WHERE id = ?", (id_,)
     ).fetchone()
     for failed, column, size in zip((_OUTPUT, _ERROR), ("output", "error"), sizes, strict=True):
         if not size or not has_files:
             continue
         file_id = new_id("file-")
         database.execute(
-            "INSERT INTO files (id, key, name, purpose, bytes, created, ready, batch, failed) "
-            "VALUES (?, ?, ?, 'batch_output', ?, ?, 1, ?, ?)",
-            (file_id, batch.key, f"{id_}_{column}.jsonl", size, int(time.time()), id_, failed),
+            "INSERT INTO files (id, key, name, purpose, bytes, created, ready, batch, failed, "
+            "expires) VALUES (?1, ?2, ?3, 'batch_output', ?4, ?5, 1, ?6, ?7, ?5 + ?8)",
+            (
+                *(file_id, batch.key, f"{id_}_{column}.jsonl", size, int(time.time())),
+                *(id_, failed, kept_s),
+            ),
         )
         database.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file_id, id_))

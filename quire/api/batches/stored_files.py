@@ -7,18 +7,18 @@ it was uploaded with; a content is read by its parts, never as a whole.
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
 
+from quire.api.batches.expiry import IS_ALIVE, drop_expired, drop_file, now_s
 from quire.api.http.errors import UnknownFile
 from quire.base.errors import BodyTooLarge, InvalidParameter, TenantLimit
 from quire.base.show import show
 
 CHUNK_BYTES = 256 * 1024
 MAX_FILES = 10_000
-_COLUMNS = "seq, id, name, purpose, bytes, created, batch, failed"
+_COLUMNS = "seq, id, name, purpose, bytes, created, batch, failed, expires"
 _UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -34,6 +34,7 @@ class StoredFile:
     created_s: int
     batch: str | None
     failed: int | None
+    expires_s: int | None
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -42,7 +43,7 @@ class StoredFile:
             "object": "file",
             "bytes": self.num_bytes,
             "created_at": self.created_s,
-            "expires_at": None,
+            "expires_at": self.expires_s,
             "filename": self.name,
             "purpose": self.purpose,
             "status": "processed",
@@ -57,6 +58,7 @@ def new_id(prefix: str) -> str:
 
 def begin_file(database: Connection, key: bytes) -> str:
     """Return the id of a new file that is not ready. Raises TenantLimit."""
+    drop_expired(database)
     (num_files,) = database.execute("SELECT count(*) FROM files WHERE key = ?", (key,)).fetchone()
     if num_files >= MAX_FILES:
         raise TenantLimit(
@@ -67,7 +69,7 @@ def begin_file(database: Connection, key: bytes) -> str:
     database.execute(
         "INSERT INTO files (id, key, name, purpose, bytes, created, ready) "
         "VALUES (?, ?, '', '', 0, ?, 0)",
-        (id_, key, int(time.time())),
+        (id_, key, now_s()),
     )
     return id_
 
@@ -88,19 +90,16 @@ def add_chunk(
         )
 
 
-def finish_file(database: Connection, id_: str, name: str, purpose: str) -> StoredFile:
-    """Make an upload ready; return it."""
+def finish_file(
+    database: Connection, id_: str, name: str, purpose: str, kept_s: int | None
+) -> StoredFile:
+    """Make an upload ready; return it. kept_s: from its creation, None for ever."""
     row = database.execute(
-        f"UPDATE files SET ready = 1, name = ?, purpose = ? WHERE id = ? RETURNING {_COLUMNS}",
-        (name, purpose, id_),
+        "UPDATE files SET ready = 1, name = ?, purpose = ?, expires = created + ? WHERE id = ? "
+        f"RETURNING {_COLUMNS}",
+        (name, purpose, kept_s, id_),
     ).fetchone()
     return StoredFile(*row)
-
-
-def drop_file(database: Connection, id_: str) -> None:
-    """Remove the rows of a file."""
-    database.execute("DELETE FROM chunks WHERE file = ?", (id_,))
-    database.execute("DELETE FROM files WHERE id = ?", (id_,))
 
 
 def find_file(
@@ -108,11 +107,13 @@ def find_file(
 ) -> StoredFile:
     """Return a file. Raises UnknownFile."""
     row = database.execute(
-        f"SELECT {_COLUMNS} FROM files WHERE key = ? AND id = ? AND ready", (key, id_)
+        f"SELECT {_COLUMNS} FROM files WHERE key = :key AND id = :id AND ready AND {IS_ALIVE}",
+        {"key": key, "id": id_, "now": now_s()},
     ).fetchone()
     if row is None:
         raise UnknownFile(
-            f"file {show(id_)} is not stored for this key; GET /v1/files lists what is",
+            f"file {show(id_)} is not stored for this key, or has expired; GET /v1/files lists "
+            "what is",
             param=param,
         )
     return StoredFile(*row)
@@ -131,10 +132,10 @@ def list_files(
     seq = None if after is None else find_file(database, key, after, param="after").seq
     sign, order = (">", "ASC") if oldest else ("<", "DESC")
     rows = database.execute(
-        f"SELECT {_COLUMNS} FROM files WHERE key = ?1 AND ready "
-        f"AND (?2 IS NULL OR purpose = ?2) AND (?3 IS NULL OR seq {sign} ?3) "
-        f"ORDER BY seq {order} LIMIT ?4",
-        (key, purpose, seq, limit),
+        f"SELECT {_COLUMNS} FROM files WHERE key = :key AND ready AND {IS_ALIVE} "
+        f"AND (:purpose IS NULL OR purpose = :purpose) AND (:seq IS NULL OR seq {sign} :seq) "
+        f"ORDER BY seq {order} LIMIT :limit",
+        {"key": key, "now": now_s(), "purpose": purpose, "seq": seq, "limit": limit},
     )
     return [StoredFile(*row) for row in rows]
 
@@ -152,11 +153,7 @@ def delete_file(database: Connection, key: bytes, id_: str) -> None:
             f"file {id_} is the input of batch {reader[0]}, which has not ended; cancel that first",
             param="id",
         )
-    if file.batch is not None:
-        database.execute(
-            "DELETE FROM lines WHERE batch = ? AND failed = ?", (file.batch, file.failed)
-        )
-    drop_file(database, id_)
+    drop_file(database, id_, file.batch, file.failed)
 
 
 def content_part(database: Connection, file: StoredFile, at: int) -> tuple[bytes, int] | None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, TypeVar
 
+from quire.api.batches.expiry import SWEEP_S, drop_expired
 from quire.api.batches.input_lines import InputCheck, decode_line
 from quire.api.batches.line_form import CANCELLED, EXPIRED, BatchEndpoint
 from quire.api.batches.line_runner import NotNow, run_line
@@ -35,6 +36,7 @@ from quire.api.batches.stored_batches import (
     unfinished,
 )
 from quire.api.batches.stored_files import read_span
+from quire.base.errors import QuireError
 
 if TYPE_CHECKING:
     from quire.api.batches.journal import BatchJournal
@@ -70,6 +72,7 @@ class BatchWorker:
         self._cancelled: set[str] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._main = asyncio.ensure_future(self._resume())
+        self._sweep = asyncio.ensure_future(self._drop_expired())
         server_state.lifecycle.stopping.add_done_callback(lambda _: self._stop())
 
     def begin(self, batch: StoredBatch) -> None:
@@ -101,9 +104,18 @@ class BatchWorker:
         for batch in await self._journal.run(unfinished):
             self.begin(batch)
 
+    async def _drop_expired(self) -> None:
+        """Remove expired files from time to time."""
+        while True:
+            try:
+                await self._journal.run(drop_expired)
+            except QuireError as error:  # as with a full disk
+                self._server_state.log.error("expired files not removed", error=str(error))
+            await asyncio.sleep(SWEEP_S)
+
     def _stop(self) -> None:
         """End what runs and close the journal; a server that drains waits for it."""
-        tasks = [self._main, *self._batches.values()]
+        tasks = [self._main, self._sweep, *self._batches.values()]
         for task in tasks:
             task.cancel()
         held = ExitStack()

@@ -24,8 +24,11 @@ EMBEDDINGS = FieldSet(
     input_names="input",
 )
 POOLING = FieldSet(EMBEDDINGS | {"task"}, input_names="input")
-_PAIRS = _EVERYWHERE | {"instruction"}
-SCORE = FieldSet(_PAIRS | {"text_1", "text_2"}, input_names="text_1 and text_2")
+_PAIRS = _EVERYWHERE | {"instruction", "max_tokens_per_query", "max_tokens_per_doc"}
+SCORE = FieldSet(
+    _PAIRS | {"text_1", "text_2", "data_1", "data_2", "queries", "documents", "items"},
+    input_names="text_1 and text_2",
+)
 RERANK = FieldSet(
     _PAIRS | {"query", "documents", "top_n", "return_documents"}, input_names="query and documents"
 )

@@ -21,6 +21,7 @@ from quire.api.embeddings.inputs import (
     input_ids,
     listed_texts,
 )
+from quire.api.embeddings.score_texts import MAX_TOKENS, shortened, sides_of
 from quire.api.generation.answer_json import prompt_usage_json
 from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import flag
@@ -133,15 +134,16 @@ class RerankWriter(ScoreWriter):
 async def read_score(request: GenerationRequest) -> GenerationJob:
     """Check the fields of /v1/score. Raises InvalidParameter and ContextTooLong."""
     pooling = _scoring_of(request)
-    left = listed_texts(request.given.get("text_1"), param="text_1")
-    right = listed_texts(request.given.get("text_2"), param="text_2")
+    names = first, second = sides_of(request.given)
+    left = listed_texts(request.given.get(first), param=first)
+    right = listed_texts(request.given.get(second), param=second)
     if len(left) not in (1, len(right)):
         raise InvalidParameter(
-            f"text_1 has {len(left)} texts and text_2 has {len(right)}; one text_1 for all, or as "
-            "many as text_2, are allowed",
-            param="text_1",
+            f"{first} has {len(left)} texts and {second} has {len(right)}; one text of {first} for "
+            f"all, or as many as {second}, are allowed",
+            param=first,
         )
-    prompts, pairs = await _prompts(request, pooling, left, right, params=("text_1", "text_2"))
+    prompts, pairs = await _prompts(request, pooling, left, right, params=names)
     return GenerationJob(prompts=prompts, writer=ScoreWriter(request.envelope, pooling, pairs))
 
 
@@ -162,10 +164,11 @@ async def read_rerank(request: GenerationRequest) -> GenerationJob:
             param="documents",
         )
     texts = listed_texts(documents, param="documents")
-    top_n = given.get("top_n", len(texts))
-    if type(top_n) is not int or top_n < 1:
+    top_n = given.get("top_n", 0)
+    if type(top_n) is not int or top_n < 0:
         raise InvalidParameter(
-            f"top_n is {show(top_n)}; a whole number from 1 is allowed", param="top_n"
+            f"top_n is {show(top_n)}; a whole number from 1 is allowed, or 0 for all documents",
+            param="top_n",
         )
     returns = flag(given, "return_documents")
     prompts, pairs = await _prompts(request, pooling, [query], texts, params=("query", "documents"))
@@ -174,7 +177,7 @@ async def read_rerank(request: GenerationRequest) -> GenerationJob:
         pooling,
         pairs,
         documents=texts,
-        top_n=top_n,
+        top_n=top_n or len(texts),
         returns_documents=returns,
     )
     return GenerationJob(prompts=prompts, writer=writer)
@@ -208,6 +211,8 @@ async def _prompts(
 ) -> tuple[list[Prompt], list[Pair]]:
     """Return the prompts that are computed, and which of them make each pair."""
     cutting = cutting_of(request.given, request.engine)
+    left = await shortened(request.context, left, MAX_TOKENS[0])
+    right = await shortened(request.context, right, MAX_TOKENS[1])
     queries = list(left) * len(right) if len(left) == 1 else list(left)
     if pooling.judges is not None:
         return await _judge_prompts(request, pooling.judges, queries, right, cutting, params[1])

@@ -76,11 +76,9 @@ class RequestContext:
 
     def ignore(self, *names: str) -> None:
         """Record, log and report names that are ignored."""
-        if names:
-            self._ignored += [name for name in names if name not in self._ignored]
-            self._log.warning(
-                "fields ignored", request=self.request_id, fields=ignored_header(names)
-            )
+        if new := tuple(name for name in names if name not in self._ignored):
+            self._ignored += new
+            self._log.warning("fields ignored", request=self.request_id, fields=ignored_header(new))
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the response."""

@@ -36,7 +36,6 @@ FOREIGN_PATHS: Mapping[str, str] = {
     "/api/delete": _ONE_MODEL,
     "/api/copy": _ONE_MODEL,
     # llama.cpp
-    "/lora-adapters": "LoRA adapters are not implemented",
     "POST /props": "properties are set when the server starts (quire serve --help)",
     "/slots/{id}": "there are no slots to save or restore; cached prefixes are kept by themselves",
     "/v1/models/load": _ONE_MODEL,

@@ -203,7 +203,7 @@ async def read_object(request: Request, *, limit_bytes: int) -> tuple[dict[str, 
     and ClientDisconnected.
     """
     try:
-        raw = await _read(request, limit_bytes)
+        raw = await read_body(request, limit_bytes)
     except ClientDisconnect as error:
         raise ClientDisconnected from error
     _check_encoding(request)
@@ -233,7 +233,8 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     return body
 
 
-async def _read(request: Request, limit_bytes: int) -> bytes:
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """Return the bytes of a body. Raises BodyTooLarge and ClientDisconnect."""
     length = request.headers.get("content-length", "")
     num_announced = int(length) if length.isascii() and length.isdigit() else 0
     if num_announced > _DISCARD_BYTES + limit_bytes:

@@ -28,7 +28,7 @@ _ABSENT = object()
 
 class AnswerWriter:
     """Write one answer. prompt: its text, which the last object has. room_tokens: what the context
-    leaves to the answer."""
+    leaves to the answer. index: its number among the answers of a request."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class AnswerWriter:
         returned: Returned,
         *,
         room_tokens: int,
+        index: int = 0,
     ) -> None:
+        self._index = index
         self._model = envelope.model
         self._prompt = prompt
         self._sampling = sampling
@@ -60,7 +62,7 @@ class AnswerWriter:
         self._keep_end(delta.text, delta.finish_reason, delta.stop_reason)
         if delta.text or delta.token_ids:
             yield {
-                "index": 0,
+                "index": self._index,
                 "content": delta.text,
                 "tokens": delta.token_ids,
                 "stop": False,
@@ -76,7 +78,7 @@ class AnswerWriter:
     def of_progress(self, progress: PromptState) -> dict[str, Any]:
         """Return the event of prompt progress."""
         return {
-            "index": 0,
+            "index": self._index,
             "content": "",
             "tokens": [],
             "stop": False,
@@ -122,7 +124,7 @@ class AnswerWriter:
 
     def _last(self, text: str, tokens: Sequence[int], usage: Usage) -> dict[str, Any]:
         return {
-            "index": 0,
+            "index": self._index,
             "content": text,
             "tokens": tokens,
             "id_slot": self._returned.id_slot,

@@ -1,8 +1,9 @@
 """POST /completion and /infill: continue a prompt, or fill a gap, in the form of llama.cpp's API.
 
 A prompt is a text, token ids, or a list of both, of which only a text at its beginning gets the
-tokenizer's special tokens. Always holds: a text has the ids that /v1/completions gives it, and the
-same request, with the window of penalties and the order of samplers, has the same tokens there.
+tokenizer's special tokens. A list without ids is a list of prompts. Always holds: a
+text has the ids that /v1/completions gives it, and the same request, with the window of penalties
+and the order of samplers, has the same tokens there.
 infill.py makes the prompt of /infill; of its texts of other files the first are left out if all do
 not fit the context, then texts around the gap are cut.
 """
@@ -10,12 +11,14 @@ not fit the context, then texts around the gap are cut.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.api.generation.choice_streams import ChoiceStreams, Prompt
+from quire.api.engine_protocol import Engine
+from quire.api.generation.choice_streams import Prompt
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import (
     GenerationJob,
@@ -30,8 +33,9 @@ from quire.api.llama_cpp.answer_writer import AnswerWriter
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_INFILL
 from quire.api.llama_cpp.infill import NUM_MARKS, InfillTexts
-from quire.api.llama_cpp.line_limits import streams_of
+from quire.api.llama_cpp.line_limits import NO_LIMITS, line_limits, streams_of
 from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
+from quire.api.llama_cpp.several_answers import SeveralAnswers
 from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
@@ -40,9 +44,14 @@ from quire.engine.output.output_stream import PLAIN_TEXT, TextRules
 
 # Texts and runs of ids of one prompt.
 MAX_PARTS = 1024
+# Of one request.
+MAX_ANSWERS = 1024
 # Timings are in each answer.
 _IMPLIED = frozenset({"timings"})
-_FORMS = "a text, a list of token ids, or a list of texts and ids that make one prompt are allowed"
+_FORMS = (
+    "a text, a list of token ids, a list of texts and ids that make one prompt, or a list of such "
+    "prompts are allowed"
+)
 
 
 class CompletionRoute:
@@ -87,8 +96,8 @@ async def read_completion(request: GenerationRequest) -> GenerationJob:
     """Check all fields. Raises RequestError naming the field."""
     sampling, returned = read_sampling(request)
     adds_special = flag(request.given, "add_special_tokens", default=True)
-    parts = _parts(request.given.get("prompt"))
-    return await _job(request, parts, sampling, returned, adds_special=adds_special)
+    prompts = _prompts(request.given.get("prompt"))
+    return await _job(request, prompts, sampling, returned, adds_special=adds_special)
 
 
 async def read_infill(request: GenerationRequest) -> GenerationJob:
@@ -98,10 +107,10 @@ async def read_infill(request: GenerationRequest) -> GenerationJob:
     first = await _first_file(request, texts, sampling)
     text = texts.prompt(request.engine.tokenizer, first)
     try:
-        return await _job(request, [text], sampling, returned, adds_special=True)
+        return await _job(request, [[text]], sampling, returned, adds_special=True)
     except TOO_LONG:  # without other texts too
         text = await _shortened(request, texts, first, sampling)
-    return await _job(request, [text], sampling, returned, adds_special=True)
+    return await _job(request, [[text]], sampling, returned, adds_special=True)
 
 
 async def _first_file(
@@ -153,44 +162,87 @@ async def _fits(request: GenerationRequest, texts: InfillTexts, first_file: int,
 
 async def _job(
     request: GenerationRequest,
-    parts: list[Any],
+    prompts: list[list[Any]],
     sampling: SamplingParams,
     returned: Returned,
     *,
     adds_special: bool,
 ) -> GenerationJob:
-    """Return the job of a prompt. The answer has its text: as it was sent, or decoded."""
-    streams = streams_of(request.given)
-    token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
-    sampling = request.limited(sampling, len(token_ids), default_tokens=None)
-    room_tokens = request.engine.card.max_model_len - len(token_ids)
-    sampling = fitted(sampling, room_tokens)
+    """Return the job of prompts. Each answer has its prompt's text: as it was sent, or decoded."""
+    limits, num_each = line_limits(request.given), sampling.n
+    rules = PLAIN_TEXT if limits == NO_LIMITS else TextRules(counts_chars=True)
+    if len(prompts) * num_each > MAX_ANSWERS:
+        raise InvalidParameter(
+            f"prompt has {len(prompts)} prompts and n_cmpl is {num_each}; at most {MAX_ANSWERS} "
+            "answers a request are allowed: send fewer prompts",
+            param="prompt",
+        )
+    found: list[Prompt] = []
+    writers: list[AnswerWriter] = []
+    for at, parts in enumerate(prompts):
+        if at:
+            await asyncio.sleep(0)  # many short prompts take long together
+        token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
+        room_tokens = request.engine.card.max_model_len - len(token_ids)
+        # Answers to one prompt are requests of their own, as their limits by lines are.
+        chosen = replace(sampling, n=1)
+        chosen = request.limited(chosen, len(token_ids), default_tokens=None)
+        chosen = fitted(chosen, room_tokens)
+        text = await _text(request, parts, token_ids)
+        found += [Prompt(token_ids=token_ids, sampling=chosen, text_rules=rules)] * num_each
+        writers += [
+            AnswerWriter(
+                request.envelope, text, chosen, returned, room_tokens=room_tokens, index=index
+            )
+            for index in range(len(writers), len(writers) + num_each)
+        ]
+    if len(found) == 1:
+        return GenerationJob(prompts=found, writer=writers[0], streams=streams_of(limits))
+    await asyncio.to_thread(_check_all, request.engine, found)
+    several = SeveralAnswers(writers)
+    return GenerationJob(prompts=found, writer=several, streams=several.streams_of(limits))
+
+
+def _check_all(engine: Engine, prompts: list[Prompt]) -> None:
+    """Check every prompt before the first one begins to be answered."""
+    for prompt in prompts:
+        engine.check(prompt.token_ids, prompt.sampling)
+
+
+async def _text(request: GenerationRequest, parts: list[Any], token_ids: list[int]) -> str:
+    """Return the text of a prompt."""
     text = parts[0]
-    if len(parts) > 1 or not isinstance(text, str):
-        decode = request.engine.tokenizer.decode
-        text = await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
-    writer = AnswerWriter(request.envelope, text, sampling, returned, room_tokens=room_tokens)
-    rules = PLAIN_TEXT if streams is ChoiceStreams else TextRules(counts_chars=True)
-    prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=rules)
-    return GenerationJob(prompts=[prompt], writer=writer, streams=streams)
+    if len(parts) == 1 and isinstance(text, str):
+        return text
+    decode = request.engine.tokenizer.decode
+    return await request.context.run_in_thread(decode, token_ids, skip_special_tokens=False)
 
 
-def _parts(prompt: Any) -> list[Any]:
-    """Return the texts and ids of one prompt; ids that follow each other are one list."""
+def _prompts(prompt: Any) -> list[list[Any]]:
+    """Return the prompts of a request, each as its texts and ids."""
     if prompt is None:
         raise InvalidParameter(f"prompt is missing; {_FORMS}", param="prompt")
     if isinstance(prompt, str):
-        return [prompt]
+        return [[prompt]]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidParameter(f"prompt is {show(prompt)}; {_FORMS}", param="prompt")
-    if len(prompt) == 1 and isinstance(prompt[0], list):
-        prompt = prompt[0]
-    if len(prompt) > 1 and all(isinstance(part, str | list) for part in prompt):
+    if not all(isinstance(part, str | list) for part in prompt):
+        return [_parts(prompt)]
+    if len(prompt) > MAX_ANSWERS:
         raise InvalidParameter(
-            f"prompt is a list of {len(prompt)} prompts; one is answered: send a request for each "
-            f"({_FORMS})",
+            f"prompt is a list of {len(prompt)} prompts; at most {MAX_ANSWERS} answers a request "
+            "are allowed: send fewer prompts",
             param="prompt",
         )
+    if [] in prompt:
+        raise InvalidParameter(
+            f"prompt holds an empty list at {prompt.index([])}; {_FORMS}", param="prompt"
+        )
+    return [[one] if isinstance(one, str) else _parts(one) for one in prompt]
+
+
+def _parts(prompt: list[Any]) -> list[Any]:
+    """Return the texts and ids of one prompt; ids that follow each other are one list."""
     parts: list[Any] = []
     for part in prompt:
         if isinstance(part, str):

@@ -36,13 +36,20 @@ class LineLimits:
     min_indent: int = 0
 
 
-def streams_of(given: Mapping[str, Any]) -> Callable[..., ChoiceStreams]:
-    """Return what runs the prompts of a request. Raises InvalidParameter."""
-    limits = LineLimits(
+NO_LIMITS = LineLimits()
+
+
+def line_limits(given: Mapping[str, Any]) -> LineLimits:
+    """Return the limits of a request. Raises InvalidParameter."""
+    return LineLimits(
         max_ms=max(_whole(given, "t_max_predict_ms", -1), 0),
         min_indent=_whole(given, "n_indent", 0),
     )
-    return ChoiceStreams if limits == LineLimits() else partial(LineLimitedStreams, limits)
+
+
+def streams_of(limits: LineLimits) -> Callable[..., ChoiceStreams]:
+    """Return what runs the prompt of a request."""
+    return ChoiceStreams if limits == NO_LIMITS else partial(LineLimitedStreams, limits)
 
 
 def _whole(given: Mapping[str, Any], name: str, least: int) -> int:

@@ -68,12 +68,6 @@ def read_sampling(request: GenerationRequest) -> tuple[SamplingParams, Returned]
         streams=flag(given, "stream"),
         response_fields=_response_fields(given),
     )
-    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
-        raise InvalidParameter(
-            f"n is {show(given['n'])}; an answer here is one text: send a request for each, or use "
-            "POST /v1/completions",
-            param="n",
-        )
     fields = {**given, **_own_forms(given)}
     if (limit := _limit(given)) is not None:
         fields["max_tokens"] = limit

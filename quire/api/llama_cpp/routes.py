@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
+from quire.api.llama_cpp.adapters import AdapterRoutes
 from quire.api.llama_cpp.completion import CompletionRoute, InfillRoute
 from quire.api.llama_cpp.embedding import Read, embedding_routes
 from quire.api.llama_cpp.server_views import ServerViews
@@ -17,11 +18,14 @@ from quire.api.server_state import ServerState
 def llama_cpp_routes(server_state: ServerState, read_vectors: Read) -> list[Route]:
     """Return the routes of this API for every key. read_vectors: checks the fields of
     /v1/embeddings."""
+    adapters = AdapterRoutes()
     return [
         Route("/completion", CompletionRoute(server_state).post, methods=["POST"]),
         Route("/infill", InfillRoute(server_state).post, methods=["POST"]),
         *embedding_routes(server_state, read_vectors),
         Route("/props", ServerViews(server_state).props, methods=["GET"]),
+        Route("/lora-adapters", adapters.get, methods=["GET"]),
+        Route("/lora-adapters", adapters.post, methods=["POST"]),
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from quire.api.anthropic.batch_routes import CUSTOM_ID, MAX_REQUESTS
 from quire.api.batch_wiring import ENDPOINTS
+from quire.api.batches.expiry import ANCHOR, MAX_S, MIN_S
 from quire.api.batches.stored_batches import ENDED, TIMES
 from quire.api.openai.batches.file_routes import PURPOSES
 from quire.api.openapi.field_schemas import (
@@ -21,6 +22,7 @@ from quire.api.openapi.field_schemas import (
 )
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+_KEPT_S: Schema = {"type": "integer", "minimum": MIN_S, "maximum": MAX_S}
 _NULL: Schema = {"type": "null"}
 _RESULTS = ("processing", "succeeded", "errored", "canceled", "expired")
 
@@ -42,7 +44,7 @@ def batch_answers() -> dict[str, Schema]:
             object={"const": "file"},
             bytes=_COUNT,
             created_at=_COUNT,
-            expires_at=_NULL,
+            expires_at=or_null(_COUNT),
             filename=TEXT,
             purpose={"enum": [*PURPOSES]},
             status={"const": "processed"},
@@ -97,6 +99,14 @@ def file_form() -> Schema:
         {
             "purpose": {"const": "batch", "description": "What the file is for."},
             "file": {"type": "string", "format": "binary", "description": "Lines of JSON."},
+            "expires_after[anchor]": {
+                "const": ANCHOR,
+                "description": "From when expires_after[seconds] count; both are given, or none.",
+            },
+            "expires_after[seconds]": {
+                **_KEPT_S,
+                "description": "How long the file is kept; without it, until it is deleted.",
+            },
         },
         needed=("purpose", "file"),
     )
@@ -118,6 +128,11 @@ def batch_body() -> Schema:
             "endpoint": {"enum": [*ENDPOINTS], "description": "The route of every line."},
             "completion_window": {"const": "24h", "description": "The time of the whole batch."},
             "metadata": or_null(metadata),
+            "output_expires_after": {
+                **or_null(whole_object(anchor={"const": ANCHOR}, seconds=_KEPT_S)),
+                "description": "How long the output files are kept; without it, until they are "
+                "deleted.",
+            },
         },
         needed=("input_file_id", "endpoint", "completion_window"),
     )

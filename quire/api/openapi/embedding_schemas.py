@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from quire.api.embeddings.fields import ENCODINGS, SIDES, TASKS
 from quire.api.embeddings.inputs import MAX_INPUTS
+from quire.api.embeddings.score_texts import MAX_TOKENS
+from quire.api.embeddings.score_texts import SIDES as SIDE_NAMES
 from quire.api.openapi.field_schemas import (
     FLAG,
     TEXT,
@@ -38,13 +40,19 @@ def embedding_rows(known: Known) -> dict[str, Schema]:
         "task": {"enum": list(TASKS)},
         "truncation_side": {"enum": list(SIDES)},
         "instruction": TEXT,
-        "text_1": {"anyOf": [_TEXT_OBJECT, texts]},
-        "text_2": {"anyOf": [_TEXT_OBJECT, texts]},
+        **{name: {**_COUNT, "maximum": 2**31 - 1} for name in MAX_TOKENS},
         "query": TEXT,
         "documents": texts,
-        "top_n": {"type": "integer", "minimum": 1},
+        "top_n": _COUNT,
         "return_documents": FLAG,
     }
+
+
+def score_rows(known: Known) -> dict[str, Schema]:
+    """Return those of /v1/score: both sides under each of their names."""
+    own = embedding_rows(known)
+    side: Schema = {"anyOf": [_TEXT_OBJECT, own["documents"]]}
+    return {**own, **{name: side for pair in SIDE_NAMES for name in pair}}
 
 
 def embedding_answers() -> dict[str, Schema]:

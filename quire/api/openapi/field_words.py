@@ -41,6 +41,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "query": "The text that documents are compared with.",
         "text_1": "A text, or as many as text_2: the queries of the pairs.",
         "text_2": "A text or texts: the documents of the pairs.",
+        **dict.fromkeys(("data_1", "queries"), "Another name of text_1."),
+        **dict.fromkeys(("data_2", "items"), "Another name of text_2."),
+        "max_tokens_per_query": "Cut each query to so many tokens, at its end; 0, the default: "
+        "nothing is cut.",
+        "max_tokens_per_doc": "Cut each document to so many tokens, at its end; 0, the default: "
+        "nothing is cut.",
         "prompt_name": 'The name of one of the model\'s prompts, which precedes each text; "" for '
         "none, the model's default if it is left out.",
         "instruction": "What makes a document relevant; for models that judge (Qwen3-Reranker).",
@@ -146,7 +152,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "normalize": "Bring vectors to length 1; as the model's files say if it is left out.",
         "embd_normalize": "2: bring vectors to length 1 (default); -1: leave them as they are.",
         "task": "embed: one vector a text.",
-        "top_n": "Return only this many documents.",
+        "top_n": "Return only this many documents; 0, the default: all.",
         "return_documents": "Return each document's text with its score; false by default.",
     },
     "Structured output": {
@@ -271,7 +277,7 @@ OF_TEXTS: Mapping[str, str] = {
 # Descriptions that differ for embeddings and scores.
 OF_EMBEDDINGS: Mapping[str, str] = {
     "input": "A text, texts, token ids, or lists of ids; one vector for each.",
-    "documents": "Texts, or objects with a text.",
+    "documents": "Texts, or objects with a text; of a score, another name of text_2.",
     "add_special_tokens": "Add the tokenizer's special tokens to each text; true by default.",
     "truncate_prompt_tokens": "Cut longer inputs to this many tokens, special tokens included; -1: "
     "to the context length. Without it they are refused.",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quire.api.http.errors import NotAdmin
 from quire.api.llama_cpp.fields import LLAMA_COMPLETION, LLAMA_EMBEDDING, LLAMA_INFILL
+from quire.api.openapi.field_schemas import OBJECT, list_of
 from quire.api.openapi.field_words import OF_EMBEDDINGS
 from quire.api.openapi.llama_cpp_schemas import (
     infill_rows,
@@ -17,7 +18,7 @@ from quire.api.openapi.llama_cpp_schemas import (
     llama_cpp_rows,
 )
 from quire.api.openapi.operation import ENGINE, TOKENS, FieldsForm, Operation
-from quire.base.errors import InvalidParameter
+from quire.base.errors import BodyTooLarge, InvalidParameter
 
 _EMBEDDING = Operation(
     says="One vector for each input in the form of llama.cpp's API.",
@@ -60,6 +61,20 @@ LLAMA_CPP_OPERATIONS: Mapping[str, Operation] = {
         tag="llama.cpp",
         answer="LlamaCppProps",
         errors=(InvalidParameter, *ENGINE),
+    ),
+    "GET /lora-adapters": Operation(
+        says="The LoRA adapters: none.",
+        tag="llama.cpp",
+        answer="LlamaCppAdapters",
+        errors=(InvalidParameter,),
+    ),
+    "POST /lora-adapters": Operation(
+        says="Set the scales of adapters; since there are none, only of none.",
+        tag="llama.cpp",
+        answer="LlamaCppScalesSet",
+        title="LlamaCppScales",
+        plain=list_of(OBJECT, most=0),
+        errors=(InvalidParameter, BodyTooLarge),
     ),
     "GET /slots": Operation(
         says="An entry for each request that may run at once, with the counts of those that run.",

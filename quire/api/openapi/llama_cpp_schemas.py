@@ -6,6 +6,7 @@ Fields that these routes share with others are in field_schemas.py. Knows no rou
 from __future__ import annotations
 
 from quire.api.http.errors import HEAD_TOO_LARGE, SHAPES
+from quire.api.llama_cpp.completion import MAX_ANSWERS
 from quire.api.llama_cpp.dialect import TOO_LONG, error_type
 from quire.api.llama_cpp.embedding import NORMS
 from quire.api.llama_cpp.infill import MAX_FILES
@@ -34,12 +35,14 @@ _PLACE: Schema = {"type": "integer", "minimum": -1}
 
 def llama_cpp_rows(known: Known) -> dict[str, Schema]:
     """Return the fields that have another form than in other APIs, or exist here only."""
-    token_id = token_id_row(known)
+    part = {"anyOf": [token_id_row(known), TEXT]}
+    one = list_of(part, least=1)
     limit = {"type": "integer", "minimum": 0, "maximum": known.max_output_tokens or 2**31 - 1}
     return {
         "prompt": {
-            "anyOf": [TEXT, list_of({"anyOf": [token_id, TEXT]}, least=1)],
-            "description": "A text, token ids, or a list of both that makes one prompt.",
+            "anyOf": [TEXT, one, list_of({"anyOf": [TEXT, one]}, least=1, most=MAX_ANSWERS)],
+            "description": "A text, token ids, a list of both that makes one prompt, or a list of "
+            "such prompts, none of which is an id.",
         },
         "n_predict": {"anyOf": [limit, {"enum": [-1, -2]}]},
         "max_tokens": {**limit, "description": "Another name of n_predict."},
@@ -56,7 +59,6 @@ def llama_cpp_rows(known: Known) -> dict[str, Schema]:
             object_of({"filename": TEXT, "text": TEXT}, needed=("text",), closed=False),
             most=MAX_FILES,
         ),
-        "n": {"const": 1},
         "t_max_predict_ms": {**_PLACE, "maximum": 2**31 - 1},
         "n_indent": {**_COUNT, "maximum": 2**31 - 1},
         "response_fields": list_of(TEXT, most=MAX_RESPONSE_FIELDS),
@@ -89,7 +91,7 @@ def llama_cpp_answers() -> dict[str, Schema]:
     """Return answers, events and errors by name."""
     speeds = {"timings": _ref("Speeds")}
     begun: dict[str, Schema] = {
-        "index": {"const": 0},
+        "index": _COUNT,
         "content": TEXT,
         "tokens": list_of(_COUNT),
         "id_slot": _PLACE,
@@ -127,13 +129,17 @@ def llama_cpp_answers() -> dict[str, Schema]:
         "not": {"required": ["content", "generation_settings", "timings"]},
     }
     return {
-        "LlamaCppCompletion": {"anyOf": [whole, parts]},
+        "LlamaCppCompletion": {
+            "anyOf": [whole, parts, list_of({"anyOf": [whole, parts]}, least=2, most=MAX_ANSWERS)]
+        },
         "LlamaCppEvent": {"anyOf": [event, last, parts]},
         "LlamaCppEmbeddings": list_of(
             whole_object(index=_COUNT, embedding=list_of(list_of(_NUMBER), least=1, most=1))
         ),
         "LlamaCppProps": _props(),
         "LlamaCppSlots": list_of(_slot()),
+        "LlamaCppAdapters": list_of(OBJECT, most=0),
+        "LlamaCppScalesSet": whole_object(success={"const": True}),
         "LlamaCppError": _error(),
     }
 

@@ -40,7 +40,7 @@ from quire.api.openai.responses.stored_routes import (
 )
 from quire.api.openapi.batch_operations import BATCH_OPERATIONS
 from quire.api.openapi.conversation_operations import CONVERSATION_OPERATIONS, INCLUDED
-from quire.api.openapi.embedding_schemas import embedding_rows
+from quire.api.openapi.embedding_schemas import embedding_rows, score_rows
 from quire.api.openapi.field_schemas import (
     TEXT,
     Schema,
@@ -117,10 +117,9 @@ _SCORE = Operation(
     answer="Scores",
     title="ScoreRequest",
     body=SCORE,
-    needed=frozenset({"text_1", "text_2"}),
     example={"text_1": "a little dog", "text_2": ["A dog barks.", "Rain falls."]},
     errors=TOKENS,
-    fields_form=_VECTORS,
+    fields_form=FieldsForm(rows=score_rows, words=OF_EMBEDDINGS),
 )
 
 

@@ -199,7 +199,7 @@ def _fields(document: Schema, operation: Schema) -> str:
     (content,) = body["content"].values()
     name = content["schema"]["$ref"].rpartition("/")[2]
     schema = document["components"]["schemas"][name]
-    properties, needed = schema["properties"], schema.get("required", [])
+    properties, needed = schema.get("properties", {}), schema.get("required", [])  # a list has none
     honoured = {name: one for name, one in properties.items() if "x-quire" not in one}
     refused = {n: one for n, one in properties.items() if one.get("x-quire") == "refused"}
     free = [name for name, one in properties.items() if one.get("x-quire") == "no effect"]

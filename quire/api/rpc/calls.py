@@ -55,10 +55,11 @@ Context: TypeAlias = Any  # grpc.aio.ServicerContext, which has no types
 
 
 class WholeMessages:
-    """The context of a streaming call, which writes each message whole.
+    """The context of a streaming call, with each of its messages written whole.
 
-    A cancelled task does not cancel its write: gRPC refuses the status of a call if the first
-    message is half written (TOO_MANY_OPERATIONS), and the client would wait to its deadline.
+    A cancelled task does not cancel its write: gRPC refuses the status of a call while its
+    first message is half written (TOO_MANY_OPERATIONS), and the client would wait to its deadline.
+    A client that does not read holds up its own status only; the server's end ends it.
     """
 
     def __init__(self, context: Context) -> None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire.api.batches.expiry import expiry_s
 from quire.api.batches.message_batches import ENDPOINT as MESSAGES
 from quire.api.batches.stored_batches import (
     ENDED,
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from quire.api.server_state import ServerState
 
 MAX_LISTED, NUM_LISTED = 100, 20
-_FIELDS = ("input_file_id", "endpoint", "completion_window", "metadata")
+_FIELDS = (
+    *("input_file_id", "endpoint", "completion_window", "metadata"),
+    "output_expires_after",
+)
 _BODY_BYTES = 64 * 1024
 
 
@@ -77,9 +81,10 @@ class BatchRoutes:
             deadline=Deadline(None),
         )
         endpoint, input_id, metadata = self._checked(body)
+        kept_s = expiry_s(body.get("output_expires_after"), param="output_expires_after")
         key = request.state.key
         batch = await self._journal.run(
-            lambda db: create_batch(db, key, endpoint, input_id, metadata)
+            lambda db: create_batch(db, key, endpoint, input_id, metadata, kept_s)
         )
         self._worker.begin(batch)
         return JSONResponse(batch.as_json())

@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import QueryParams
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire.api.batches.expiry import drop_file, expiry_s
 from quire.api.batches.parted_response import PartedResponse
 from quire.api.batches.stored_files import (
     CHUNK_BYTES,
@@ -25,7 +26,6 @@ from quire.api.batches.stored_files import (
     begin_file,
     content_part,
     delete_file,
-    drop_file,
     find_file,
     finish_file,
     list_files,
@@ -47,7 +47,10 @@ PURPOSES = ("batch", "batch_output")
 # Those of OpenAI's files that no file has here; a list of them is empty.
 _OTHER_PURPOSES = ("assistants", "assistants_output", "fine-tune", "fine-tune-results", "vision")
 LISTED_PURPOSES = (*PURPOSES, *_OTHER_PURPOSES, "user_data", "evals")
-_MAX_NAME_CHARS, _MAX_PURPOSE_BYTES = 512, 64
+_MAX_NAME_CHARS, _MAX_FIELD_BYTES = 512, 64
+# The fields of a form beside the file. Clients write an object as a field for each of its keys.
+_EXPIRES = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds]"}
+_FIELDS = ("purpose", *_EXPIRES.values())
 # Beside the file, a form has heads and a purpose.
 _FORM_BYTES = 64 * 1024
 # Of a refused form so many bytes are read and dropped, for BODY_TIME_S in all.
@@ -174,7 +177,7 @@ class _Upload:
         self._journal, self._key, self._id, self._max_bytes = journal, key, id_, max_bytes
         self._part: Part | None = None
         self._name: str | None = None
-        self._purpose: bytes | None = None
+        self._fields: dict[str, bytes] = {}
         self._waiting = bytearray()
         self._num_chunks = self._num_bytes = 0
 
@@ -189,10 +192,12 @@ class _Upload:
                 raise _too_large()
             while len(self._waiting) >= CHUNK_BYTES:
                 await self._store(CHUNK_BYTES)
-        else:
-            self._purpose = (self._purpose or b"") + item
-            if len(self._purpose) > _MAX_PURPOSE_BYTES:
-                raise _wrong_purpose(self._purpose)
+        elif self._part is not None:
+            name = self._part.name
+            self._fields[name] += item
+            if len(self._fields[name]) > _MAX_FIELD_BYTES:
+                found = show(self._fields[name].decode(errors="replace"))
+                raise InvalidParameter(f"{name} is {found}, which is too long", param=name)
 
     async def finish(self) -> StoredFile:
         """Check the fields, and store the rest. Raises InvalidParameter."""
@@ -201,27 +206,38 @@ class _Upload:
             raise InvalidParameter(
                 "file is missing; send it as a part with a filename", param="file"
             )
-        if self._purpose != b"batch":
-            raise _wrong_purpose(self._purpose)
+        if self._fields.get("purpose") != b"batch":
+            raise _wrong_purpose(self._fields.get("purpose"))
+        kept_s = self._kept_s()
         if not self._num_bytes:
             raise InvalidParameter("file is empty; send lines of JSON", param="file")
         if self._waiting:
             await self._store(len(self._waiting))
-        return await self._journal.run(lambda db: finish_file(db, self._id, name, "batch"))
+        return await self._journal.run(lambda db: finish_file(db, self._id, name, "batch", kept_s))
+
+    def _kept_s(self) -> int | None:
+        """Return how long the file is kept; None for ever. Raises InvalidParameter."""
+        given: dict[str, Any] = {
+            key: self._fields[name].decode(errors="replace")
+            for key, name in _EXPIRES.items()
+            if name in self._fields
+        }
+        seconds = given.get("seconds", "")
+        if seconds.isascii() and seconds.isdigit():
+            given["seconds"] = int(seconds)
+        return expiry_s(given or None, param="expires_after")
 
     def _begin(self, part: Part) -> None:
-        if part.name not in ("file", "purpose"):
+        if part.name not in ("file", *_FIELDS):
             raise InvalidParameter(
-                f"field {show(part.name)} is not known here; file and purpose are (files are kept "
-                "until they are deleted)",
+                f"field {show(part.name)} is not known here; file, {', '.join(_FIELDS)} are",
                 param=part.name,
             )
-        is_file = part.name == "file"
-        if (self._name if is_file else self._purpose) is not None:
+        if part.name in self._fields or (part.name == "file" and self._name is not None):
             raise InvalidParameter(f"{part.name} is given twice", param=part.name)
         self._part = part
-        if not is_file:
-            self._purpose = b""
+        if part.name != "file":
+            self._fields[part.name] = b""
             return
         if part.filename is None:
             raise InvalidParameter("file has no filename; send it as a file", param="file")

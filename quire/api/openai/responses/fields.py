@@ -108,5 +108,10 @@ INPUT_TOKENS = FieldSet(
 OWN_NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-INCLUDABLE = (LOGPROBS, ENCRYPTED)
+# Those after the first two are parts of items that no response here has.
+INCLUDABLE = (
+    *(LOGPROBS, ENCRYPTED, "message.input_image.image_url"),
+    *("computer_call_output.output.image_url", "file_search_call.results"),
+    *("code_interpreter_call.outputs", "web_search_call.results", "web_search_call.action.sources"),
+)
 TRUNCATIONS = ("disabled", "auto")

@@ -119,14 +119,13 @@ def included(given: Mapping[str, Any]) -> frozenset[str]:
     listed = given.get("include", [])
     if not isinstance(listed, list):
         raise InvalidParameter(
-            f"include is {show(listed)}; a list is allowed, of {' and '.join(INCLUDABLE)}",
+            f"include is {show(listed)}; a list is allowed, of {', '.join(INCLUDABLE)}",
             param="include",
         )
     for name in listed:
         if name not in INCLUDABLE:
             raise InvalidParameter(
-                f"include holds {show(name)}; {' and '.join(INCLUDABLE)} are allowed: this server "
-                "executes no tools, and so has no results of them",
+                f"include holds {show(name)}; {', '.join(INCLUDABLE)} are allowed",
                 param="include",
             )
     return frozenset(listed)

@@ -264,7 +264,7 @@ def query_of(request: Request, allowed: tuple[str, ...]) -> Mapping[str, str]:
             )
         if name in ("include", "include[]") and value not in INCLUDABLE:
             raise InvalidParameter(
-                f"include is {show(value)}; {' and '.join(INCLUDABLE)} are allowed",
+                f"include is {show(value)}; {', '.join(INCLUDABLE)} are allowed",
                 param="include",
             )
     return request.query_params

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.api.batches import input_lines, stored_batches
+from quire.api.batches import expiry, input_lines, stored_batches
 from quire.api.openai.batches import file_routes
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.server_state import OpenRequest, Requester
@@ -471,6 +473,7 @@ def test_a_file_name_is_a_label(store: Path, name: str) -> None:
         form_of(b"x", purpose="b" * 5000),
         form_of(b"x").replace(b'; filename="lines.jsonl"', b""),
         form_of(b"x").replace(b'name="purpose"', b'name="expires_after[anchor]"'),
+        form_of(b"x").replace(b'name="purpose"', b'name="keep"'),
         form_of(b"x").replace(b'name="purpose"', b'name="file"; filename="y"'),
         b'--X\r\nContent-Disposition: form-data; name="' + b"n" * 20_000,
         b"--X\r\n" * 50,
@@ -529,6 +532,12 @@ def test_the_files_of_a_key_are_bounded(store: Path) -> None:
         ({"input_file_id": "../x"}, "input_file_id"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"output_expires_after": {}}, "output_expires_after"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, "output_expires_after"),
+        ({"output_expires_after": {"anchor": "x", "seconds": 3600}}, "output_expires_after"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": True}},
+            "output_expires_after",
+        ),
     ],
 )
 def test_a_wrong_batch_is_refused(store: Path, more: dict[str, Any], param: str) -> None:
@@ -552,6 +561,51 @@ def test_an_input_file_stays_while_its_batch_runs(store: Path) -> None:
         assert id_ in reply.error["message"]
 
     on_site(store, use)
+
+
+def test_files_expire(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(expiry, "time", SimpleNamespace(time=lambda: time.time() + passed_s))
+    head = b'--X\r\nContent-Disposition: form-data; name="expires_after[%b]"\r\n\r\n%b\r\n'
+    content = json.dumps(line(0)).encode()
+
+    async def sent(site: Site, anchor: bytes, seconds: bytes) -> Reply:
+        body = head % (b"anchor", anchor) + head % (b"seconds", seconds) + form_of(content)
+        return await site.call("POST", FILES, body, headers=FORM)
+
+    async def use(site: Site) -> None:
+        nonlocal passed_s
+        for anchor, seconds in ((b"created_at", b"3599"), (b"x", b"3600"), (b"created_at", b"-1")):
+            reply = await sent(site, anchor, seconds)
+            assert (reply.status, reply.error["param"]) == (400, "expires_after"), reply.body
+        kept = (await upload(site, [line(0)])).json
+        file = (await sent(site, b"created_at", b"3600")).json
+        assert kept["expires_at"] is None
+        assert file["expires_at"] == file["created_at"] + 3600
+        more = {"output_expires_after": {"anchor": "created_at", "seconds": 7200}}
+        site.server_state.lifecycle.pause()
+        id_ = (await create(site, file["id"], **more)).json["id"]
+        passed_s = 3700
+        assert (await site.get(f"{FILES}/{file['id']}")).status == 404
+        assert (await create(site, file["id"])).status == 404
+        listed = (await site.get(FILES)).json["data"]
+        assert [one["id"] for one in listed] == [kept["id"]]
+        await upload(site, [line(1)])  # which removes what has expired, but no input of a batch
+        site.server_state.lifecycle.resume()
+        batch = await ended(site, id_)
+        assert batch["request_counts"]["completed"] == 1
+        output = (await site.get(f"{FILES}/{batch['output_file_id']}")).json
+        assert output["expires_at"] == output["created_at"] + 7200
+        assert len(await lines_of(site, output["id"])) == 1
+        passed_s = 7300
+        assert (await site.get(f"{FILES}/{output['id']}/content")).status == 404
+        await upload(site, [line(1)])
+        assert len((await site.get(FILES)).json["data"]) == 3
+
+    on_site(store, use)
+    with sqlite3.connect(store) as database:
+        for table, count in (("files", 3), ("chunks", 3), ("lines", 0)):
+            assert database.execute(f"SELECT count(*) FROM {table}").fetchone() == (count,)
 
 
 def test_without_a_store_the_flag_is_named() -> None:

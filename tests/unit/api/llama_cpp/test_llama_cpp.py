@@ -22,6 +22,7 @@ from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, ByteTokenizer, FakeEngine, Reply, Site
 
 PATH, INFILL, OPENAI = "/completion", "/infill", "/v1/completions"
+ADAPTERS = "/lora-adapters"
 ASKED: dict[str, Any] = {"prompt": "ab", "n_predict": 8, "seed": 7}
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -461,11 +462,53 @@ def test_drafts_are_in_the_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (timings["draft_n"], timings["draft_n_accepted"]) == (5, 3)
 
 
+def test_several_prompts_and_answers_are_a_list_with_counts_of_their_own() -> None:
+    made = engine()
+    prompts = ["ab", [5, "c", 6], "a longer one"]
+    answers = ask({**ASKED, "prompt": prompts, "n_cmpl": 2}, on=made).json
+    assert [one["index"] for one in answers] == list(range(6))
+    texts = ["ab", made.tokenizer.decode([5, 99, 6], skip_special_tokens=False), "a longer one"]
+    assert [one["prompt"] for one in answers] == [text for text in texts for _ in range(2)]
+    assert [one["tokens_evaluated"] for one in answers] == [2, 2, 3, 3, 12, 12]
+    assert all(one["timings"]["predicted_n"] == one["tokens_predicted"] == 2 for one in answers)
+    assert {one.sampling.n for one in made.asked} == {1}
+    assert ask({**ASKED, "prompt": ["ab"]}).json == ask(ASKED).json
+
+
+def test_a_stream_of_several_answers_has_the_last_object_of_each() -> None:
+    sent = {**ASKED, "prompt": ["ab", "abc"], "stream": True, "timings_per_token": True}
+    events = ask({**sent, "return_progress": True}).events
+    for index, num_tokens in ((0, 2), (1, 3)):
+        progress, *parts, last = [event for event in events if event["index"] == index]
+        assert progress["prompt_progress"]["total"] == num_tokens
+        assert "".join(part["content"] for part in parts) == "Hello"
+        assert all(part["timings"]["predicted_n"] <= 2 for part in parts)
+        assert (last["stop"], last["content"], last["tokens_evaluated"]) == (True, "", num_tokens)
+    cut = {**ASKED, "prompt": ["ab", "abc"], "n_indent": 2}
+    answers = ask(cut, on=engine("a\n", " b\n c", "d")).json
+    assert [one["content"] for one in answers] == ["a\n "] * 2
+
+
+def test_there_are_no_adapters() -> None:
+    assert ask(None, path=ADAPTERS, method="GET").json == []
+    assert ask([], path=ADAPTERS).json == {"success": True}
+    assert "adapter 0" in refusal([{"id": 0, "scale": 0.5}], path=ADAPTERS)
+    for bad in ({}, [1], [{"id": "a", "scale": 1}], None, "x"):
+        assert "cannot be used" in refusal(bad, path=ADAPTERS)
+    reply = ask(["x" * 70_000], path=ADAPTERS)
+    assert (reply.status, reply.error["type"]) == (413, "invalid_request_error")
+    assert "query" in refusal([], path=f"{ADAPTERS}?id=0")
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is missing"),
     ({"prompt": []}, "prompt is []"),
-    ({"prompt": ["a", "b"]}, "list of 2 prompts"),
-    ({"prompt": [[1], [2]]}, "list of 2 prompts"),
+    ({"prompt": ["a", []]}, "an empty list at 1"),
+    ({"prompt": ["a", ""]}, "the prompt is empty"),
+    ({"prompt": ["a", [1, [2]]]}, "the prompt holds"),
+    ({"prompt": ["a", {"prompt_string": "b"}]}, "the prompt holds"),
+    ({"prompt": ["a"] * 1025}, "a list of 1025 prompts"),
+    ({"prompt": ["a"] * 9, "n_cmpl": 128}, "9 prompts and n_cmpl is 128"),
     ({"prompt": [1, [2]]}, "the prompt holds"),
     ({"prompt": [256]}, "the prompt holds 256"),
     ({"prompt": [True]}, "the prompt holds"),
@@ -495,9 +538,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"samplers": "kz"}, "samplers is"),
     ({"samplers": ["top_p", "penalties"], **WARM, "repeat_penalty": 2}, "samplers has"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "exactly one"),
-    ({"n": 2}, "n is 2; an answer here is one text"),
+    ({"n": 0}, "n is 0"),
     ({"n": True}, "n is true"),
-    ({"n_cmpl": 2}, "n_cmpl (read as n) is 2"),
+    ({"n_cmpl": 129}, "n_cmpl (read as n) is 129"),
     ({"messages": []}, '"messages" is not a field'),
     ({"nonsense": 1}, '"nonsense" is not a field'),
 ]

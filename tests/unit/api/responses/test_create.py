@@ -609,7 +609,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "text.format is",
     ),
     "an effort": ({"reasoning": {"effort": "huge"}}, 'reasoning.effort is "huge"'),
-    "an inclusion": ({"include": ["file_search_call.results"]}, "file_search_call.results"),
+    "an inclusion": ({"include": ["message.text"]}, 'include holds "message.text"'),
     "an inclusion without a list": ({"include": "message.output_text.logprobs"}, "include is"),
     "alternatives without log-probabilities": ({"top_logprobs": 2}, "top_logprobs is 2"),
     "a truncation": ({"truncation": "yes"}, 'truncation is "yes"'),
