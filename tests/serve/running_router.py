@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.serve import preloaded
-from tests.serve.running_server import GIVE_UP_S
+from tests.serve.running_server import GIVE_UP_S, written_in
 
 
 class RunningRouter:
@@ -53,8 +53,7 @@ class RunningRouter:
 
     def stderr(self) -> str:
         """Return the log so far."""
-        self._err.seek(0)
-        return self._err.read()
+        return written_in(self._err)
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """Return status and body of one exchange."""

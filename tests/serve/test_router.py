@@ -114,19 +114,23 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
 def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
     """Stream all cases at once, and call `interrupt` when tokens of each of them have come."""
     answers = dict.fromkeys(range(len(CASES)), b"")
+    changed = threading.Condition()
 
     def stream(index: int) -> None:
         path, body = CASES[index]
         for line in router.lines("POST", path, {**body, "stream": True}):
-            answers[index] += line
+            with changed:
+                answers[index] += line
+                changed.notify()
+
+    def have_begun() -> bool:
+        return min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2
 
     threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(CASES))]
     for thread in threads:
         thread.start()
-    router.until(
-        lambda: min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2,
-        "tokens of each stream",
-    )
+    with changed:
+        assert changed.wait_for(have_begun, GIVE_UP_S), "never happened: tokens of each stream"
     interrupt()
     for thread in threads:
         thread.join()
