@@ -15,8 +15,8 @@ from quire.cli.options import comma_separated, positive_int
 
 if TYPE_CHECKING:
     from quire.config.groups import EngineConfig
-    from quire.sim.fleet import RolesSpec
     from quire.sim.compare import Comparison
+    from quire.sim.fleet import RolesSpec
     from quire.sim.machine import Machine
     from quire.sim.virtual_store import StoreSpec
 

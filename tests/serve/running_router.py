@@ -11,7 +11,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from tests.serve import preloaded
@@ -35,12 +34,7 @@ class RunningRouter:
     def __enter__(self) -> RunningRouter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

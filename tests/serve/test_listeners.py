@@ -15,8 +15,6 @@ from tests.serve.serve_command import serve_in_process
 from tests.serve.unix_connection import at_socket
 
 
-
-
 def test_a_unix_socket_serves_streams_and_admin_routes_have_a_port(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -72,9 +72,7 @@ class Caller:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_full_unread_pipe_blocks_nothing(
-    tiny: Path, tmp_path: Path, num_processes: int
-) -> None:
+def test_a_full_unread_pipe_blocks_nothing(tiny: Path, tmp_path: Path, num_processes: int) -> None:
     path = tmp_path / "quire.sock"
     read, write = full_pipe()
     flags = ["--uds", str(path), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]

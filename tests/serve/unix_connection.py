@@ -1,6 +1,6 @@
-"""Plain HTTP over a Unix socket, whose path is known before a server has it.
+"""Plain HTTP over a Unix socket: its path is known before the server starts.
 
-For servers whose log, which has the port, is not read.
+For servers with a log that cannot be read; a free port would be named there only.
 """
 
 from __future__ import annotations
