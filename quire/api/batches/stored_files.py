@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Any
@@ -171,14 +172,19 @@ def content_part(database: Connection, file: StoredFile, at: int) -> tuple[bytes
         "ORDER BY number",
         (file.batch, file.failed, at),
     )
-    part, num_bytes = [], 0
+    return part_of_lines(rows)
+
+
+def part_of_lines(rows: Iterable[tuple[int, bytes]]) -> tuple[bytes, int] | None:
+    """Join numbered results up to the size of a chunk, with the next number; None without any."""
+    part, num_bytes, next_number = list[bytes](), 0, 0
     for number, result in rows:
         part.append(result)
         num_bytes += len(result)
-        at = number + 1
+        next_number = number + 1
         if num_bytes >= CHUNK_BYTES:
             break
-    return (b"".join(part), at) if part else None
+    return (b"".join(part), next_number) if part else None
 
 
 def read_span(database: Connection, id_: str, start: int, size: int) -> bytes:
