@@ -1,4 +1,7 @@
-"""Arguments that several measurements share. Knows no engine and no workload."""
+"""Arguments that several measurements share: the shape and the precision of their model.
+
+Knows no engine and no workload. Always holds: flags are written in full.
+"""
 
 from __future__ import annotations
 
