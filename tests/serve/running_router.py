@@ -84,5 +84,6 @@ class RunningRouter:
         """Wait for a condition; fails with `what` after a long time."""
         start = time.monotonic()
         while not condition():
-            assert time.monotonic() - start < GIVE_UP_S, f"never happened: {what}"
+            waited_s = time.monotonic() - start
+            assert waited_s < GIVE_UP_S, f"never happened: {what}\n{self.stderr()[-3000:]}"
             time.sleep(0.01)

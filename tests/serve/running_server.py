@@ -154,7 +154,7 @@ class RunningServer:
         start = time.monotonic()
         while not condition():
             waited_s = time.monotonic() - start
-            assert waited_s < GIVE_UP_S, f"never happened: {what}"
+            assert waited_s < GIVE_UP_S, f"never happened: {what}\n{self.stderr()[-3000:]}"
             time.sleep(min(0.005 + waited_s / 10, 0.05))  # asking for metrics costs 2 ms of CPU
 
     @contextmanager

@@ -6,7 +6,6 @@ differ from the answer alone is what names it: its id, its time and its count of
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -380,11 +379,5 @@ def test_texts_go_where_their_prompt_is_cached(tmp_path: Path) -> None:
 
 def _alone(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     """Return status and body of a server without the router."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)
-    try:
-        raw = None if body is None else json.dumps(body)
-        connection.request(method, path, raw, {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+    status, _, raw = server.request(method, path, body)
+    return status, raw
