@@ -86,12 +86,12 @@ class Member:
 
     @property
     def queued_tokens(self) -> int:
-        """Return all open tokens: prompts are not counted separately."""
+        """The same: prompts are not counted apart."""
         return self.backlog_tokens
 
     @property
     def expected_tokens(self) -> int:
-        """Return all open tokens: outputs are not counted separately."""
+        """The same: answers are not counted apart."""
         return self.backlog_tokens
 
     @property
@@ -111,7 +111,7 @@ class Member:
         self.routing.add(self.number, tokens=-done)
 
     def end(self, request_id: str) -> None:
-        """Remove a request from the counts."""
+        """Count it no more."""
         self.routing.add(self.number, tokens=-self.expected.pop(request_id), requests=-1)
 
     def stats(self) -> EngineStats:
@@ -210,7 +210,7 @@ class DataParallelEngine(CallEngine):
         return sum_of_reports(reports, num_prefixes)
 
     async def flush_cache(self) -> int:
-        """Forget all cached prefixes; return how many blocks were findable."""
+        """Nothing computed until now is found again; how many blocks were findable."""
         members = self._alive()
         for member in members:
             self._policy.forget(member)
@@ -476,7 +476,7 @@ class _Route:
             self._prompt_tokens = 0
 
     def leave(self) -> None:
-        """Remove the request from the engine that computes it."""
+        """It is computed there no more."""
         if self._member is not None:
             self._engine.forget(self._member, self._call.request_id)
             self._member = None
