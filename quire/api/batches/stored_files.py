@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from sqlite3 import Connection
+from sqlite3 import Connection, Cursor
 from typing import Any
 
 from quire.api.http.errors import UnknownFile
@@ -175,8 +174,8 @@ def content_part(database: Connection, file: StoredFile, at: int) -> tuple[bytes
     return part_of_lines(rows)
 
 
-def part_of_lines(rows: Iterable[tuple[int, bytes]]) -> tuple[bytes, int] | None:
-    """Join numbered results up to the size of a chunk, with the next number; None without any."""
+def part_of_lines(rows: Cursor) -> tuple[bytes, int] | None:
+    """Join rows of (number, result) up to the size of a chunk, with the next number; None if none."""
     part, num_bytes, next_number = list[bytes](), 0, 0
     for number, result in rows:
         part.append(result)
