@@ -175,7 +175,7 @@ def content_part(database: Connection, file: StoredFile, at: int) -> tuple[bytes
 
 
 def part_of_lines(rows: Cursor) -> tuple[bytes, int] | None:
-    """Join rows of (number, result) up to the size of a chunk, with the next number; None if none."""
+    """Join rows of (number, result) up to a chunk, with the next number; None without rows."""
     part, num_bytes, next_number = list[bytes](), 0, 0
     for number, result in rows:
         part.append(result)
