@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.checkpoints import SHAPES, random_checkpoint
+from bench.arguments import parser_of_models
+from bench.checkpoints import random_checkpoint
 from bench.floors import workload_work
 from bench.pairs import Conditions, Floor, PairRun, WrongAnswer, take_pairs
 from bench.peers.child import Peer, PeerFailed, end_cleanly_on_sigterm
 from bench.peers.convert import (
-    PRECISIONS,
     Unavailable,
     converted,
     quire_settings,
@@ -273,13 +273,7 @@ def summary_text(record: Record) -> str:
 
 
 def _arguments(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser = parser_of_models(__doc__)
     parser.add_argument("--workloads", type=_listed(HEADLINES), default=[*HEADLINES])
     parser.add_argument("--peers", type=_listed(PEERS), default=[*PEERS])
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="kept pairs wanted of each")

@@ -9,7 +9,6 @@ bench/results/serving-SHAPE-PRECISION.json and a PNG after each rate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -17,10 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.checkpoints import SHAPES, random_checkpoint
+from bench.arguments import parser_of_models
+from bench.checkpoints import random_checkpoint
 from bench.compare import quire_state
 from bench.peers.child import PeerFailed, end_cleanly_on_sigterm
-from bench.peers.convert import PRECISIONS, Unavailable
+from bench.peers.convert import Unavailable
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import settings_for
 from bench.servers import ENGINES, Server
@@ -37,13 +37,7 @@ from quire.obs.timing import Goals, knee
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser = parser_of_models(__doc__)
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--rates", default="0.25,0.5,0.75,1,1.5,2,3,4")
     parser.add_argument("--seconds", type=float, default=60.0)

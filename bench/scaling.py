@@ -10,7 +10,6 @@ Writes bench/results/scaling.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import SHAPES, random_checkpoint
+from bench.arguments import parser_of_models
+from bench.checkpoints import random_checkpoint
 from bench.compare import RESULTS, quire_state
 from bench.pairs import WrongAnswer
 from bench.peers.child import Peer, end_cleanly_on_sigterm
-from bench.peers.convert import PRECISIONS, quire_settings
+from bench.peers.convert import quire_settings
 from bench.record import MIN_PAIRS
 from quire.bench.machine import machine_card
 from quire.bench.throughput import MODES, measure_throughput
@@ -68,13 +68,7 @@ def _prefill(engine: Peer, specs: list[RequestSpec]) -> tuple[list[int], float]:
 
 def main() -> None:
     """Measure, write, print."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser = parser_of_models(__doc__)
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
     parser.add_argument("--out", type=Path, default=RESULTS / "scaling.json")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ continues), and a new choice is written to bench/peers/settings.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -22,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import SHAPES, random_checkpoint
+from bench.arguments import parser_of_models
+from bench.checkpoints import random_checkpoint
 from bench.peers.child import SCRIPTS, Peer, PeerFailed, end_cleanly_on_sigterm
-from bench.peers.convert import PRECISIONS, QUIRE_SETTINGS, Unavailable, converted
+from bench.peers.convert import QUIRE_SETTINGS, Unavailable, converted
 from bench.peers.places import REPOSITORY
 from bench.peers.settings import FILE, candidates, settings_for, write_choice
 from bench.record import HEADLINES
@@ -192,13 +192,7 @@ def _try_grid(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    parser = parser_of_models(__doc__)
     parser.add_argument("--engines", default=",".join(SCRIPTS))
     parser.add_argument("--workloads", default=",".join(HEADLINES))
     parser.add_argument("--repeats", type=int, default=2)

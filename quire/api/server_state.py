@@ -228,7 +228,7 @@ class ThreadPools:
         return await loop.run_in_executor(pool, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """Begin no more work; what runs ends by itself."""
+        """Start no further work; running requests end by themselves."""
         self._quick.shutdown(wait=False, cancel_futures=True)
         self._slow.shutdown(wait=False, cancel_futures=True)
 

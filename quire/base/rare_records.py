@@ -123,7 +123,7 @@ class Candidates:
 
 
 def no_candidates(num_rows: int) -> Candidates:
-    """Of rows that are no beams."""
+    """Return the candidates of rows without beams: none."""
     nothing = np.empty((num_rows, 0), np.float32)
     return Candidates(ids=nothing.astype(np.int32), scores=nothing, logprobs=nothing)
 

@@ -21,7 +21,7 @@ Int32s = NDArray[np.int32]
 
 
 class TierBesideExchange(TierMap):
-    """Of a tier with `num_blocks` places, and `exchange`. Arguments else as of TierMap."""
+    """A tier with `num_blocks` places, and `exchange`. Other arguments: see TierMap."""
 
     exchanges = True
 

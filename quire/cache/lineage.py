@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 
 class Lineage:
-    """Of `num_blocks` blocks of `block_size` tokens."""
+    """The chains of `num_blocks` blocks of `block_size` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.parents: Uint64s = np.zeros((num_blocks, 2), np.uint64)

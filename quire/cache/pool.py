@@ -87,7 +87,7 @@ class BlockPool:
 
     @property
     def evicted_blocks_total(self) -> int:
-        """Of these, blocks that were findable until then."""
+        """Allocated blocks that a prefix match could find until then."""
         return self._values[_EVICTED]
 
     def refuse(self, count: int) -> NoReturn:

@@ -34,7 +34,7 @@ class StoreMap(ExchangeMap):
             self.land(place, arrived=False)
 
     def forget_all(self) -> None:
-        """Nothing can be found any more; places in use are free when their use ends."""
+        """Forget all blocks; places in use are freed when their use ends."""
         busy = {*self._awaited, *self._fetching.nonzero()[0].tolist()}
         super().forget_all()
         self._first_unused = max(busy, default=-1) + 1

@@ -130,7 +130,7 @@ class TierMap:
             self._free.append(place)
 
     def forget_all(self) -> None:
-        """Nothing is held or awaited any more."""
+        """Forget all blocks, stored or in transfer."""
         self._place_of.clear()
         self._key_of.clear()
         self._awaited.clear()

@@ -8,11 +8,9 @@ goes to the terminal.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.options import (
     add_engine_arguments,
     engine_settings,
@@ -20,6 +18,7 @@ from quire.cli.options import (
     positive_floats,
     positive_int,
 )
+from quire.cli.server_arguments import add_key_argument
 
 _RANGE = "LOW-HIGH"
 _MAX_TOKENS, _VOCAB_SIZE = 4096, 30_000
@@ -125,12 +124,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="", help="the model's name there; default: the first listed"
     )
-    parser.add_argument(
-        "--api-key",
-        default=default_key(os.environ),
-        metavar="KEY",
-        help=f"key for the server ({KEY_DEFAULT})",
-    )
+    add_key_argument(parser, "key for the server")
     parser.add_argument(
         "--rates",
         type=positive_floats("rates"),

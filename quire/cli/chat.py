@@ -8,7 +8,6 @@ Ctrl-C stops an answer (its text stays in the conversation), Ctrl-D ends the pro
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +15,6 @@ from importlib import import_module
 from typing import TextIO
 
 from quire.base.errors import InvalidParameter, QuireError, StepRowError, WorkerError
-from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.chat_backends import ChatBackend, LocalBackend, RemoteBackend
 from quire.cli.exit_codes import REFUSED, SUCCESS
 from quire.cli.options import (
@@ -27,6 +25,7 @@ from quire.cli.options import (
     given_sampling,
 )
 from quire.cli.pull import add_pull_flag, pull_if_asked
+from quire.cli.server_arguments import add_key_argument
 from quire.config.flags import in_flags
 
 # The engine settings that are useful for a single conversation.
@@ -69,12 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="use an OpenAI-compatible server; MODEL is then the model's name there",
     )
-    parser.add_argument(
-        "--api-key",
-        default=default_key(os.environ),
-        metavar="KEY",
-        help=f"key for --url ({KEY_DEFAULT})",
-    )
+    add_key_argument(parser, "key for --url")
     add_sampling_arguments(parser)
 
 

@@ -273,3 +273,8 @@ def positive_floats(what: str) -> Callable[[str], tuple[float, ...]]:
         return values
 
     return read
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """Return the names in a comma-separated list, each once."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))

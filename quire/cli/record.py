@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quire.base.errors import SettingError, WorkerError
-from quire.base.server_url import KEY_DEFAULT, default_key
+from quire.cli.server_arguments import add_key_argument
 
 MAX_FILE_BYTES = 8 << 30
 
@@ -40,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NUM",
         help="record requests that arrive in this time (default: until Ctrl-C)",
     )
-    parser.add_argument(
-        "--api-key",
-        default=default_key(os.environ),
-        metavar="KEY",
-        help=f"an admin's key ({KEY_DEFAULT})",
-    )
+    add_key_argument(parser, "an admin's key")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
-from quire.base.server_url import KEY_DEFAULT, default_key
 from quire.cli.exit_codes import FAILED, SUCCESS
 from quire.cli.options import add_engine_arguments, engine_settings, positive_int
+from quire.cli.server_arguments import add_key_argument
 
 _NOT_HERE = frozenset({"chat_template", "record_plans"})
 
@@ -27,12 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default="", metavar="URL", help="a server of Quire, instead of MODEL"
     )
-    parser.add_argument(
-        "--api-key",
-        default=default_key(os.environ),
-        metavar="KEY",
-        help=f"key for the server ({KEY_DEFAULT})",
-    )
+    add_key_argument(parser, "key for the server")
     parser.add_argument(
         "--speed",
         type=float,

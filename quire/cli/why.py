@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import ssl
 from contextlib import closing
 from typing import Any
@@ -17,13 +16,12 @@ from urllib.parse import quote
 
 from quire.base.errors import InvalidParameter, WorkerError
 from quire.base.server_url import (
-    KEY_DEFAULT,
-    default_key,
     key_headers,
     key_refused_text,
     server_url,
     unreachable_text,
 )
+from quire.cli.server_arguments import add_key_argument
 from quire.cli.timeline_view import drawn
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -42,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url", default=_DEFAULT_URL, help=f"address of the server (default {_DEFAULT_URL})"
     )
-    parser.add_argument(
-        "--api-key",
-        default=default_key(os.environ),
-        metavar="KEY",
-        help=f"the key that sent the request, or an admin key ({KEY_DEFAULT})",
-    )
+    add_key_argument(parser, "the key that sent the request, or an admin key")
     parser.add_argument("--json", action="store_true", help="print the server's JSON, no drawing")
 
 

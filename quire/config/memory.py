@@ -16,6 +16,7 @@ RESERVE_BYTES = 256 * 1024 * 1024
 # Tokens and block ids of a running request are int32, in the scheduler's and the worker's tables.
 SLOT_ENTRY_BYTES = 2 * 4
 EXCHANGE = "buffers of NCCL"
+TRANSFER = "KV blocks in transfer"
 # Default share of the remaining memory for the KV cache; OWN_SHARE on a device of our own.
 DEFAULT_SHARE = 0.6
 OWN_SHARE = 1.0
@@ -88,7 +89,8 @@ class MemoryNeeds:
 
     weights_bytes: as the executor stores them. step_bytes: buffers of the largest step.
     token_bytes: KV of one token over all layers, as the executor stores it. exchange_bytes: of a
-    device, for exchanges with others.
+    device, for exchanges with others. transfer_bytes: buffers of KV blocks that are moved to or
+    from a tier, other engines or a store.
     """
 
     weights_bytes: int
@@ -101,6 +103,12 @@ class MemoryNeeds:
     kv_cache_memory_bytes: int | None
     draft: DraftNeeds = field(default_factory=lambda: NO_DRAFT)
     exchange_bytes: int = 0
+    transfer_bytes: int = 0
+
+    def further_parts(self) -> tuple[tuple[str, int], ...]:
+        """Return the names and bytes of what few engines need."""
+        parts = ((EXCHANGE, self.exchange_bytes), (TRANSFER, self.transfer_bytes))
+        return tuple((what, num_bytes) for what, num_bytes in parts if num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +143,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
     """
     draft = needs.draft
     fixed_bytes = needs.weights_bytes + needs.step_bytes + RESERVE_BYTES
-    fixed_bytes += draft.fixed_bytes + needs.exchange_bytes
+    fixed_bytes += draft.fixed_bytes + sum(num_bytes for _, num_bytes in needs.further_parts())
     slot_bytes = _slot_bytes(needs, memory.available_bytes - fixed_bytes)
     fixed_bytes += slot_bytes
     left_bytes = memory.available_bytes - fixed_bytes
@@ -162,10 +170,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
         MemoryLine(what="step buffers", num_bytes=-needs.step_bytes),
         MemoryLine(what="slot tables", num_bytes=-slot_bytes),
-        *(
-            [MemoryLine(what=EXCHANGE, num_bytes=-needs.exchange_bytes)]
-            * bool(needs.exchange_bytes)
-        ),
+        *(MemoryLine(what=what, num_bytes=-num_bytes) for what, num_bytes in needs.further_parts()),
         MemoryLine(what="reserve", num_bytes=-RESERVE_BYTES),
         MemoryLine(
             what=f"KV cache ({num_blocks} blocks of {needs.block_size} tokens)",
@@ -246,14 +251,13 @@ def _slot_bytes(needs: MemoryNeeds, left_bytes: int) -> int:
 
 
 def _further_text(needs: MemoryNeeds) -> str:
-    """Return what proposer and exchanges take, as part of an error; "" if that is nothing."""
+    """Return what few engines need, as part of an error; "" if that is nothing."""
     draft = needs.draft
     parts = [f"{mib(-line.num_bytes)} {line.what}" for line in draft.fixed_lines()]
     if draft.token_bytes:
         block_bytes = needs.block_size * draft.token_bytes
         parts.append(f"{mib(block_bytes)} for one KV block of the {draft.name}")
-    if needs.exchange_bytes:
-        parts.append(f"{mib(needs.exchange_bytes)} {EXCHANGE}")
+    parts += [f"{mib(num_bytes)} {what}" for what, num_bytes in needs.further_parts()]
     return "".join(f"{part}, " for part in parts)
 
 

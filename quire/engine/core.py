@@ -79,17 +79,17 @@ class TierEnd(Protocol):
     wake: Callable[[], None]  # called in a thread of its own when no copy is left
 
     def ended(self) -> CopiesEnded | None:
-        """What has ended since this was asked last."""
+        """Return the copies that have ended since the last call."""
 
     def clear(self) -> None:
-        """Nothing saved until now is ever given out again."""
+        """Forget all saved blocks; none of them is loaded again."""
 
 
 class Inbox(Protocol):
     """Messages to the engine."""
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
-        """All that came; waits at most `wait_s` for the first (None: for ever)."""
+        """Return the received messages; wait at most `wait_s` for the first (None: no limit)."""
 
     def wake(self) -> None:
         """End a wait now, or the next; from any thread."""

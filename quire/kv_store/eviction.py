@@ -53,7 +53,7 @@ class _File:
 
 
 class Eviction:
-    """Of one process. Not thread-safe but for `now_ns`."""
+    """The eviction by one process. Not thread-safe, except for `now_ns`."""
 
     def __init__(self, files: StoreFiles, max_bytes: int) -> None:
         self._files = files

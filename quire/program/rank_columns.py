@@ -43,7 +43,7 @@ class Tile:
 
 
 class RankColumns:
-    """Of rank `rank` of `degree`, of which `context` at a time have the same heads.
+    """The columns of rank `rank` of `degree`, of which `context` at a time have the same heads.
 
     heads: the rank's columns of each view that holds heads, counted within the view. tiles: of each
     narrowed buffer, which has room for the rank's columns only.

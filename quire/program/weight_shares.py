@@ -18,7 +18,7 @@ from quire.program.row_parallel import with_columns
 
 
 class WeightShares:
-    """Of one rank; `weights` are the program's, with the shares taken so far."""
+    """The shares of one rank. weights: the program's, with the shares declared so far."""
 
     def __init__(self, program: Program) -> None:
         self._source = program

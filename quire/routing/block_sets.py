@@ -153,7 +153,7 @@ class BlockSets:
     def store(
         self, number: int, hashes: Iterable[int], block_size: int, *, engine: int = 0
     ) -> None:
-        """An engine of replica `number` has these blocks now."""
+        """Add blocks that an engine of replica `number` has cached."""
         blocks = self._of.get(number)
         if blocks is None:
             blocks = self._of[number] = _Blocks(self._max_blocks)
@@ -166,7 +166,7 @@ class BlockSets:
             blocks.coming.pop(one, None)
 
     def remove(self, number: int, hashes: Iterable[int], *, engine: int = 0) -> None:
-        """An engine of replica `number` has these blocks no more."""
+        """Remove blocks that an engine of replica `number` has evicted."""
         blocks = self._of.get(number)
         if blocks is not None:
             stored = blocks.of_engine(engine)
@@ -175,14 +175,14 @@ class BlockSets:
                 blocks.coming.pop(one, None)
 
     def clear(self, number: int, *, engine: int = 0) -> None:
-        """An engine of replica `number` has no block."""
+        """Remove all blocks of an engine of replica `number`."""
         blocks = self._of.get(number)
         if blocks is not None:
             blocks.of_engine(engine).clear()
             blocks.coming.clear()
 
     def forget(self, number: int) -> None:
-        """Nothing is known of replica `number`."""
+        """Forget all blocks of replica `number`."""
         self._of.pop(number, None)
 
     def sent(self, number: int, hashes: Sequence[int]) -> None:

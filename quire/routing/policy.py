@@ -101,7 +101,7 @@ class PlainPolicy:
         """Keep nothing."""
 
     def new_tokens(self, replica: Replica, key: RouteKey) -> int:
-        """Return all: what is cached is not known."""
+        """Return all of them: this policy does not know what is cached."""
         return key.prompt_tokens
 
     def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:

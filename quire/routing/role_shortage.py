@@ -22,14 +22,14 @@ _KEEP = 0.8  # what a measurement leaves of the rate before it
 
 
 class Side(StrEnum):
-    """What a server is used for."""
+    """The role that a server is used for."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
     @property
     def other(self) -> Side:
-        """The other one."""
+        """Return the opposite role."""
         return Side.DECODE if self is Side.PREFILL else Side.PREFILL
 
 
@@ -38,7 +38,7 @@ class CountingReplica(Replica, Protocol):
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of all its requests, as far as its maker has noticed."""
+        """Computed tokens of all its requests that were counted so far."""
 
 
 class _Rate:

@@ -97,7 +97,7 @@ class _Out:
         return not (self.is_chosen or self.ends_overlap or self._error or self.run is None)
 
     def outcome(self) -> StepResult:
-        """Wait; then return or raise what came of it."""
+        """Wait for the step; return its result or raise its error."""
         self._overlap.finish(self)
         if self._error is not None:
             raise self._error
@@ -105,7 +105,7 @@ class _Out:
         return self._result
 
     def fail(self, error: Exception) -> None:
-        """It went wrong; where memory lacked, a part of it at a time may still go well."""
+        """Record a failure; after one for lack of memory, the step may succeed in parts."""
         if isinstance(error, StepMemoryError) and self.run is not None:
             self._lacks_memory = True
         else:

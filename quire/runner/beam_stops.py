@@ -30,13 +30,13 @@ class Watch(Protocol):
     """Reads one answer; quire.text.stop_watch.StopWatch does."""
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The answer goes on with these."""
+        """Append tokens to the answer."""
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether a stop string is complete once it goes on with this token."""
+        """Return whether a stop string is complete after this token."""
 
     def copy(self) -> Watch:
-        """Another, as far as this one, that goes its own way."""
+        """Return an independent copy."""
 
 
 class WatchSource(Protocol):

@@ -18,11 +18,11 @@ Bytes = NDArray[np.uint8]
 
 
 def nothing() -> None:
-    """There is nothing to wait for."""
+    """Wait for nothing: the copy is complete."""
 
 
 class BlockTransport:
-    """Of one executor, for so many blocks on their way at once."""
+    """Copy blocks between an executor's pool and host memory. most: blocks in transfer at once."""
 
     def __init__(self, executor: Executor, *, most: int) -> None:
         self._executor = executor

@@ -17,7 +17,7 @@ BEHIND_DRAFT = "the grammar does not allow a proposed token before this position
 
 
 class DraftMasks:
-    """Of one row in one step. mask: of the position before its drafts.
+    """The masks of one row in one step. mask: of the position before its drafts.
 
     excludes_eos: masks leave out the ids that end the answer, where others are allowed. has_failed:
     whether the copy failed, which a draft may have caused.

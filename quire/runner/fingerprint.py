@@ -113,7 +113,7 @@ def block_fingerprint(
 
 
 def files_digest(folder: Path) -> str:
-    """Names, sizes and bytes of those of FILES that are there; all before a GGUF file's tensors.
+    """Return a digest of the FILES that exist, and of all bytes before a GGUF file's tensors.
 
     Raises ConfigError for one that cannot be read.
     """

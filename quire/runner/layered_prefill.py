@@ -19,12 +19,12 @@ from quire.runner.slot_tables import SlotTables
 
 
 class LayeredPrefillLost(WorkerError):
-    """Layers that go on with what is not there: the plan with those before them failed while this
-    one was out already. The rows beside them can be computed."""
+    """A plan's layers have no input: the plan with the layers before them failed after this one was
+    submitted. The other rows can be computed."""
 
 
 class LayeredPrefillRun:
-    """Of a runner's plans, in order."""
+    """Run the layers of large chunks, plan by plan, in the order of the plans."""
 
     def __init__(self, executor: Executor, tables: SlotTables) -> None:
         self._executor, self._tables = executor, tables

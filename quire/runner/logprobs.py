@@ -129,7 +129,7 @@ def _with_all(logits: Float32s, targets: Int32s, num_top: Int32s, executor: Exec
 def listed_logprobs(
     logits: Float32s, slots: Index, tables: SlotTables, executor: Executor
 ) -> Float32s:
-    """Return those of the ids that the requests in `slots` list, [R, L]; NaN beyond a row's own."""
+    """Return log-probabilities of the ids that requests list, [R, L]; NaN beyond a row's list."""
     rows = tables.has_listed[slots].nonzero()[0]
     if not len(rows):
         return np.empty((len(slots), 0), np.float32)
@@ -179,7 +179,7 @@ def _with_pooled(
 
 
 def joined_scores(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> ScoredRows | None:
-    """Of the rows of several plans, so many of each, one after the other."""
+    """Join the scores of several plans. sizes: rows of each plan."""
     found = [part for part in parts if part is not None]
     if not found:
         return None
@@ -223,7 +223,7 @@ def _joined_sums(parts: Sequence[ScoredRows | None], sizes: Sequence[int]) -> Po
 
 
 def _firsts(sizes: Sequence[int]) -> list[int]:
-    """Return the first row of each of several plans, so many rows each, one after the other."""
+    """Return the first row of each plan among the joined rows. sizes: rows of each plan."""
     return [sum(sizes[:at]) for at in range(len(sizes))]
 
 

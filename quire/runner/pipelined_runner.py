@@ -102,7 +102,7 @@ class _PipelinedStep:
         self.plan, self._runner = plan, runner
 
     def outcome(self) -> StepResult:
-        """Wait; then return or raise what came of it."""
+        """Wait for the step; return its result or raise its error."""
         self._runner.finish(self)
         if self.error is not None:
             raise self.error

@@ -150,7 +150,7 @@ def _failed_rows(plan: StepPlan, sampled: SampledRows, computed: Computed) -> Bo
 
 
 def no_rows(plan: StepPlan) -> StepResult:
-    """Of a plan that computes nothing."""
+    """Return the result of a plan without rows."""
     return StepResult(step=plan.step, token_counts=np.zeros(0, np.int32), token_ids=_none())
 
 
@@ -166,7 +166,7 @@ def no_table(num_rows: int) -> Float32s:
 
 
 def failed_row(plan: StepPlan, message: str) -> Computed:
-    """Of a plan with one row, which failed."""
+    """Return the result of a plan with one row, which failed."""
     num_rows = int(plan.sample_counts.sum())
     return Computed(
         scored=None,
@@ -234,7 +234,7 @@ def _joined_floats(parts: Sequence[TokenChoice], name: str, absent: float) -> Fl
 
 
 def _joined_candidates(parts: Sequence[TokenChoice]) -> Candidates | None:
-    """Of all rows where a slice has some; slices without beams have none."""
+    """Join the candidates of slices; return None where no slice has beams."""
     if all(part.candidates is None for part in parts):
         return None
     each = [part.candidates or no_candidates(len(part.token_ids)) for part in parts]

@@ -32,8 +32,8 @@ from quire.weights.dtypes import from_bf16_bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """Where hidden states go. of_layers: those of tapped layers, of all token rows; else what the
-    head reads, of the rows that sample."""
+    """Where hidden states are stored. of_layers: those of tapped layers, for all token rows;
+    otherwise the inputs of the head, for the rows that sample."""
 
     ring: HiddenStateRing
     of_layers: bool

@@ -195,7 +195,7 @@ class TierMover:
         )
 
     def clear(self) -> None:
-        """Nothing saved until now is ever given out again."""
+        """Forget all saved blocks; none of them is loaded again."""
         with self._changed:
             self._must_clear, self._epoch = True, self._epoch + 1
             self._changed.notify_all()

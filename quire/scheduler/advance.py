@@ -19,7 +19,7 @@ from quire.scheduler.step_budget import BlockShares
 
 
 class Advance:
-    """Of the running requests of one scheduler."""
+    """Give the running requests of a scheduler their next rows."""
 
     def __init__(
         self,

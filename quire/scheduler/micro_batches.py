@@ -18,7 +18,7 @@ from quire.scheduler.running_batch import RunningBatch
 
 
 class MicroBatches(StepExtension):
-    """Of one scheduler with so many plans in flight."""
+    """Divide the requests of a scheduler over its plans in flight."""
 
     is_active = True
 

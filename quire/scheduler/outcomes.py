@@ -40,7 +40,7 @@ MAX_NOTED_LENGTHS = 64
 
 
 class Outcomes:
-    """Of one scheduler's steps. row_errors: how many requests failed in all."""
+    """Apply the results of a scheduler's steps. row_errors: how many requests failed in all."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class _Marked:
 
 
 class PrefixPins(StepExtension):
-    """Of one scheduler. fields: the counts as fields of EngineStats, renewed with each change."""
+    """The pins of a scheduler. fields: the counts as fields of EngineStats, always current."""
 
     def __init__(self, cache: CacheManager, share: float) -> None:
         self._cache, self._share = cache, share

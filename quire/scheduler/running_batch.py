@@ -186,7 +186,7 @@ class RunningBatch:
         return [self.sequence(slot) for slot in index[done].tolist()]
 
     def reporting(self, index: Index) -> list[int]:
-        """Return those of slots `index` with requests that report the progress of their prompts."""
+        """Return the slots of `index` with requests that report prompt progress."""
         slots: list[int] = index[self._reports[index]].tolist()
         return slots
 

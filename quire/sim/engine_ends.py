@@ -154,16 +154,16 @@ class EngineEnds:
         self._watched = self.blocks.watch(self._pass)
 
     def has_work(self) -> bool:
-        """Whether something is still to happen."""
+        """Return whether events are pending."""
         return bool(len(self._events)) or bool(self._connections)
 
     def next_ms(self) -> float:
-        """Return when something happens, or up to when that is open; inf for never."""
+        """Return the time of the next event, or the earliest it may have; inf for none."""
         links_ms = np.inf if self._connections is None else self._connections.next_ms()
         return float(min(self._events.next_ms, links_ms))
 
     def take(self, messages: list[ToEngine]) -> list[ToEngine]:
-        """Let happen what is due; return the messages that the engine handles next."""
+        """Process events that are due; return the messages that the engine handles next."""
         self._events.run_due()
         if self._connections is not None:
             self._connections.advance()
@@ -171,7 +171,7 @@ class EngineEnds:
         return self.blocks.take(messages)
 
     def seen(self, outputs: StepOutputs) -> StepOutputs | None:
-        """Note what became of requests; return the outputs of those that have a client."""
+        """Record the outputs of a step; return those of requests with a client."""
         self._passed = None
         self._watched(Outputs(outputs=outputs, stats=EngineStats()))
         return self._passed.outputs if isinstance(self._passed, Outputs) else None

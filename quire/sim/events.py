@@ -27,24 +27,24 @@ class EngineEvents:
         self._moment_ms: float | None = None  # of the call that is being made
 
     def __len__(self) -> int:
-        """How many calls are to come."""
+        """Return the number of pending calls."""
         return len(self._calls)
 
     def now_ms(self) -> float:
-        """Return the time: of the call that is being made, else of the engine."""
+        """Return the time of the call in progress, else of the engine."""
         return self._clock.now_ms() if self._moment_ms is None else self._moment_ms
 
     @property
     def next_ms(self) -> float:
-        """When the next call is due; inf for never."""
+        """Return the time of the next call; inf for none."""
         return self._calls[0][0] if self._calls else math.inf
 
     def at(self, moment_ms: float, call: Call) -> None:
-        """Make a call when the engine has come to a time."""
+        """Schedule a call for a time of the engine."""
         heapq.heappush(self._calls, (moment_ms, next(self._numbers), call))
 
     def call_at(self, moment_ms: float, call: Call) -> None:
-        """Make a call now that sees a later time on the clock."""
+        """Make a call now, with a later time on the clock."""
         before_ms, self._moment_ms = self._moment_ms, moment_ms
         try:
             call()

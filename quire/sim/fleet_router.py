@@ -97,7 +97,7 @@ class SimReplica:
         self.computed_tokens += done
 
     def end(self, request_id: str) -> None:
-        """Count a request no more."""
+        """Remove a request from the counts."""
         load = self.loads.pop(request_id)
         self.backlog_tokens -= load.prompt + load.output
         self.queued_tokens -= load.new_tokens
@@ -168,7 +168,7 @@ class VirtualRouter:
         return min(arrival_ms, self._look_ms, self._events[0][0] if self._events else math.inf)
 
     def advance(self) -> None:
-        """Do what is due next."""
+        """Process the next event."""
         now_ms = self._now_ms = self.next_ms
         if self._events and self._events[0][0] <= now_ms:
             heapq.heappop(self._events)[2]()

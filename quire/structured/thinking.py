@@ -55,7 +55,7 @@ class _Marks:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """Nothing but a part of the opening mark was written."""
+    """The state before the opening mark is complete."""
 
     marks: _Marks
     text: bytes = b""

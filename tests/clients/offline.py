@@ -13,7 +13,6 @@ import ipaddress
 import os
 import socket
 import sys
-from types import TracebackType
 from typing import Any
 
 VARIABLES = {
@@ -73,12 +72,7 @@ class Wall:
         socket.getaddrinfo = looked_up
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         connect, connect_ex, getaddrinfo = self._kept
         socket.socket.connect = connect  # type: ignore[method-assign]
         socket.socket.connect_ex = connect_ex  # type: ignore[method-assign]

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.serve.running_server import GIVE_UP_S, ROOT, alive
@@ -95,12 +94,7 @@ class TwoNodes:
     def __enter__(self) -> TwoNodes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         from ray import serve
 
         try:

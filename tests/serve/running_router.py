@@ -11,11 +11,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 from tests.serve import preloaded
-from tests.serve.running_server import GIVE_UP_S
+from tests.serve.running_server import GIVE_UP_S, written_in
 
 
 class RunningRouter:
@@ -35,12 +34,7 @@ class RunningRouter:
     def __enter__(self) -> RunningRouter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -53,8 +47,7 @@ class RunningRouter:
 
     def stderr(self) -> str:
         """Return the log so far."""
-        self._err.seek(0)
-        return self._err.read()
+        return written_in(self._err)
 
     def request(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """Return status and body of one exchange."""
@@ -91,5 +84,6 @@ class RunningRouter:
         """Wait for a condition; fails with `what` after a long time."""
         start = time.monotonic()
         while not condition():
-            assert time.monotonic() - start < GIVE_UP_S, f"never happened: {what}"
+            waited_s = time.monotonic() - start
+            assert waited_s < GIVE_UP_S, f"never happened: {what}\n{self.stderr()[-3000:]}"
             time.sleep(0.01)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.serve import preloaded
@@ -86,12 +85,7 @@ class RunningServer:
     def __enter__(self) -> RunningServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -109,10 +103,10 @@ class RunningServer:
         return pid
 
     def stdout(self) -> str:
-        return _text_of(self._out)
+        return written_in(self._out)
 
     def stderr(self) -> str:
-        return _text_of(self._err)
+        return written_in(self._err)
 
     def exit_code(self) -> int:
         """Return the exit code; fail instead of waiting forever."""
@@ -160,7 +154,7 @@ class RunningServer:
         start = time.monotonic()
         while not condition():
             waited_s = time.monotonic() - start
-            assert waited_s < GIVE_UP_S, f"never happened: {what}"
+            assert waited_s < GIVE_UP_S, f"never happened: {what}\n{self.stderr()[-3000:]}"
             time.sleep(min(0.005 + waited_s / 10, 0.05))  # asking for metrics costs 2 ms of CPU
 
     @contextmanager
@@ -260,13 +254,13 @@ def alive(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started."""
-    children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    """Return the processes that a process has started and that run: not those just killed."""
+    children = filter(alive, map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     return [child for child in children if name_of(child) != preloaded.TEMPLATE_NAME]
 
 
 def engines_of(server: RunningServer) -> list[int]:
-    """Return the engines that a server has started."""
+    """Return the engines of a server that run."""
     return [child for child in children_of(server.process.pid) if is_engine(child)]
 
 
@@ -292,6 +286,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def _text_of(file: Any) -> str:
-    # The process writes at the shared file offset, so restore it.
+def written_in(file: Any) -> str:
+    """Return what a process has written to a file that it shares with this one."""
+    # It writes at the shared offset, which `read` would move.
     return os.pread(file.fileno(), 1 << 20, 0).decode(errors="replace")

@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from quire.api.server import public_server
@@ -58,12 +57,7 @@ class ScriptedServer:
         assert self._ready.wait(GIVE_UP_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(GIVE_UP_S)
         assert not self._thread.is_alive()

@@ -284,12 +284,13 @@ def test_each_process_reports_the_counts_of_all(
     assert second.ask("GET", "/health")[1]["pending"] == 1
 
 
-def test_an_admin_setting_of_one_process_holds_for_all(first: Caller, second: Caller) -> None:
+def test_an_admin_setting_of_one_process_holds_for_all(
+    both: RunningServer, first: Caller, second: Caller
+) -> None:
     assert first.ask("POST", "/admin/pause")[1]["paused"]
     assert second.ask("GET", "/health")[1]["state"] == "paused"
     second.send("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})
-    while first.ask("GET", "/admin")[1]["held_requests"] != 1:
-        pass
+    both.until(lambda: first.ask("GET", "/admin")[1]["held_requests"] == 1, "one is held")
     assert first.ask("POST", "/admin/resume")[1]["paused"] is False
     assert second.answer().status == 200
 
@@ -334,10 +335,10 @@ def test_a_killed_process_costs_only_its_own_clients_and_is_replaced(
     third = caller_at(server, 3)
     status, answer = third.ask("POST", COMPLETIONS, asked)
     assert (status, answer["choices"][0]["text"]) == (200, text_of(events))
-    assert third.metric("quire_api_process_restarts_total") == 1
+    server.until(lambda: third.metric("quire_api_process_restarts_total") == 1, "it is counted")
     server.until(lambda: third.metric("quire_requests_total") == 3, "what the dead one counted too")
     server.until(lambda: third.metric("quire_open_requests") == 1, "only the one that asks")
-    assert "was ended by signal 9" in server.stderr()
+    server.until(lambda: "was ended by signal 9" in server.stderr(), "its line is logged")
 
 
 def test_a_replacement_process_is_paused_like_the_others(

@@ -149,7 +149,8 @@ def test_a_shutdown_lets_open_requests_finish_and_refuses_new_ones() -> None:
             long = {**QUESTION, "max_tokens": 400}
             answering = asyncio.ensure_future(client.request("POST", "/v1/completions", long))
             while not app.engine.stats.running:
-                await asyncio.sleep(0.01)
+                assert not answering.done(), "it was never seen to run"
+                await asyncio.sleep(0)
             stopping = asyncio.ensure_future(app.drain())
             await asyncio.sleep(0)
             status, headers, body = await client.request("POST", "/v1/completions", QUESTION)
@@ -171,7 +172,8 @@ def test_a_dead_engine_is_reported_and_its_requests_end() -> None:
             long = {**QUESTION, "max_tokens": 450}
             answering = asyncio.ensure_future(client.request("POST", "/v1/completions", long))
             while not app.engine.stats.running:
-                await asyncio.sleep(0.01)
+                assert not answering.done(), "it was never seen to run"
+                await asyncio.sleep(0)
             [engine] = own_engines()
             os.kill(engine, signal.SIGKILL)
             status, _, body = await answering

@@ -84,7 +84,7 @@ def test_requests_share_engines_and_survive_the_death_of_one() -> None:
         for (path, body), got, wanted in zip(CASES, streams.join(), alone, strict=True):
             assert normal(got) == normal(wanted), (path, body, got[-300:])
         assert server.get("/health")[0] == 200
-        assert "an engine died" in server.stderr()
+        server.until(lambda: "an engine died" in server.stderr(), "its line is logged")
         assert normal(streamed(server, *CASES[0])) == normal(alone[0])
         kill(pids[1])
         assert server.exit_code() == 1
@@ -101,8 +101,10 @@ def test_with_restarts_both_engines_come_back_after_a_death_and_a_sleep() -> Non
             kill(pid)
         for got, wanted in zip(streams.join(), alone, strict=True):
             assert normal(got) == normal(wanted), got[-300:]
+        restarts = "quire_engine_restarts_total"
+        server.until(lambda: server.metric(restarts) == 2, "both are counted")
         server.until(lambda: len(engines_of(server)) == 2, "two engines")
-        assert server.metric("quire_engine_restarts_total") == 2
+        server.until(lambda: server.get("/health")[0] == 200, "ready")
         assert server.post("/v1/completions", PLAIN)[0] == 200
         _check_sleep(server)
 
@@ -172,7 +174,8 @@ def test_several_api_processes_share_engines_and_what_outlives_them(
             lambda: first.metric("quire_steps_total") == second.metric("quire_steps_total") > 0,
             "equal counters",
         )
-        assert first.metric("quire_requests_total") == second.metric("quire_requests_total")
+        requests = "quire_requests_total"
+        server.until(lambda: first.metric(requests) == second.metric(requests), "equal counters")
         assert first.metric("quire_kv_blocks") == second.metric("quire_kv_blocks")
         stored = "quire_kv_store_put_blocks_total"
         server.until(lambda: first.metric(stored) == second.metric(stored) > 0, "stored blocks")
@@ -249,7 +252,7 @@ def _kill_one_after_the_other(server: RunningServer, caller_at: Any, alone: list
     fourth = caller_at(server, 4)
     assert fourth.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})[0] == 200
     assert fourth.ask("GET", "/health")[0] == 200
-    assert "an engine is gone" in server.stderr()
+    server.until(lambda: "an engine is gone" in server.stderr(), "its line is logged")
     kill(other)
     assert server.exit_code() == 1
 
@@ -266,20 +269,27 @@ def test_engines_and_api_processes_come_back_together() -> None:
         kill(one)
         for got, wanted in zip(streams.join(), alone, strict=True):
             assert normal(got) == normal(wanted), got[-300:]
+        restarts = "quire_engine_restarts_total"
+        server.until(lambda: caller.metric(restarts) == 1, "it is counted")
         server.until(lambda: len(engines_of(server)) == 2, "two engines")
         assert caller.metric("quire_steps_total") > steps  # counters never fall
-        assert caller.metric("quire_engine_restarts_total") == 1
         # An API process that begins while an engine is started again gets it later.
+        said = "the engine was restarted"
+        server.until(lambda: said in server.stderr(), "the first one serves again")
         kill(other)
         kill(pid_of(server, 1))
-        third = caller_at(server, 3)
+        # One that begins while no engine is known to run ends, and another takes its place.
+        server.until(lambda: max(pids_of(server)) > 2, "another process serves")
+        third = caller_at(server, max(pids_of(server)))
         assert third.ask("POST", COMPLETIONS, PLAIN)[0] == 200
         server.until(lambda: len(engines_of(server)) == 2, "two engines")
-        server.until(lambda: third.metric("quire_engine_restarts_total") == 2, "both are counted")
+        server.until(lambda: third.metric(restarts) == 2, "both are counted")
         blocks = caller.metric("quire_kv_blocks")
         server.until(lambda: third.metric("quire_kv_blocks") == blocks, "it has both")
-        steps = [one.metric("quire_steps_total") for one in (caller, third)]
-        assert steps[0] == steps[1]  # also of engines that ended before it began
+        counted = "quire_steps_total"
+        server.until(  # also of engines that ended before it began
+            lambda: caller.metric(counted) == third.metric(counted), "equal counters"
+        )
 
 
 @pytest.mark.parametrize(

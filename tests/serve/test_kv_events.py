@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.serve.running_server import RunningServer, kill
+from tests.serve.running_server import GIVE_UP_S, RunningServer, kill
 
 BLOCK_SIZE = 16
 
@@ -45,7 +45,7 @@ class Subscriber:
         """Read the batches after the last."""
         self._asking.send_multipart((b"", (self._last + 1).to_bytes(8, "big")))
         while True:
-            assert self._asking.poll(20_000)
+            assert self._asking.poll(GIVE_UP_S * 1000)
             _, number, batch = self._asking.recv_multipart()
             if number == b"\xff" * 8:
                 return

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.serve import preloaded
-from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer
+from tests.serve.running_server import GIVE_UP_S, ROOT, RunningServer, written_in
 from tests.serve.serve_command import serve
 from tests.serve.test_ranks import COMPLETIONS, LONG
 from tests.tiny_models import write_tiny_llama
@@ -44,11 +44,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(folder, seed=5, max_position_embeddings=32768, **heads)
 
 
-def free_port() -> int:
-    """Return a port that nothing listens at."""
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that rank 0 can listen at and that is given to no other socket meanwhile.
+
+    A bound socket reserves it; rank 0 may bind it too, as both allow its reuse.
+    """
     with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+        yield int(one.getsockname()[1])
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -87,8 +92,7 @@ class Rank:
 
     def stderr(self) -> str:
         """Return what it has printed."""
-        self._err.seek(0)
-        return self._err.read()
+        return written_in(self._err)
 
     def kill(self) -> None:
         """End it, if it has not ended."""
@@ -103,18 +107,14 @@ def launched(
     model: Path, world_size: int, *flags: str, fresh: bool = False
 ) -> Iterator[tuple[RunningServer, list[Rank]]]:
     """Run a server of so many ranks, and these ranks."""
-    port = free_port()
-    ranks = [
-        Rank(model, *flags, fresh=fresh, **environment(rank, world_size, port))
-        for rank in range(1, world_size)
-    ]
-    try:
+    with reserved_port() as port, ExitStack() as stack:
+        ranks = []
+        for rank in range(1, world_size):
+            ranks.append(Rank(model, *flags, fresh=fresh, **environment(rank, world_size, port)))
+            stack.callback(ranks[-1].kill)
         own = environment(0, world_size, port)
         with RunningServer(model, *BACKEND, *flags, fresh=fresh, environment=own) as server:
             yield server, ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +199,25 @@ def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -
     for number, key in enumerate(keys):
         key.write_bytes(bytes([65 + number]) * 32)
         key.chmod(0o600)
-    port, flags = free_port(), ("-tp", "2", "--distributed-timeout-seconds", "3")
-    rank = Rank(model, *flags, "--distributed-key-file", str(keys[1]), **environment(1, 2, port))
-    server = RunningServer(
-        model,
-        *BACKEND,
-        *flags,
-        *("--distributed-key-file", str(keys[0])),
-        wait=False,
-        fresh=False,
-        environment=environment(0, 2, port),
-    )
-    assert server.exit_code() == 1
-    assert rank.exit_code() == 1
-    assert "of 2 ranks, rank 1 did not connect" in server.stderr()
-    assert "connections with another key came from 127.0.0.1" in server.stderr()
-    assert "has another key" in rank.stderr()
-    rank.kill()
-    server.kill()
+    flags, limit = ("-tp", "2", "--distributed-key-file"), "--distributed-timeout-seconds"
+    with reserved_port() as port, ExitStack() as stack:
+        # The other rank waits for rank 0 however late it is, and starts first.
+        of_rank = (*flags, str(keys[1]), limit, str(int(GIVE_UP_S)))
+        rank = Rank(model, *of_rank, **environment(1, 2, port))
+        stack.callback(rank.kill)
+        server = RunningServer(
+            model,
+            *(*BACKEND, *flags, str(keys[0]), limit, "3"),
+            wait=False,
+            fresh=False,
+            environment=environment(0, 2, port),
+        )
+        stack.callback(server.kill)
+        assert server.exit_code() == 1
+        assert rank.exit_code() == 1
+        assert "of 2 ranks, rank 1 did not connect" in server.stderr()
+        assert "connections with another key came from 127.0.0.1" in server.stderr()
+        assert "has another key" in rank.stderr()
 
 
 def test_a_port_in_use_is_refused(model: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import signal
@@ -11,31 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.running_server import GIVE_UP_S, RunningServer
+from tests.serve.running_server import RunningServer
 from tests.serve.serve_command import serve_in_process
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=GIVE_UP_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(GIVE_UP_S)
-        self.sock.connect(str(self._path))
-
-
-def at_socket(path: Path, method: str, url: str, body: object = None) -> tuple[int, bytes]:
-    connection = _UnixConnection(path)
-    try:
-        connection.request(method, url, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+from tests.serve.unix_connection import at_socket
 
 
 def test_a_unix_socket_serves_streams_and_admin_routes_have_a_port(

@@ -19,6 +19,7 @@ import pytest
 from tests.serve import preloaded
 from tests.serve.running_server import GIVE_UP_S, NO_PREFAULT, RunningServer
 from tests.serve.serve_command import serve, serve_in_process
+from tests.serve.unix_connection import UnixConnection
 
 # A queue of fewer lines than usual, and requests that log more lines than it holds.
 QUEUE, NUM_REQUESTS = {"quire.base.log_sink.MAX_QUEUED_LINES": 100}, 120
@@ -45,8 +46,8 @@ def full_pipe() -> tuple[int, int]:
 class Caller:
     """Consecutive requests on one connection; waits until the server listens."""
 
-    def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+    def __init__(self, path: Path) -> None:
+        self._connection = UnixConnection(path)
 
     def close(self) -> None:
         self._connection.close()
@@ -65,24 +66,22 @@ class Caller:
             try:
                 if self.ask("GET", "/health")[0] == 200:
                     return
-            except (ConnectionError, http.client.HTTPException):
+            except (ConnectionError, FileNotFoundError, http.client.HTTPException):
                 self._connection.close()
             time.sleep(0.02)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def test_a_full_unread_pipe_blocks_nothing(tiny: Path, tmp_path: Path, num_processes: int) -> None:
+    path = tmp_path / "quire.sock"
     read, write = full_pipe()
-    flags = ["--port", str(port), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]
+    flags = ["--uds", str(path), "--threads", "1", "--log-level", "debug", *NO_PREFAULT]
     words = ["serve", str(tiny), *flags, "--api-processes", str(num_processes)]
     process = preloaded.start(words, write, write, constants=QUEUE)
     os.close(write)
     came = bytearray()
     reader = threading.Thread(target=lambda: _read_all(read, came), daemon=True)
-    caller = Caller(port)
+    caller = Caller(path)
     try:
         caller.until_ready(process)
         for _ in range(NUM_REQUESTS):  # on one connection, so of one process
@@ -111,14 +110,12 @@ def test_a_full_unread_pipe_blocks_nothing(tiny: Path, num_processes: int) -> No
         os.close(read)
 
 
-def test_sigterm_ends_a_server_with_an_unread_log(tiny: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+def test_sigterm_ends_a_server_with_an_unread_log(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
     read, write = full_pipe()
-    words = ["serve", str(tiny), "--port", str(port), *NO_PREFAULT]
+    words = ["serve", str(tiny), "--uds", str(path), *NO_PREFAULT]
     process = preloaded.start(words, write, write)
-    caller = Caller(port)
+    caller = Caller(path)
     try:
         caller.until_ready(process)
         process.send_signal(signal.SIGTERM)

@@ -59,7 +59,7 @@ def recorded(shared_server: RunningServer, tmp_path_factory: pytest.TempPathFact
     with recording(shared_server, file, "--content"):
         for body in ASKED:
             assert shared_server.post("/v1/completions", body)[0] == 200
-        cut = {"prompt": "the wind", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
+        cut = {"prompt": "the wind", "max_tokens": 30_000, "seed": 1, "ignore_eos": True}
         with shared_server.stream("/v1/completions", cut) as reader:
             reader.next()
         shared_server.until(lambda: b'"abort"' in file.read_bytes(), "the last one is recorded")

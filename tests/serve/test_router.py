@@ -6,7 +6,6 @@ differ from the answer alone is what names it: its id, its time and its count of
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -114,19 +113,23 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
 def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
     """Stream all cases at once, and call `interrupt` when tokens of each of them have come."""
     answers = dict.fromkeys(range(len(CASES)), b"")
+    changed = threading.Condition()
 
     def stream(index: int) -> None:
         path, body = CASES[index]
         for line in router.lines("POST", path, {**body, "stream": True}):
-            answers[index] += line
+            with changed:
+                answers[index] += line
+                changed.notify()
+
+    def have_begun() -> bool:
+        return min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2
 
     threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(CASES))]
     for thread in threads:
         thread.start()
-    router.until(
-        lambda: min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2,
-        "tokens of each stream",
-    )
+    with changed:
+        assert changed.wait_for(have_begun, GIVE_UP_S), "never happened: tokens of each stream"
     interrupt()
     for thread in threads:
         thread.join()
@@ -376,11 +379,5 @@ def test_texts_go_where_their_prompt_is_cached(tmp_path: Path) -> None:
 
 def _alone(server: RunningServer, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     """Return status and body of a server without the router."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=GIVE_UP_S)
-    try:
-        raw = None if body is None else json.dumps(body)
-        connection.request(method, path, raw, {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+    status, _, raw = server.request(method, path, body)
+    return status, raw

@@ -11,6 +11,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,8 +255,9 @@ def test_a_client_waiting_for_a_whole_answer_gets_the_abort(
 
     thread = threading.Thread(target=ask)
     thread.start()
+    late_s = time.monotonic() + GIVE_UP_S
     while Caller(scripted.url, "DELETE", "/v1/requests/w").response.status == 404:
-        pass
+        assert time.monotonic() < late_s, "the request was never known"
     thread.join(GIVE_UP_S)
     assert statuses == [409]
 
@@ -283,7 +285,15 @@ def test_a_stalled_reader_is_cut_with_a_reason_and_its_blocks_are_freed(tiny: Pa
             server.until(lambda: server.metric("quire_open_requests") <= 1, "closed")
             with pytest.raises((ConnectionError, http.client.IncompleteRead, socket.timeout)):
                 reader.read()
-        assert "client read nothing for" in server.stderr()
+        said = "client read nothing for"
+        server.until(lambda: said in server.stderr(), "its line is logged")
+
+
+def until_held(url: str) -> None:
+    """Wait until a paused server holds a request."""
+    late_s = time.monotonic() + GIVE_UP_S
+    while Caller(url, "GET", "/admin").json()["held_requests"] == 0:
+        assert time.monotonic() < late_s, "no request was held"
 
 
 def test_paused_requests_wait_and_are_answered_and_drained_ones_are_rejected(
@@ -299,8 +309,7 @@ def test_paused_requests_wait_and_are_answered_and_drained_ones_are_rejected(
     assert Caller(url, "GET", "/health").json()["state"] == "paused"
     thread = threading.Thread(target=ask)
     thread.start()
-    while Caller(url, "GET", "/admin").json()["held_requests"] == 0:
-        pass
+    until_held(url)
     assert not scripted.engine.asked
     Caller(url, "POST", "/admin/resume")
     thread.join(GIVE_UP_S)
@@ -322,8 +331,7 @@ def test_a_held_request_is_rejected_when_a_drain_begins(scripted: ScriptedServer
         )
     )
     thread.start()
-    while Caller(url, "GET", "/admin").json()["held_requests"] == 0:
-        pass
+    until_held(url)
     Caller(url, "POST", "/admin/drain")
     thread.join(GIVE_UP_S)
     assert statuses == [503]

@@ -19,7 +19,13 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running_server import RunningServer, children_of, engines_of, kill
+from tests.serve.running_server import (
+    GIVE_UP_S,
+    RunningServer,
+    children_of,
+    engines_of,
+    kill,
+)
 
 MODEL = "quire/models/box"
 OPTIONS = {"include_usage": True}
@@ -80,6 +86,7 @@ class Streams:
     def __init__(self, server: RunningServer, cases: list[tuple[str, dict[str, Any]]]) -> None:
         self.raw = [b""] * len(cases)
         self._server = server
+        self._changed, self._ended = threading.Condition(), set[int]()
         self._threads = [
             threading.Thread(target=self._read, args=(index, path, body))
             for index, (path, body) in enumerate(cases)
@@ -88,14 +95,19 @@ class Streams:
             thread.start()
 
     def until_begun(self, num_bytes: int) -> None:
-        """Wait until each has so many bytes, or its end."""
-        self._server.until(
-            lambda: all(
-                len(raw) >= num_bytes or not thread.is_alive()
-                for raw, thread in zip(self.raw, self._threads, strict=True)
-            ),
-            "events of each stream",
-        )
+        """Wait until each has so many bytes, or its end.
+
+        Returns with the last of them, when at least that stream goes on.
+        """
+        with self._changed:
+            have_begun = self._changed.wait_for(
+                lambda: all(
+                    len(raw) >= num_bytes or index in self._ended
+                    for index, raw in enumerate(self.raw)
+                ),
+                GIVE_UP_S,
+            )
+        assert have_begun, "never happened: events of each stream"
 
     def join(self) -> list[bytes]:
         for thread in self._threads:
@@ -104,10 +116,17 @@ class Streams:
 
     def _read(self, index: int, path: str, body: dict[str, Any]) -> None:
         options = {} if path == "/v1/messages" else {"stream_options": OPTIONS}
-        with self._server.stream(path, {**body, **options}) as reader:
-            assert reader.status == 200
-            for line in reader._response:
-                self.raw[index] += line
+        try:
+            with self._server.stream(path, {**body, **options}) as reader:
+                assert reader.status == 200
+                for line in reader._response:
+                    with self._changed:
+                        self.raw[index] += line
+                        self._changed.notify()
+        finally:
+            with self._changed:
+                self._ended.add(index)
+                self._changed.notify()
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +179,10 @@ def test_answers_survive_a_killed_engine(server: RunningServer) -> None:
         status, raw = answers[index]
         assert status == 200, raw
         assert normal(raw) == normal(wanted), WHOLE[index]
-    assert server.metric("quire_engine_restarts_total") > restarts
-    assert re.search(r"the engine died and is restarted .*open=[1-9]", server.stderr())
-    assert server.get("/health")[1]["state"] == "ready"
+    server.until(lambda: server.metric("quire_engine_restarts_total") > restarts, "a restart")
+    line = r"the engine died and is restarted .*open=[1-9]"
+    server.until(lambda: re.search(line, server.stderr()) is not None, "its line is logged")
+    server.until(lambda: server.get("/health")[1]["state"] == "ready", "ready")
 
 
 def test_batches_background_responses_and_embeddings_go_on(server: RunningServer) -> None:
@@ -185,10 +205,15 @@ def test_batches_background_responses_and_embeddings_go_on(server: RunningServer
     assert status == 200, batch
     status, queued = server.post("/v1/responses", {**asked, "background": True})
     assert status == 200, queued
-    server.until(lambda: server.metric("quire_running_requests") >= 1, "it runs")
-    kill(server.engine_pid)
     path = f"/v1/responses/{queued['id']}"
     done = ("completed", "failed", "incomplete")
+    server.until(
+        lambda: (
+            server.metric("quire_running_requests") >= 1 or server.get(path)[1]["status"] in done
+        ),
+        "it runs",
+    )
+    kill(server.engine_pid)
     server.until(lambda: server.get(path)[1]["status"] in done, "the response ends")
     assert server.get(path)[1]["status"] in ("completed", "incomplete")
     path = f"/v1/batches/{batch['id']}"
@@ -235,9 +260,9 @@ def test_restarting_is_reported_and_refuses(server: RunningServer) -> None:
     beats.close()
 
 
-def test_the_limit_ends_the_server_with_an_error_event() -> None:
+def test_the_limit_ends_the_server_with_an_error_event(tiny: Path) -> None:
     flags = ("--threads", "1", "--restart-engine", "--restart-limit", "1")
-    with RunningServer(MODEL, *flags) as server:
+    with RunningServer(tiny, *flags) as server:
         kill(server.engine_pid)
         server.until(
             lambda: (
@@ -246,12 +271,12 @@ def test_the_limit_ends_the_server_with_an_error_event() -> None:
             ),
             "it is restarted",
         )
-        streams = Streams(server, CASES[:1])
-        streams.until_begun(600)
-        kill(server.engine_pid)
-        [raw] = streams.join()
-        assert b'"code":"worker_error"' in raw, raw[-500:]
-        assert b"--restart-limit 1 allows no further restart" in raw
+        with server.stream("/v1/completions", {**PLAIN, "max_tokens": 30_000}) as reader:
+            reader.next()
+            kill(server.engine_pid)
+            *_, last = reader
+        assert last["error"]["code"] == "worker_error", last
+        assert "--restart-limit 1 allows no further restart" in last["error"]["message"]
         assert server.exit_code() == 1
 
 
@@ -267,8 +292,11 @@ def test_several_api_processes_share_the_restarted_engine() -> None:
         for (path, body), got, wanted in zip(cases, streams.join(), alone, strict=True):
             assert normal(got) == normal(wanted), (path, body, got[-300:])
             _check_numbers(got)
+        # The stopped engine answers nothing, even if it was stopped after the streams.
+        assert server.post("/v1/completions", PLAIN)[0] == 200
         assert server.metric("quire_engine_restarts_total") >= 1
-        assert "the engine makes no progress" in server.stderr()
+        said = "the engine makes no progress"
+        server.until(lambda: said in server.stderr(), "its line is logged")
         # An API process that is replaced uses the engine that runs now.
         [first, *_] = set(children_of(server.process.pid)) - set(engines_of(server))
         kill(first)

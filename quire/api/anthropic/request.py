@@ -15,8 +15,9 @@ from quire.api.anthropic.cache_breakpoints import Breakpoint, breakpoints_of
 from quire.api.anthropic.fields import OWN_NAMES
 from quire.api.anthropic.history import History, history_of
 from quire.api.anthropic.tool_fields import tool_offer
+from quire.api.generation.begun_answer import rendered_or_refused
 from quire.api.generation.chat_output import Conversation
-from quire.api.generation.conversation import EFFORTS, ConversationFields, rendered
+from quire.api.generation.conversation import EFFORTS, ConversationFields
 from quire.api.generation.request_context import RequestContext
 from quire.api.generation.thinking_budget import AskedBudget
 from quire.api.generation.tools import ToolOffer
@@ -57,21 +58,12 @@ async def read_prompt(context: RequestContext) -> MessagePrompt:
         tools=None if offer is None else offer.shown,
         variables=variables,
     )
-    try:
-        return MessagePrompt(
-            conversation=await rendered(context, fields),
-            offer=offer,
-            fields=fields,
-            breakpoints=breakpoints,
-        )
-    except InvalidParameter as error:
-        if error.param != "continue_final_message":
-            raise
-        raise InvalidParameter(
-            "messages ends with a message of the assistant, which the answer continues, and this "
-            "model's template does not write its text as it is; end with a message of the user",
-            param="messages",
-        ) from error
+    return MessagePrompt(
+        conversation=await rendered_or_refused(context, fields),
+        offer=offer,
+        fields=fields,
+        breakpoints=breakpoints,
+    )
 
 
 def _converted(

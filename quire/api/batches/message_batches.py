@@ -16,14 +16,14 @@ from quire.api.batches.stored_batches import (
     COLUMNS,
     ENDED,
     MAX_BATCHES,
-    MAX_UNFINISHED,
     WINDOW_S,
     StoredBatch,
     add_line,
     begin_lines,
+    check_unfinished,
     find_batch,
 )
-from quire.api.batches.stored_files import CHUNK_BYTES, new_id
+from quire.api.batches.stored_files import CHUNK_BYTES, new_id, part_of_lines
 from quire.api.http.errors import UnknownBatch
 from quire.base.errors import BodyTooLarge, InvalidParameter, TenantLimit
 from quire.base.show import show
@@ -133,28 +133,12 @@ def results_part(database: Connection, id_: str, at: int) -> tuple[bytes, int] |
         "ORDER BY number",
         (id_, at),
     )
-    part, num_bytes = [], 0
-    for number, result in rows:
-        part.append(result)
-        num_bytes += len(result)
-        at = number + 1
-        if num_bytes >= CHUNK_BYTES:
-            break
-    return (b"".join(part), at) if part else None
+    return part_of_lines(rows)
 
 
 def _check_room(database: Connection, key: bytes, num_bytes: int, max_bytes: int) -> None:
     """Raise TenantLimit or BodyTooLarge if another batch has no room; forget the oldest first."""
-    num_all, num_open = database.execute(
-        f"SELECT count(*), count(*) FILTER (WHERE status NOT IN {ENDED}) "
-        "FROM batches WHERE key = ?",
-        (key,),
-    ).fetchone()
-    if num_open >= MAX_UNFINISHED:
-        raise TenantLimit(
-            f"{num_open} batches of this key have not ended; at most {MAX_UNFINISHED} are allowed: "
-            "wait until one ends, or cancel one"
-        )
+    num_all = check_unfinished(database, key)
     (used_bytes,) = database.execute(
         "SELECT coalesce(sum(bytes), 0) FROM files WHERE key IN (?, ?)", (key, _HIDDEN + key)
     ).fetchone()

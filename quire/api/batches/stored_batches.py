@@ -128,17 +128,7 @@ def create_batch(
             f'file {input_id} has the purpose {show(file.purpose)}; "batch" is allowed',
             param="input_file_id",
         )
-    num_all, num_open = database.execute(
-        f"SELECT count(*), count(*) FILTER (WHERE status NOT IN {_ENDED}) "
-        "FROM batches WHERE key = ?",
-        (key,),
-    ).fetchone()
-    if num_open >= MAX_UNFINISHED:
-        raise TenantLimit(
-            f"{num_open} batches of this key have not ended; at most {MAX_UNFINISHED} are allowed: "
-            "wait until one ends, or cancel one"
-        )
-    if num_all >= MAX_BATCHES:
+    if check_unfinished(database, key) >= MAX_BATCHES:
         _forget_oldest(database, key)
     now_s = int(time.time())
     row = database.execute(
@@ -153,6 +143,21 @@ def create_batch(
         ),
     ).fetchone()
     return StoredBatch(*row)
+
+
+def check_unfinished(database: Connection, key: bytes) -> int:
+    """Return the number of batches of a key. Raises TenantLimit if too many have not ended."""
+    num_all, num_open = database.execute(
+        f"SELECT count(*), count(*) FILTER (WHERE status NOT IN {_ENDED}) "
+        "FROM batches WHERE key = ?",
+        (key,),
+    ).fetchone()
+    if num_open >= MAX_UNFINISHED:
+        raise TenantLimit(
+            f"{num_open} batches of this key have not ended; at most {MAX_UNFINISHED} are allowed: "
+            "wait until one ends, or cancel one"
+        )
+    return int(num_all)
 
 
 def _forget_oldest(database: Connection, key: bytes) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from sqlite3 import Connection
+from sqlite3 import Connection, Cursor
 from typing import Any
 
 from quire.api.batches.expiry import IS_ALIVE, drop_expired, drop_file, now_s
@@ -168,14 +168,19 @@ def content_part(database: Connection, file: StoredFile, at: int) -> tuple[bytes
         "ORDER BY number",
         (file.batch, file.failed, at),
     )
-    part, num_bytes = [], 0
+    return part_of_lines(rows)
+
+
+def part_of_lines(rows: Cursor) -> tuple[bytes, int] | None:
+    """Join rows of (number, result) up to a chunk, with the next number; None without rows."""
+    part, num_bytes, next_number = list[bytes](), 0, 0
     for number, result in rows:
         part.append(result)
         num_bytes += len(result)
-        at = number + 1
+        next_number = number + 1
         if num_bytes >= CHUNK_BYTES:
             break
-    return (b"".join(part), at) if part else None
+    return (b"".join(part), next_number) if part else None
 
 
 def read_span(database: Connection, id_: str, start: int, size: int) -> bytes:

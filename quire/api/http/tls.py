@@ -49,7 +49,7 @@ class TlsListener:
         self._loop.add_reader(self._fd, self._accept)
 
     def close(self) -> None:
-        """Accept no more connections and end the handshakes under way."""
+        """Stop accepting connections and end unfinished handshakes."""
         if self._retry is not None:
             self._retry.cancel()
         self._loop.remove_reader(self._fd)

@@ -165,7 +165,7 @@ class TokenGenerateWriter(ChunkWriter):
         return {"prompt_logprobs": prompt_logprobs(tokens, self._num_prompt_top)}
 
     def _logprobs(self, tokens: Sequence[TokenText], *, whole: bool = False) -> dict[str, Any]:
-        """Return those of each token, and of its most probable ids, if requested."""
+        """Return the log-probabilities of tokens and of their most probable ids, if requested."""
         if self._num_top is None:
             return {}
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.api.generation.begun_answer import rendered_or_refused
 from quire.api.generation.chat_output import Conversation
-from quire.api.generation.conversation import ConversationFields, parsing_of, rendered
+from quire.api.generation.conversation import ConversationFields, parsing_of
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest
 from quire.api.generation.request_context import encode
@@ -22,7 +23,6 @@ from quire.api.ollama.history import history_of
 from quire.api.ollama.prompted import loading_job, prompted_job, read_sampling
 from quire.api.ollama.request import check_plain_fields, effort_of
 from quire.api.ollama.truncated_chat import newest_messages
-from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 
 
@@ -92,13 +92,4 @@ async def conversation_of(
         continue_final_message=messages[-1]["role"] == "assistant",
         tools=None if offer is None else offer.shown,
     )
-    try:
-        return await rendered(request.context, fields)
-    except InvalidParameter as error:
-        if error.param != "continue_final_message":
-            raise
-        raise InvalidParameter(
-            "messages ends with a message of the assistant, which the answer continues, and this "
-            "model's template does not write its text as it is; end with a message of the user",
-            param="messages",
-        ) from error
+    return await rendered_or_refused(request.context, fields)

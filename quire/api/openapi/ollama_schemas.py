@@ -89,7 +89,7 @@ def ollama_rows(known: Known) -> dict[str, Schema]:
 
 
 def ollama_show_rows(known: Known) -> dict[str, Schema]:
-    """Return those of /api/show."""
+    """Return the schemas of the fields of /api/show."""
     said = {"description": "Accepted if it is empty: the model is shown as it is served."}
     return {
         **ollama_rows(known),
@@ -100,7 +100,7 @@ def ollama_show_rows(known: Known) -> dict[str, Schema]:
 
 
 def ollama_embed_rows(known: Known) -> dict[str, Schema]:
-    """Return those of /api/embed and /api/embeddings."""
+    """Return the schemas of the fields of /api/embed and /api/embeddings."""
     texts = list_of(TEXT, most=MAX_INPUTS)
     options = _options(known)
     options["properties"] |= {key: {"type": "null"} for key in (*OPTIONS, *RENAMED)}

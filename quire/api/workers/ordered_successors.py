@@ -57,7 +57,7 @@ class OrderedSuccessors:
         self._deliver(self.engine)
 
     def lost(self, reason: str) -> None:
-        """There will be no other engine."""
+        """Fail those that wait: no other engine will be started."""
         self._deliver(reason)
 
     def kill(self, reason: str) -> None:

@@ -28,8 +28,8 @@ class SizedLookup(SizedProposer):
         """See SizedProposer. The index grows with the texts, so that the sum does not have it."""
         most = self.num_slots * max_model_len * INDEX_TOKEN_BYTES
         return [
-            f"prompt lookup: beside the sum {INDEX_TOKEN_BYTES} bytes of host memory per token of "
-            f"a running request, at most {mib(most)}"
+            f"prompt lookup: {INDEX_TOKEN_BYTES} bytes of host memory per token of a running "
+            f"request, at most {mib(most)}, which the sum leaves out"
         ]
 
     def load(self, model: LoadedModel) -> Proposer:

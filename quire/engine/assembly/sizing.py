@@ -54,10 +54,9 @@ def memory_needs(
     needed = sizing.memory_for(program, limits)
     if device_is_own:
         draft = draft.on_device()
-    on_their_way = buffer_bytes(config, needed.token_bytes, device_is_own=device_is_own)
     return MemoryNeeds(
         weights_bytes=needed.weights_bytes,
-        step_bytes=needed.step_bytes + on_their_way,
+        step_bytes=needed.step_bytes,
         token_bytes=needed.token_bytes,
         block_size=config.kv_block_tokens,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -66,6 +65,7 @@ def memory_needs(
         kv_cache_memory_bytes=config.cache.kv_cache_memory_bytes,
         draft=draft,
         exchange_bytes=needed.exchange_bytes,
+        transfer_bytes=buffer_bytes(config, needed.token_bytes, device_is_own=device_is_own),
     )
 
 

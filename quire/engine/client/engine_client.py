@@ -272,7 +272,7 @@ class EngineClient:
         return (await self._ask_cache(num_prefixes=num_prefixes)).report
 
     async def flush_cache(self) -> int:
-        """Nothing computed until now is found again; how many blocks were findable."""
+        """Forget all cached prefixes; return how many blocks were findable."""
         return (await self._ask_cache(flush=True)).flushed_blocks
 
     async def engine_snapshot(self) -> EngineSnapshot:

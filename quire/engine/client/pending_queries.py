@@ -34,7 +34,7 @@ class PendingQueries(Generic[Answer]):
             waiting.set_result(answer)
 
     def fail(self, error: Exception) -> None:
-        """There will be no more answers."""
+        """Fail all open queries: no answer will come."""
         for waiting in self._open.values():
             if not waiting.done():
                 waiting.set_exception(error)

@@ -73,7 +73,7 @@ class ProcessLink:
         self._watcher.start()
 
     def send(self, message: ToEngine) -> bool:
-        """Queue a message to the engine; False where it is not there, or no more."""
+        """Queue a message; return False if the engine has not started or has ended."""
         try:
             self._out.send(self._written.encode(message), zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -64,7 +64,7 @@ class QueueInbox:
         self._queue.put(None)
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
-        """All that came; waits at most `wait_s` for the first (None: for ever)."""
+        """Return the received messages; wait at most `wait_s` for the first (None: no limit)."""
         came: list[ToEngine | None] = []
         try:
             if wait_s != 0.0:

@@ -55,7 +55,7 @@ class Ranking:
 
 
 def _mean_logprob(said: Iterable[TextDelta]) -> float:
-    """Of all tokens of a stream; less than any where it failed or has none."""
+    """Return the mean of a stream; -inf if it failed or has no tokens."""
     logprobs = [token.logprob for delta in said for token in delta.logprobs]
     failed = any(delta.error is not None for delta in said)
     return math.fsum(logprobs) / len(logprobs) if logprobs and not failed else -math.inf

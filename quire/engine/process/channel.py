@@ -88,7 +88,7 @@ class EngineSide:
         self._open(STARTER)
 
     def take(self, wait_s: float | None) -> list[ToEngine]:
-        """All messages that came; waits at most `wait_s` for the first (None: for ever)."""
+        """Return the received messages; wait at most `wait_s` for the first (None: no limit)."""
         if wait_s != 0.0:
             self._poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
             with suppress(BlockingIOError):

@@ -29,12 +29,12 @@ _ASKS_BITS = 32
 
 
 def id_prefix(client: int) -> str:
-    """What the ids of a client's streams begin with; nothing for one that has no number."""
+    """Return the prefix of the ids of a client's streams; "" for a client without a number."""
     return f"{client}/" if client else ""
 
 
 def query_number_base(client: int) -> int:
-    """The number behind which those of a client's questions begin."""
+    """Return the number after which a client's queries are numbered."""
     return client << _ASKS_BITS
 
 

@@ -81,7 +81,7 @@ class QueryTimelines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """There is one more client, at sockets of its own. client: its number, never used again."""
+    """Another client joins, at sockets of its own. client: its number, never used again."""
 
     client: int
 

@@ -143,7 +143,7 @@ class SupervisedEngine(CallEngine):
         return await self._running().cache_report(num_prefixes=num_prefixes)
 
     async def flush_cache(self) -> int:
-        """Nothing computed until now is found again; how many blocks were findable."""
+        """Forget all cached prefixes; return how many blocks were findable."""
         return await self._running().flush_cache()
 
     async def engine_snapshot(self) -> EngineSnapshot:

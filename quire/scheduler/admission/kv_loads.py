@@ -25,7 +25,7 @@ MAX_LOADS = 3
 
 
 class KVLoads:
-    """Of one scheduler. cost: None where there is no tier. any_used: see interfaces.BlockLoads."""
+    """The loads of a scheduler. cost: None without a tier. any_used: see interfaces.BlockLoads."""
 
     until_event = True
     reason = WaitReason.KV_LOAD

@@ -44,7 +44,7 @@ _Trail = tuple[Any, TokenLogprobs] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamCandidates:
-    """What the worker reports of one beam: tokens it may go on with, best first (-1: no more).
+    """What the worker reports of one beam: candidate tokens, best first (-1: no further one).
 
     scores decide; logprobs are the model's own, as `top` and `listed` are, for callers that ask.
     ends: whether the answer is over with the token, by its grammar or its text; may be empty.

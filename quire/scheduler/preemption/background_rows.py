@@ -32,7 +32,7 @@ MAX_ALLOWANCE_MS = 500.0
 
 
 class BackgroundRows(StepExtension):
-    """Of one scheduler. It is a Gate too: a request waits while its prompt is not affordable."""
+    """A scheduler's extension, and a Gate: a request waits while its prompt is not affordable."""
 
     is_active = False
     until_event = False

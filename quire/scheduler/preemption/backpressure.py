@@ -20,7 +20,7 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 
 
 class Backpressure(StepExtension):
-    """Of one scheduler. num_held_total: how often a request was paused."""
+    """The paused requests of a scheduler. num_held_total: how often a request was paused."""
 
     def __init__(self, requests: RequestTable, preemptor: Preemptor) -> None:
         self._requests = requests

@@ -83,7 +83,7 @@ NOTHING_PREEMPTIBLE = PreemptibleShare()
 
 
 class PriorityPreemption(StepExtension):
-    """Of one scheduler with a policy that sets has_priority_preemption (priority, fair).
+    """Preemption under a policy that sets has_priority_preemption (priority, fair).
 
     is_pending: whether a request in flight is to be preempted in the next step.
     """

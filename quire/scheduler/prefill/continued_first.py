@@ -33,7 +33,7 @@ REST_STEPS = 16
 
 
 class ContinuedFirst(StepExtension):
-    """Of one scheduler."""
+    """The streams of a scheduler that continue and have no output yet."""
 
     is_active = False
 

@@ -28,7 +28,7 @@ WORTH = 1.1
 
 
 class LayeredChunks(StepExtension):
-    """Of the prompts of one scheduler. is_active: a chunk was allotted layers in this step."""
+    """The large chunk of a scheduler, if any. is_active: it was allotted layers in this step."""
 
     def __init__(self, limits: SchedulerLimits, batch: RunningBatch) -> None:
         self._num_layers = limits.part_layers

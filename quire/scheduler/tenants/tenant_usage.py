@@ -221,7 +221,7 @@ class TenantUsage(BlockShares):
         return self._may_lose(victim, int(self._of_slot[slot]))
 
     def may_lose_for(self, victim: int, sequence: SequenceState) -> bool:
-        """The same for `sequence`, which waits."""
+        """Return may_lose for `sequence`, which waits."""
         return self._may_lose(victim, self._number_of(sequence.request))
 
     def _may_lose(self, victim: int, number: int) -> bool:

@@ -96,6 +96,18 @@ def test_a_model_that_does_not_fit_is_rejected_with_required_and_available_memor
         assert part in str(raised.value)
 
 
+def test_blocks_in_transfer_are_no_step_buffers() -> None:
+    asked = replace(NEEDS, transfer_bytes=512 * MIB)
+    plan, plain = (plan_memory(each, _left_for_cache(1000 * MIB)) for each in (asked, NEEDS))
+    by_name = {line.what: -line.num_bytes for line in plan.lines}
+    assert by_name["step buffers"] == NEEDS.step_bytes
+    assert by_name["KV blocks in transfer"] == 512 * MIB
+    assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes
+    assert plan.num_blocks < plain.num_blocks
+    with pytest.raises(CapacityError, match=r"512\.0 MiB KV blocks in transfer"):
+        plan_memory(asked, _memory(300 * MIB))
+
+
 def test_what_a_proposer_takes_has_lines_by_its_name() -> None:
     draft = DraftNeeds(
         name="prompt lookup",

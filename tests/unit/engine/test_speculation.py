@@ -99,7 +99,7 @@ def test_an_answer_ends_within_accepted_drafts_where_it_ends_without_them(
 
 def test_the_card_says_what_is_offered(drafting: LLM) -> None:
     assert (drafting.card.max_draft_tokens, drafting.card.speculates) == (8, True)
-    assert "prompt lookup: beside the sum 12 bytes of host memory per token" in drafting.memory_text
+    assert "prompt lookup: 12 bytes of host memory per token" in drafting.memory_text
 
 
 def test_what_cannot_be_had_is_refused_at_the_start() -> None:

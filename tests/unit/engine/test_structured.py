@@ -261,7 +261,7 @@ def test_while_a_grammar_compiles_others_are_served(monkeypatch: pytest.MonkeyPa
 
     def source(asked: Grammar, names: frozenset[str]) -> str:
         if asked.text == slow.text:
-            time.sleep(1.0)
+            time.sleep(0.1)
         return plain(asked, names)
 
     monkeypatch.setattr(written, "llguidance_grammar", source)

@@ -15,27 +15,12 @@ from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
 from tests.cases import each_case
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+from tests.unit.api.shown_conversation import CALL, CHAT_TOOL, SCHEMA, TEMPLATE
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
 SAID = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Any] = {"messages": SAID, "max_tokens": 8, "seed": 7}
-# Shows everything of a conversation that may change a prompt.
-TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function.name }} "
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %};{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-)
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Tell the weather.", "input_schema": SCHEMA}
-CHAT_TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "Tell the weather.", "parameters": SCHEMA},
-}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
 EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
 NOTHING_MADE = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
 

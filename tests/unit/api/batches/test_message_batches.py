@@ -209,7 +209,7 @@ def test_the_bounds_of_a_key(store: Path, monkeypatch: pytest.MonkeyPatch) -> No
             await ended(site, ids[-1])
         listed = [batch["id"] for batch in (await site.get(PATH)).json["data"]]
         assert listed == ids[:0:-1]
-        monkeypatch.setattr(message_batches, "MAX_UNFINISHED", 0)
+        monkeypatch.setattr(stored_batches, "MAX_UNFINISHED", 0)
         refused = await site.post(PATH, {"requests": [request("a")]})
         assert refusal(refused) == (429, "rate_limit_error")
 

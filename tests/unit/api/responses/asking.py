@@ -10,31 +10,11 @@ from typing import Any
 from quire.base.records import FinishReason
 from quire.text.chat_template import ChatTemplate
 from tests.unit.api.fake_engine import CARD, FakeEngine, Reply, Site
+from tests.unit.api.shown_conversation import CHAT_TOOL, TEMPLATE
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 ASKED: dict[str, Any] = {"input": "hi", "seed": 7, "max_output_tokens": 8}
-# Shows everything of a conversation that may change a prompt.
-TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool | tojson }}]{% endfor %}"
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function.name }} "
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %};{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-)
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL = {
-    "type": "function",
-    "name": "weather",
-    "description": "Tell the weather.",
-    "parameters": SCHEMA,
-}
-CHAT_TOOL = {
-    "type": "function",
-    "function": {name: value for name, value in TOOL.items() if name != "type"},
-}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+TOOL: dict[str, Any] = {"type": "function", **CHAT_TOOL["function"]}
 
 
 def engine(*script: str, reason: FinishReason = FinishReason.STOP, context: int = 2048) -> Any:

@@ -12,8 +12,9 @@ import pytest
 from quire.api.openai.responses.history import sealed
 from quire.api.openai.responses.store import MemoryStore
 from tests.unit.api.fake_engine import Reply, Site
-from tests.unit.api.responses.asking import ASKED, CALL, PATH, TOOL, events_of
+from tests.unit.api.responses.asking import ASKED, PATH, TOOL, events_of
 from tests.unit.api.responses.test_stored import on_site
+from tests.unit.api.shown_conversation import CALL
 
 CONVERSATIONS = "/v1/conversations"
 HI = {"type": "message", "role": "user", "content": "hi"}

@@ -14,11 +14,8 @@ from quire.text.chat_template import ChatTemplate
 from tests.cases import each_case
 from tests.unit.api.responses.asking import (
     ASKED,
-    CALL,
     CHAT,
-    CHAT_TOOL,
     PATH,
-    SCHEMA,
     TOOL,
     ask,
     engine,
@@ -28,6 +25,7 @@ from tests.unit.api.responses.asking import (
     of_response,
     without_ids,
 )
+from tests.unit.api.shown_conversation import CALL, CHAT_TOOL, SCHEMA
 
 SAID = [{"role": "user", "content": "hi"}]
 ENDED = ["output_text.done", "content_part.done", "output_item.done"]

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from tests.cases import each_case
-from tests.unit.api.responses.asking import (
-    ASKED,
-    CALL,
-    CHAT_TOOL,
-    TOOL,
-    ask,
-    engine,
-    events_of,
-    of_chat,
-)
+from tests.unit.api.responses.asking import ASKED, TOOL, ask, engine, events_of, of_chat
+from tests.unit.api.shown_conversation import CALL, CHAT_TOOL
 
 NAMESPACE = {"type": "namespace", "name": "mcp__sky", "description": "Of MCP.", "tools": [TOOL]}
 FULL_NAME = "mcp__sky__weather"

@@ -23,7 +23,8 @@ from quire.api.openai.responses.store import (
 from quire.base.errors import SettingError
 from quire.config.server_config import ServerConfig
 from tests.unit.api.fake_engine import Reply, Site
-from tests.unit.api.responses.asking import ASKED, CALL, PATH, TOOL, engine, events_of
+from tests.unit.api.responses.asking import ASKED, PATH, TOOL, engine, events_of
+from tests.unit.api.shown_conversation import CALL
 
 NOTHING = {"first_id": None, "last_id": None, "has_more": False}
 

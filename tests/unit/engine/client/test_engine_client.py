@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.clock import Clock
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import (
     CapacityError,
@@ -114,11 +115,22 @@ class ScriptedLink:
         self.say(Outputs(outputs=outputs, stats=stats))
 
 
+class SetClock(Clock):
+    """A clock with a settable time."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def now_ms(self) -> float:
+        return self.ms
+
+
 class Rig:
     def __init__(self, model: Path, **settings: Any) -> None:
         self.link = ScriptedLink()
         config = EngineConfig(model=ModelConfig(model=str(model)))
         self.client = EngineClient(self.link, config, **settings)
+        self.clock = self.client._clock = SetClock()
 
     async def start(self) -> None:
         starting = asyncio.create_task(self.client.ready())
@@ -248,7 +260,7 @@ def test_closing_a_generator_aborts_its_running_streams(model: Path) -> None:
     async def story(rig: Rig) -> None:
         deltas = rig.ask(n=2)
         first = asyncio.ensure_future(anext(deltas))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         rig.link.tokens("r/1", 42, finish_reason=FinishReason.STOP)
         await first
         await deltas.aclose()  # type: ignore[attr-defined]
@@ -410,11 +422,11 @@ def test_a_dead_engine_raises_in_every_open_generate_and_in_later_ones(
 
 def test_health_fails_when_work_is_pending_and_no_step_ends(model: Path) -> None:
     async def story(rig: Rig) -> None:
-        await asyncio.sleep(0.2)
+        rig.clock.ms += 200.0
         assert rig.client.health().ok  # nothing is pending: no progress is needed
         task = await _started(rig, rig.ask())
         assert rig.client.health().ok
-        await asyncio.sleep(0.2)
+        rig.clock.ms += 200.0
         health = rig.client.health()
         assert not health.ok
         assert "1 requests are open and nothing was computed" in health.reason
@@ -431,12 +443,12 @@ def test_health_fails_where_the_streams_of_a_hung_engine_were_aborted(model: Pat
     async def story(rig: Rig) -> None:
         deltas = rig.ask()
         first = asyncio.ensure_future(anext(deltas))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         rig.link.tokens("r/0", 42, step=1)
         rig.link.say(Outputs(outputs=None, stats=EngineStats(steps_total=1, running=1)))
         await first
         await deltas.aclose()  # as a router's that waited for long enough
-        await asyncio.sleep(0.2)
+        rig.clock.ms += 200.0
         health = rig.client.health()
         assert not health.ok
         assert "1 requests are open and nothing was computed" in health.reason
@@ -451,7 +463,7 @@ def test_operations_completed_within_a_long_step_are_progress(model: Path) -> No
         task = await _started(rig, rig.ask())
         rig.link.say(Beat(ops_done=5))
         for ops_done, ok in [(9, True), (9, False), (10, True)]:
-            await asyncio.sleep(0.2)
+            rig.clock.ms += 200.0
             assert not rig.client.health().ok
             rig.link.say(Beat(ops_done=ops_done))
             assert rig.client.health().ok is ok
@@ -496,14 +508,14 @@ def test_unread_output_of_a_finished_request_is_not_pending(
     async def story(rig: Rig) -> None:
         deltas = rig.ask(stop=("two",))
         first = asyncio.ensure_future(anext(deltas))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         rig.link.tokens("r/0", 40, step=1)
         await first
         for token_id in rig.client.tokenizer.encode("one two three", add_special_tokens=False):
             rig.link.tokens("r/0", token_id, step=2)
         assert rig.client.health().pending == 0
         assert rig.link.sent[1:] == rig.link.aborted("r/0")
-        await asyncio.sleep(0.2)
+        rig.clock.ms += 200.0
         assert rig.client.health().ok
         assert (await _all(deltas))[-1].finish_reason is FinishReason.STOP
 
@@ -552,7 +564,7 @@ def test_a_stalled_reader_does_not_delay_others(model: Path) -> None:
     async def story(rig: Rig) -> None:
         slow = rig.ask(request_id="slow")
         first = asyncio.ensure_future(anext(slow))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         for _ in range(1000):
             rig.link.tokens("slow/0", 42)
         task = await _started(rig, rig.ask(request_id="fast"))
@@ -570,16 +582,6 @@ def test_stats_are_the_latest_known(model: Path) -> None:
         assert rig.client.stats == EngineStats(running=3, steps_total=9)
 
     run(model, story)
-
-
-class _SetClock:
-    """A clock with a settable time."""
-
-    def __init__(self) -> None:
-        self.ms = 0.0
-
-    def now_ms(self) -> float:
-        return self.ms
 
 
 def test_a_request_with_a_slow_reader_is_held_until_it_catches_up(model: Path) -> None:
@@ -620,21 +622,20 @@ def test_logprobs_count_as_unread_output_too(model: Path) -> None:
 
 def test_an_engine_that_only_waits_for_readers_is_healthy(model: Path) -> None:
     async def story(rig: Rig) -> None:
-        clock = rig.client._clock = _SetClock()  # type: ignore[assignment]
         slow = rig.ask(request_id="slow")
         first = asyncio.ensure_future(anext(slow))
         await asyncio.sleep(0)
         for _ in range(MAX_UNREAD + 1):
             rig.link.tokens("slow/0", 42)
-        clock.ms = 90_000.0
+        rig.clock.ms = 90_000.0
         assert rig.client.health().ok
         assert rig.client.health().pending == 1
         await first
         while not isinstance(rig.link.sent[-1], Hold) or rig.link.sent[-1].is_held:
             await anext(slow)
-        clock.ms += 50_000.0  # the watchdog's time starts here
+        rig.clock.ms += 50_000.0  # the watchdog's time starts here
         assert rig.client.health().ok
-        clock.ms += 20_000.0
+        rig.clock.ms += 20_000.0
         assert not rig.client.health().ok
         await slow.aclose()  # type: ignore[attr-defined]
 
