@@ -92,6 +92,10 @@ class DraftSource(Protocol):
     def skips_step(self, tokens: TokenTable) -> bool:
         """Return whether no drafts are proposed in this step; asked once a step, and cheap."""
 
+    def takes_plain_step(self) -> bool:
+        """Return whether a step without drafts is due, to judge others against it; asked once in a
+        step that is not skipped. Where plans overlap, some follow in turn once as many are due."""
+
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """Return which of slots `index` would get drafts now; computes no model."""
 

@@ -194,8 +194,12 @@ class Drafter:
                     if not self._lookup.may_find(tokens):
                         return True
                 except Exception:  # noqa: BLE001  `propose` finds out for which request
-                    return rests.takes_plain_step()
-        return rests.takes_plain_step()
+                    return False
+        return False
+
+    def takes_plain_step(self) -> bool:
+        """See DraftSource."""
+        return self._control.rests.takes_plain_step()
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""

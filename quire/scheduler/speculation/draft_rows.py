@@ -32,8 +32,9 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
-# After drafts were asked for, so many steps without any are timed, to judge drafts against.
-TIMED_STEPS = 1
+# Where plans overlap, so many steps in turn have no drafts, to judge drafts against: the first one
+# does not overlap.
+PLAIN_STEPS = 3
 
 
 class Rows(NamedTuple):
@@ -84,7 +85,11 @@ class DraftRows(StepExtension):
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
-        self._num_timed = TIMED_STEPS  # steps without drafts that are timed still
+        # Steps without drafts: how many are made in turn, are due, are made still; come since one
+        # with drafts, and are timed still.
+        self._plain_steps = PLAIN_STEPS if self._overlaps else 1
+        self._plain_due, self._plain_left = self._plain_steps - 1, 0
+        self._num_plain, self._num_timed = 0, max(self._plain_steps - 1, 1)
         self._known_rows = 0  # steps of so many without drafts were timed
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
@@ -96,10 +101,13 @@ class DraftRows(StepExtension):
         # computing them took.
         self._timed: tuple[float, DraftedStep, float] | None = None
 
-    def took(self, plan: StepPlan, ms: float) -> float:
+    def took(self, plan: StepPlan, ms: float, *, follows: bool) -> float:
         """Note that a plan took `ms`; return what the cost model may learn from it: 0 for nothing.
 
-        Passes of a draft model are no cost of rows, and steps with drafts have prices of their own.
+        follows: it was submitted while another was computed, as all are in turn without drafts. The
+        first one after drafts is not: the host's time for it is not hidden, and it says nothing of
+        what others take. Passes of a draft model are no cost of rows, and steps with drafts have
+        prices of their own.
         """
         source = self._source
         computed_ms = source.drafting_ms - self._drafting_ms
@@ -108,12 +116,15 @@ class DraftRows(StepExtension):
         ms -= computed_ms
         if predicted is None:
             if self._num_timed and plan.num_tokens == len(plan.slots) and plan.layers is None:
-                self._num_timed -= 1
-                self._prices.note_plain(len(plan.slots), ms)
-                self._known_rows = 0
+                self._num_plain += 1
+                if follows or self._num_plain >= self._plain_steps:
+                    self._num_timed -= 1
+                    self._prices.note_plain(len(plan.slots), ms)
+                    self._known_rows = 0
             if computed_ms or source.notes_plain_steps:
                 source.note_step(ms, None, computed_ms)
             return ms
+        self._num_plain = 0
         self._prices.note(predicted, ms)
         self._timed = (ms, predicted, computed_ms)
         return 0.0
@@ -145,7 +156,9 @@ class DraftRows(StepExtension):
             if self._source.learns:
                 self._learn_outputs()
             self._enter_slots()
-        if not self._overlaps or not self._num_speculating or self._source.rests:
+        if not self._overlaps or not self._num_speculating:
+            return
+        if self._plain_left or self._source.rests:
             return
         index = batch.active
         late = batch.scheduled[index] >= batch.tokens.lengths[index]
@@ -162,11 +175,16 @@ class DraftRows(StepExtension):
             self._enter_slots()
         if not self._num_speculating or not step.budget.tokens:
             return
+        if self._plain_left and step.builder.has_rows:
+            self._plain_left -= 1
+            return
         if self._source.skips_step(batch.tokens) or step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self._num_timed = TIMED_STEPS
-        if self._times_plain_step(rows):
+        self._num_timed = max(self._plain_steps - 1, 1)
+        self._plain_due += self._source.takes_plain_step()
+        if self._plain_due >= self._plain_steps or self._times_plain_step(rows):
+            self._plain_due, self._plain_left = 0, self._plain_steps - 1
             return
         limits = self._limits(rows.slot_index, rows.ends)
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)

@@ -50,6 +50,9 @@ class FakeDrafts:
     def rests(self) -> bool:
         return False
 
+    def takes_plain_step(self) -> bool:
+        return False
+
     def skips_step(self, tokens: TokenTable) -> bool:
         return False
 
