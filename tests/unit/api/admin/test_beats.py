@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,13 +75,16 @@ def test_a_reader_that_does_not_keep_up_misses_beats_and_one_that_has_left_is_fo
 
 def test_a_reader_that_comes_as_the_last_one_leaves_gets_beats_at_their_pace() -> None:
     beats, last, new = BeatThread(60.0), _pair(), _pair()
-    new[1].settimeout(0.2)
     beats.add(last[0])
     beats.remove(last[0])
     beats.add(new[0])  # before the thread has noticed that there was none
-    with pytest.raises(TimeoutError):
-        new[1].recv(1)
+    new[1].settimeout(0.2)
+    found = b""
+    with contextlib.suppress(TimeoutError):
+        while len(found) < 10 * len(BEAT):
+            found += new[1].recv(100)
     beats.remove(new[0])
+    assert found in (b"", BEAT), "one, if it was woken in between"
     for _, theirs in (last, new):
         theirs.close()
 
@@ -151,27 +156,16 @@ def test_a_reader_that_leaves_at_once_is_no_fault() -> None:
             if message.get("body"):
                 gone.set()
 
-        scope = {"scheme": "http", "http_version": "1.1", "quire.transport": _Transport(ours)}
+        transport = SimpleNamespace(
+            get_write_buffer_size=lambda: 0, get_extra_info=lambda name: ours
+        )
+        scope = {"scheme": "http", "http_version": "1.1", "quire.transport": transport}
         routes = BeatRoutes(_State())  # type: ignore[arg-type]
         await asyncio.wait_for(routes.serve(scope, receive, send), 30)
         assert routes._num_readers == 0
         assert isinstance(routes._writer(scope, send), _LoopWriter), "not noticed yet"
 
     asyncio.run(story())
-
-
-class _Transport:
-    """Of a connection with a socket of its own."""
-
-    def __init__(self, own: socket.socket) -> None:
-        self._socket = own
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def get_extra_info(self, name: str) -> socket.socket:
-        assert name == "socket"
-        return self._socket
 
 
 def test_readers_are_bounded() -> None:
