@@ -105,6 +105,9 @@ class OutsideBlocks:
         for source in self._sources:
             has_news |= source.take_news()
         copies = self._mover.ended()
+        if copies is not None and copies.broken:  # the map forgets all places, as after a flush
+            for source in self._sources:
+                source.clear()
         return NOTHING_MOVED if copies is None and has_news else copies
 
     def clear(self) -> None:

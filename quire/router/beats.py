@@ -9,8 +9,9 @@ no clock but the connection's. Always holds: a replica without beats is judged b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 
 import msgspec
 
@@ -30,6 +31,9 @@ _NUM_SECONDS, _MIN_SECONDS = 30, 3
 # After a connection has ended, and where a server has no beats, it is asked again so much later.
 _AGAIN_S, _WITHOUT_S = 2.0, 30.0
 _MAX_EVENT_BYTES = 1 << 16
+# A connection without a byte for so long is given up: a machine that is gone does not close it, and
+# the server that takes its place would be judged by it.
+LOST_S = 10.0
 
 
 class BeatHealth(msgspec.Struct):
@@ -58,7 +62,8 @@ class Beats:
         ReplicaFault where it broke."""
         exchange = await pool.send(b"GET", PATH, headers, b"", is_fresh=True)
         try:
-            await exchange.head()
+            async with _in_time():
+                await exchange.head()
             if exchange.status != 200 or _EVENTS not in dict(exchange.headers).get(_TYPE, b""):
                 return False
             await self._read(exchange)
@@ -70,7 +75,11 @@ class Beats:
 
     async def _read(self, exchange: Exchange) -> None:
         rest = b""
-        while received := await exchange.read():
+        while True:
+            async with _in_time():
+                received = await exchange.read()
+            if not received:
+                return
             self._note(exchange.last_s)
             *events, rest = (rest + received).split(b"\n\n")
             if len(rest) > _MAX_EVENT_BYTES:
@@ -128,8 +137,9 @@ class FleetBeats:
         except (ReplicaFault, msgspec.MsgspecError):
             self._fleet.probe_now.set()
         finally:
-            self._again_s[replica] = self._loop.time() + wait_s
             self._reading.pop(replica, None)
+            if replica in self._known:
+                self._again_s[replica] = self._loop.time() + wait_s
 
     def quiet_s(self, replica: Replica, now_s: float) -> float | None:
         """Return the time since the newest beat; None where none come."""
@@ -137,8 +147,9 @@ class FleetBeats:
         return None if beats is None or not beats.last_s else now_s - beats.last_s
 
     def limit_s(self, replica: Replica, at_most_s: float) -> float:
-        """Return for how long a replica that works may send no beat."""
-        return self._known[replica].limit_s(at_most_s)
+        """Return for how long a replica that works may send no beat. Over TLS the event loop of the
+        server writes them, beside all its streams: they stop no sooner than its other answers."""
+        return at_most_s if replica.url.is_secure else self._known[replica].limit_s(at_most_s)
 
     def keep(self, replicas: Collection[Replica]) -> None:
         """Forget replicas that are not among these."""
@@ -154,3 +165,13 @@ class FleetBeats:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(LOST_S):
+            yield
+    except TimeoutError:
+        what = f"its /health/beats sent nothing for {LOST_S:g} s"
+        raise ReplicaFault(what, is_suspect=False) from None

@@ -49,8 +49,8 @@ class BeatThread:
         """Write beats to a socket that does not block."""
         with self._lock:
             self._sockets.add(to)
+            self._is_empty.clear()  # a thread that is about to end goes on
             if self._thread is None:
-                self._is_empty.clear()
                 self._thread = threading.Thread(target=self._run, name="quire-beats", daemon=True)
                 self._thread.start()
 
@@ -129,6 +129,8 @@ class BeatRoutes:
         health = self._server_state.health()
         await _send(send, _event_of(health))  # the head is written, and not by the thread
         await asyncio.wait({gone}, timeout=_LOOK_S)
+        if gone.done():  # and its socket is closed
+            return
         writer = self._writer(scope, send)
         try:
             while not gone.done() and health.state not in _LAST_STATES:
@@ -150,7 +152,9 @@ class BeatRoutes:
         if transport is None or not is_plain or transport.get_write_buffer_size():
             return _LoopWriter(send)
         found = transport.get_extra_info("socket")
-        return _LoopWriter(send) if found is None else _ThreadWriter(self._thread, found.fileno())
+        if found is None or found.fileno() < 0:
+            return _LoopWriter(send)
+        return _ThreadWriter(self._thread, found.fileno())
 
 
 class _BeatResponse:

@@ -125,6 +125,7 @@ class EngineClient:
         )
         self._id_prefix = id_prefix(number)
         self._progress_ms = self._message_ms = 0.0
+        self._num_given_up = 0  # since the engine's last message
         self._ops_done = -1
         self._defaults: SamplingParams | None = None  # made once, by the card
 
@@ -294,7 +295,11 @@ class EngineClient:
         return await answer
 
     def give_up_requests(self, reason: str) -> None:
-        """Fail what is open with a QuireError; the engine drops it once it goes on."""
+        """Fail what is open with a QuireError; the engine drops it once it goes on, and answers."""
+        self._num_given_up += len(self._streams)
+        ask_id, answer = self._snapshots.open()
+        answer.cancel()  # any message of the engine will do
+        self._link.send(QuerySnapshot(ask_id=ask_id))
         self._send_abort(tuple(id_ for ids in self._callers.values() for id_ in ids))
         for unread in self._streams.end():
             unread.put(Fault(kind=QuireError.__name__, message=reason))
@@ -337,7 +342,7 @@ class EngineClient:
     # ---- what comes from the engine
 
     def _on_message(self, message: FromEngine) -> None:
-        self._message_ms = self._clock.now_ms()
+        self._message_ms, self._num_given_up = self._clock.now_ms(), 0
         if isinstance(message, Outputs):
             if message.stats.steps_total != self.stats.steps_total:
                 self._progress_ms = self._message_ms
@@ -436,14 +441,15 @@ class EngineClient:
     @property
     def _is_working(self) -> bool:
         """Return whether the engine has streams to compute: open ones that are not held."""
-        if self.stats.running + self.stats.waiting:
+        if self.stats.running + self.stats.waiting + self._num_given_up:
             return True  # perhaps another client's, or aborted when the engine hung already
         return any(not unread.is_held for unread in self._streams.owners())
 
     @property
     def _pending(self) -> int:
         """Streams that are not finished, of all clients, and aborted ones that still are there."""
-        return max(len(self._streams), self.stats.running + self.stats.waiting + self.stats.held)
+        own, stats = len(self._streams) + self._num_given_up, self.stats
+        return max(own, stats.running + stats.waiting + stats.held)
 
     def _hold(self, stream_ids: tuple[str, ...], *, is_held: bool) -> None:
         if not is_held and not self._is_working:

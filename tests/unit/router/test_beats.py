@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
+from quire.router import beats as beats_module
 from quire.router.beats import MIN_SILENT_S, Beats
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
@@ -117,3 +119,45 @@ def test_beats_that_are_no_json_are_given_up_and_the_replica_is_not() -> None:
         assert (await stream(router))[2] == ANSWER
 
     run([first], story)
+
+
+def test_a_connection_that_only_looks_open_is_given_up_and_another_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after a machine that was gone: the server that is there now has not heard of it."""
+    monkeypatch.setattr(beats_module, "LOST_S", 0.3)
+    monkeypatch.setattr(beats_module, "_AGAIN_S", 0.0)
+    first = FakeReplica()
+    first.has_beats = True
+
+    async def story(router: Router) -> None:
+        [one] = router.fleet.replicas.values()
+        beats = router.prober._beats
+        await _until(lambda: beats.quiet_s(one, 0.0) is not None)
+        lost = first.beats
+        assert lost is not None
+        lost.clear()
+        await _until(lambda: first.beats is not lost)
+        await _until(lambda: beats.quiet_s(one, 0.0) is not None)
+        assert one.is_up
+
+    run([first], story, probe_s=0.1)
+
+
+def test_nothing_is_kept_of_a_removed_replica_and_none_is_fenced_sooner_over_tls() -> None:
+    first = FakeReplica()
+    first.has_beats = True
+
+    async def story(router: Router) -> None:
+        [one] = router.fleet.replicas.values()
+        beats = router.prober._beats
+        await _until(lambda: beats.quiet_s(one, 0.0) is not None)
+        beats._known[one]._longest_s.extend([0.1] * 3)
+        assert beats.limit_s(one, 20.0) < 20.0
+        one.url = dataclasses.replace(one.url, is_secure=True)
+        assert beats.limit_s(one, 20.0) == 20.0
+        beats.keep(())
+        await _until(lambda: not beats._reading)
+        assert not beats._again_s
+
+    run([first], story, probe_s=10.0, stall_s=30.0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.api.admin.beats import MAX_READERS, BeatRoutes, BeatThread
+from quire.api.admin.beats import MAX_READERS, BeatRoutes, BeatThread, _LoopWriter
 from quire.base.errors import OverloadedError
 from quire.engine.model_card import Health
 
@@ -71,6 +73,22 @@ def test_a_reader_that_does_not_keep_up_misses_beats_and_one_that_has_left_is_fo
         theirs.close()
 
 
+def test_a_reader_that_comes_as_the_last_one_leaves_gets_beats_at_their_pace() -> None:
+    beats, last, new = BeatThread(60.0), _pair(), _pair()
+    beats.add(last[0])
+    beats.remove(last[0])
+    beats.add(new[0])  # before the thread has noticed that there was none
+    new[1].settimeout(0.2)
+    found = b""
+    with contextlib.suppress(TimeoutError):
+        while len(found) < 10 * len(BEAT):
+            found += new[1].recv(100)
+    beats.remove(new[0])
+    assert found in (b"", BEAT), "one, if it was woken in between"
+    for _, theirs in (last, new):
+        theirs.close()
+
+
 class _State:
     """A server's health, which a test changes."""
 
@@ -117,6 +135,35 @@ def test_without_a_connection_of_its_own_the_event_loop_writes() -> None:
         gone.set()
         await asyncio.wait_for(serving, 30)
         assert routes._num_readers == 0
+
+    asyncio.run(story())
+
+
+def test_a_reader_that_leaves_at_once_is_no_fault() -> None:
+    """Its socket is closed before the thread could write to it."""
+
+    async def story() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        ours.close()
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                gone.set()
+
+        transport = SimpleNamespace(
+            get_write_buffer_size=lambda: 0, get_extra_info=lambda name: ours
+        )
+        scope = {"scheme": "http", "http_version": "1.1", "quire.transport": transport}
+        routes = BeatRoutes(_State())  # type: ignore[arg-type]
+        await asyncio.wait_for(routes.serve(scope, receive, send), 30)
+        assert routes._num_readers == 0
+        assert isinstance(routes._writer(scope, send), _LoopWriter), "not noticed yet"
 
     asyncio.run(story())
 

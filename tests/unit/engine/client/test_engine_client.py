@@ -17,6 +17,7 @@ from quire.base.errors import (
     ContextTooLong,
     InvalidParameter,
     OverloadedError,
+    QuireError,
     WorkerError,
 )
 from quire.base.records import (
@@ -42,8 +43,10 @@ from quire.engine.process.messages import (
     Hold,
     Loading,
     Outputs,
+    QuerySnapshot,
     Ready,
     Refused,
+    SnapshotReported,
     Submit,
     ToEngine,
     fault_of,
@@ -252,6 +255,27 @@ def test_streams_are_interleaved_and_end_one_by_one(model: Path) -> None:
         assert [delta.index for delta in deltas] == [1, 0, 1]
         assert [delta.finish_reason for delta in deltas] == [None, "error", "stop"]
         assert deltas[1].error == "row failed"
+
+    run(model, story)
+
+
+def test_an_engine_that_was_given_up_is_silent_until_it_says_something(model: Path) -> None:
+    """Although it was idle when it was stopped, so that its counters know of no request."""
+
+    async def story(rig: Rig) -> None:
+        task = await _started(rig, rig.ask())
+        rig.clock.ms += 3_000
+        assert rig.client.health().silent_ms == 3_000
+        rig.client.give_up_requests("it is silent")
+        with pytest.raises(QuireError, match="it is silent"):
+            await task
+        assert rig.link.aborted("r/0")[0] in rig.link.sent
+        rig.clock.ms += 1_000
+        assert (rig.client.health().pending, rig.client.health().silent_ms) == (1, 4_000)
+        (ask,) = (one for one in rig.link.sent if isinstance(one, QuerySnapshot))
+        snapshot: Any = None  # not read
+        rig.link.say(SnapshotReported(ask_id=ask.ask_id, snapshot=snapshot))
+        assert (rig.client.health().pending, rig.client.health().silent_ms) == (0, 0)
 
     run(model, story)
 

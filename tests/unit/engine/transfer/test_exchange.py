@@ -172,6 +172,19 @@ def test_a_client_that_is_gone_fails_its_leases(prefill: Stepped) -> None:
     assert lease.failure
 
 
+def test_a_memory_that_fails_ends_all_leases(prefill: Stepped) -> None:
+    """The map forgets all places, so what comes next may be written where another engine reads."""
+    prefill.submit(request_of())
+    prefill.until(lambda: prefill.num_kept() == NUM_BLOCKS, steps=True)
+    (lease,) = prefill.exchange.handing._leases._open.values()
+    mover: Any = prefill.outside._mover
+    mover._ask(lambda: 1 // 0)
+    prefill.step()
+    assert prefill.engine.core.stats().tier_blocks_used == 0
+    assert not lease.valid
+    assert not prefill.exchange.handing.num_kept
+
+
 def test_a_flush_ends_all_leases(prefill: Stepped) -> None:
     prefill.submit(request_of())
     prefill.until(lambda: prefill.num_kept() == NUM_BLOCKS, steps=True)
