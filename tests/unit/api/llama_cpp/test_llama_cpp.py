@@ -473,7 +473,9 @@ def test_several_prompts_and_answers_are_a_list_with_counts_of_their_own() -> No
     assert all(one["timings"]["predicted_n"] == one["tokens_predicted"] == 2 for one in answers)
     # One request for each prompt, so that limits of requests are those of n.
     assert [(one.sampling.n, one.prompt_ids) for one in made.asked] == [
-        (2, [97, 98]), (2, [5, 99, 6]), (2, list(b"a longer one"))
+        (2, [97, 98]),
+        (2, [5, 99, 6]),
+        (2, list(b"a longer one")),
     ]
     assert ask({**ASKED, "prompt": ["ab"]}).json == ask(ASKED).json
 
