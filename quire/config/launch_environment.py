@@ -46,8 +46,8 @@ def read_launch_environment(environment: Mapping[str, str]) -> LaunchEnvironment
             "distributed_executor_backend is external_launcher, which reads "
             f"{', '.join(_NEEDED)} and LOCAL_RANK from the environment, and "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: start the ranks "
-            "with torchrun, srun or a script that sets them (mpirun says all but the address of "
-            "rank 0), or take mp, which starts ranks by itself"
+            "with torchrun, srun or a script that sets them (mpirun sets no address and "
+            "no port of rank 0), or take mp, which starts ranks by itself"
         )
     host = environment["MASTER_ADDR"]
     port = _number(environment, "MASTER_PORT", lowest=1, highest=65535)

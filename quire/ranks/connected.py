@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from quire.base.errors import DeviceLost, WorkerError
+from quire.base.errors import DeviceLost, SettingError, WorkerError
 from quire.base.log import Log
 from quire.comm.rendezvous import MeetingPoint, RankConnections, meet_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank, create_segment
@@ -130,7 +130,7 @@ class OwnMachine:
     """What a rank above 0 has of its own machine instead of what rank 0 says; None: as rank 0.
 
     cpus: the processors it may run on; empty: any. local_rank: its number among the ranks of its
-    machine, by which it has one of its GPUs.
+    machine, by which it has one of its GPUs. local_ranks: how many there are.
     """
 
     checkpoint: str | None = None
@@ -138,11 +138,15 @@ class OwnMachine:
     pack_cache: str | None = None
     cpus: tuple[int, ...] = ()
     local_rank: int | None = None
+    local_ranks: int = 1
 
     def start_of(self, start: RankStart) -> RankStart:
-        """Return the rank's start on this machine."""
+        """Return the rank's start on this machine. Raises SettingError for GPUs that exchange by
+        NCCL with those of another."""
         torch = start.torch
         if self.local_rank is not None and torch is not None:
+            if torch["transport"] == "nccl":
+                self._check_group(start, self.local_rank)
             torch = with_local_device(torch, self.local_rank - start.rank)
         return replace(
             start,
@@ -152,6 +156,18 @@ class OwnMachine:
             cpus=self.cpus,
             torch=torch,
         )
+
+    def _check_group(self, start: RankStart, local_rank: int) -> None:
+        """Raise SettingError where ranks that gather together are not all on this machine."""
+        size = start.degree // start.stages
+        first = local_rank - start.rank % size
+        if first < 0 or first + size > self.local_ranks:
+            raise SettingError(
+                f"rank {start.rank} is number {local_rank} of {self.local_ranks} ranks of its "
+                f"machine, so that the {size} ranks which gather with it are on several, unlike "
+                "those of rank 0: start as many ranks on each machine and number them machine by "
+                "machine (srun --ntasks-per-node N --distribution block, mpirun --map-by slot)"
+            )
 
 
 def with_local_device(torch: Mapping[str, Any], shift: int) -> dict[str, Any]:

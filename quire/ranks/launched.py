@@ -62,6 +62,7 @@ def run_launched(
         pack_cache=settings.pack_cache,
         cpus=cpus_of_ranks(own.local_world_size)[own.local_rank],
         local_rank=own.local_rank,
+        local_ranks=own.local_world_size,
     )
     run_connected(point, own.rank, machine, on_loaded=_ignore_signals)
 

@@ -115,6 +115,9 @@ class ApiForm:
         for it.
         """
         prompt, output = (_count(name) for name in self.usage)
+        if body.startswith(b"["):  # answers with counts of their own
+            found = [list(map(int, one.findall(body))) for one in (prompt, output)]
+            return (sum(found[0]), sum(found[1])) if any(found) else None
         tail = body[-_TAIL_BYTES:]
         prompts, outputs = prompt.findall(tail), output.findall(tail)
         if not prompts and not outputs and len(body) > _TAIL_BYTES:
@@ -257,6 +260,7 @@ FORMS: dict[str, ApiForm] = {
         prompts=("input_extra", "input_prefix", "input_suffix", "input", "content", "prompt"),
         texts=("prompt", "input_prefix", "input", "content"),
         limits=(("n_predict",), ("max_tokens",)),
+        answers=("n", "n_cmpl"),
         usage=("tokens_evaluated", "tokens_predicted"),
         is_too_long=lambda error: error.kind == "exceed_context_size_error",
     ),

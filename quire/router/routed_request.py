@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from quire.base.http_apis import LLAMA_CPP
 from quire.router.api_forms import ApiForm, form_of
 from quire.router.event_blocks import CursorComment
 from quire.router.routes import Route, route_of
@@ -88,6 +89,10 @@ class RoutedRequest:
         asked = min(self.form.asked_tokens(self.fields, _USUAL_TOKENS), _MAX_TOKENS)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
         num_answers = _num_answers(self.form, self.fields)
+        # Events of this API count the tokens of one answer.
+        self.counts_apart = self.form.api == LLAMA_CPP and (
+            num_answers > 1 or _has_prompts(self.fields.get("prompt"))
+        )
         self.whole_tokens = 0 if self.is_stream else self.output_tokens * num_answers
         self.reserved_tokens = 0
         if not self.route.is_free:
@@ -246,6 +251,12 @@ def _is_time(given: Any) -> bool:
 def _num_answers(form: ApiForm, fields: Mapping[str, Any]) -> int:
     given = [one for name in form.answers if type(one := fields.get(name)) is int]
     return min(max(*given, 1, 1), _MAX_ANSWERS)
+
+
+def _has_prompts(given: Any) -> bool:
+    """Return whether a prompt of llama.cpp's form is a list of several."""
+    is_list = isinstance(given, list) and len(given) > 1
+    return is_list and all(isinstance(one, str | list) for one in given)
 
 
 def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping[str, Any]) -> str:

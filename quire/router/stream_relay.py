@@ -116,7 +116,8 @@ class StreamRelay:
             await client.write(self._choice.shown_event(received))
         if not client.started:
             await client.start(200, exchange.headers)
-        if (used := request.form.used_tokens(b"".join(last))) is not None:
+        used = None if request.counts_apart else request.form.used_tokens(b"".join(last))
+        if used is not None:
             request.used_prompt_tokens, request.used_output_tokens = used
         await client.finish()
 

@@ -89,6 +89,20 @@ def test_all_choices_of_all_prompts_are_aborted_together(server: RunningServer) 
     assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
 
 
+@pytest.mark.parametrize("more", [{}, {"n_indent": 1}])
+def test_all_answers_of_llama_cpps_route_are_aborted_together(
+    server: RunningServer, more: dict[str, Any]
+) -> None:
+    before = counts(server)
+    sent = {"prompt": ["one", [4, "two"]], "n_cmpl": 3, "n_predict": 30_000, "ignore_eos": True}
+    with server.stream("/completion", {**sent, **more, "seed": 1}) as reader:
+        reader.next()
+        server.until(lambda: server.metric("quire_running_requests") == 6, "all six run")
+    wait_until_free(server)
+    assert server.metric("quire_running_requests") == server.metric("quire_waiting_requests") == 0
+    assert counts(server)["quire_disconnects_total"] - before["quire_disconnects_total"] == 1
+
+
 def _read_on(reader: EventReader) -> None:
     with suppress(OSError, http.client.HTTPException):
         reader.read()

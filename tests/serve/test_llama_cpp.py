@@ -48,6 +48,14 @@ def test_several_answers_have_the_tokens_of_the_choices_of_openai(server: Runnin
         assert (last["stop"], last["tokens_predicted"]) == (True, 12)
 
 
+def test_answers_that_lines_may_end_have_the_same_tokens(server: RunningServer) -> None:
+    sent = {**ASKED, "prompt": ["the sea", "a stone"], "n_cmpl": 2, "n_predict": 12}
+    sent = {**sent, "temperature": 1.5, "return_tokens": True}
+    together = server.post("/completion", sent)[1]
+    apart = server.post("/completion", {**sent, "t_max_predict_ms": 2**31 - 1})[1]
+    assert [one["tokens"] for one in apart] == [one["tokens"] for one in together]
+
+
 def test_a_grammar_holds_and_a_prompt_is_computed_without_output(server: RunningServer) -> None:
     asked = {**ASKED, "ignore_eos": False, "grammar": 'root ::= "the stone"'}
     status, answer = server.post("/completion", asked)

@@ -177,6 +177,8 @@ async def _job(
             "answers a request are allowed: send fewer prompts",
             param="prompt",
         )
+    # A line ends one answer and not the others: where it may, each is a request of its own.
+    num_together = num_each if limits == NO_LIMITS else 1
     found: list[Prompt] = []
     writers: list[AnswerWriter] = []
     for at, parts in enumerate(prompts):
@@ -184,22 +186,22 @@ async def _job(
             await asyncio.sleep(0)  # many short prompts take long together
         token_ids = await _ids(request, parts, sampling, adds_special=adds_special)
         room_tokens = request.engine.card.max_model_len - len(token_ids)
-        # Answers to one prompt are requests of their own, as their limits by lines are.
-        chosen = replace(sampling, n=1)
+        chosen = replace(sampling, n=num_together)
         chosen = request.limited(chosen, len(token_ids), default_tokens=None)
         chosen = fitted(chosen, room_tokens)
         text = await _text(request, parts, token_ids)
-        found += [Prompt(token_ids=token_ids, sampling=chosen, text_rules=rules)] * num_each
+        prompt = Prompt(token_ids=token_ids, sampling=chosen, text_rules=rules)
+        found += [prompt] * (num_each // num_together)
         writers += [
             AnswerWriter(
                 request.envelope, text, chosen, returned, room_tokens=room_tokens, index=index
             )
             for index in range(len(writers), len(writers) + num_each)
         ]
-    if len(found) == 1:
+    if len(writers) == 1:
         return GenerationJob(prompts=found, writer=writers[0], streams=streams_of(limits))
     await asyncio.to_thread(_check_all, request.engine, found)
-    several = SeveralAnswers(writers)
+    several = SeveralAnswers(writers, num_together)
     return GenerationJob(prompts=found, writer=several, streams=several.streams_of(limits))
 
 

@@ -178,6 +178,25 @@ def test_what_reports_no_usage_is_charged_by_its_events_or_its_limit() -> None:
     run([only], story, _features(clock, 6000))
 
 
+def test_several_answers_of_llama_cpps_form_are_charged_together() -> None:
+    clock, only = Clock(), FakeReplica()
+    one = b'{"tokens_predicted":20,"tokens_evaluated":5}'
+    only.body = b"[%b,%b,%b]" % (one, one, one)
+
+    async def story(router: Router) -> None:
+        fields = {"prompt": [1, 2], "n_cmpl": 3, "n_predict": 400}
+        assert (await router.post("/completion", fields))[0] == 429, "1,200 tokens"
+        assert (await router.post("/completion", {**fields, "n_predict": 300}))[0] == 200
+        assert _used(router) == 3 * 25
+        only.fails_after, only.says = 3, b"data: %b\n\n" % one
+        several = {"prompt": ["a", "b"], "n_predict": 8, "stream": True}
+        before = _used(router)
+        assert (await router.post("/completion", several))[0] == 200
+        assert _used(router) - before != 25, "not the counts of the last answer alone"
+
+    run([only], story, _features(clock, 1000))
+
+
 def test_refused_requests_and_free_routes_pay_nothing() -> None:
     clock, only = Clock(), FakeReplica()
     only.status, only.body = 401, b'{"error":{"message":"no key","code":"invalid_api_key"}}'

@@ -373,25 +373,44 @@ def test_usage_is_counted_in_every_form(store: Path) -> None:
     on_site(store, use)
 
 
+OLDER: dict[str, tuple[str, ...]] = {
+    "batches": (
+        *("model", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"),
+        "output_expiry",
+    ),
+    "files": ("expires",),
+}
+
+
 def test_a_journal_of_an_older_server_is_read_and_counts_new_batches(store: Path) -> None:
-    async def fill(site: Site) -> str:
+    async def fill(site: Site) -> tuple[str, str]:
         id_ = await started(site, [line(0)])
         await ended(site, id_)
-        return id_
+        site.server_state.lifecycle.pause()
+        return id_, await started(site, [line(1)])
 
-    old = on_site(store, fill)
-    added = ("model", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    old, unfinished = on_site(store, fill)
     with sqlite3.connect(store) as database:
-        for name in added:
-            database.execute(f"ALTER TABLE batches DROP COLUMN {name}")
+        for table, added in OLDER.items():
+            for name in added:
+                database.execute(f"ALTER TABLE {table} DROP COLUMN {name}")
     database.close()
 
     async def use(site: Site) -> None:
         batch = (await site.get(f"{BATCHES}/{old}")).json
         assert (batch["status"], batch["model"], batch["usage"]) == ("completed", None, None)
         assert len(await lines_of(site, batch["output_file_id"])) == 1
-        new = await ended(site, await fill(site))
+        file = (await site.get(f"{FILES}/{batch['input_file_id']}")).json
+        assert file["expires_at"] is None
+        resumed = await ended(site, unfinished)
+        assert resumed["request_counts"]["completed"] == 1
+        output = (await site.get(f"{FILES}/{resumed['output_file_id']}")).json
+        assert output["expires_at"] is None
+        kept = {"output_expires_after": {"anchor": "created_at", "seconds": 7200}}
+        new = await ended(site, (await create(site, file["id"], **kept)).json["id"])
         assert new["usage"]["output_tokens"] == 2
+        output = (await site.get(f"{FILES}/{new['output_file_id']}")).json
+        assert output["expires_at"] == output["created_at"] + 7200
 
     on_site(store, use)
 

@@ -471,7 +471,12 @@ def test_several_prompts_and_answers_are_a_list_with_counts_of_their_own() -> No
     assert [one["prompt"] for one in answers] == [text for text in texts for _ in range(2)]
     assert [one["tokens_evaluated"] for one in answers] == [2, 2, 3, 3, 12, 12]
     assert all(one["timings"]["predicted_n"] == one["tokens_predicted"] == 2 for one in answers)
-    assert {one.sampling.n for one in made.asked} == {1}
+    # One request for each prompt, so that limits of requests are those of n.
+    assert [(one.sampling.n, one.prompt_ids) for one in made.asked] == [
+        (2, [97, 98]),
+        (2, [5, 99, 6]),
+        (2, list(b"a longer one")),
+    ]
     assert ask({**ASKED, "prompt": ["ab"]}).json == ask(ASKED).json
 
 
