@@ -103,6 +103,7 @@ NOT_ROUTED = {
     "/v1/conversations": "conversations are kept by one server; send them, and the responses that "
     "use them, to one replica",
     "/admin": "admin routes act on one server; send them to each replica",
+    "/health/beats": "a replica's beats are its own, and the router reads them; ask each replica",
     "/props": "each replica has its own settings; ask each replica",
     "/slots": "each replica has its own slots; ask each replica",
     "/lora-adapters": "each replica has its own adapters; ask each replica",

@@ -182,8 +182,7 @@ class DraftRows(StepExtension):
             return
         rows = Rows(*step.builder.joined_rows())
         self._num_timed = max(self._plain_steps - 1, 1)
-        self._plain_due += self._source.takes_plain_step()
-        if self._plain_due >= self._plain_steps or self._times_plain_step(rows):
+        if self._takes_plain_step() or self._times_plain_step(rows):
             self._plain_due, self._plain_left = 0, self._plain_steps - 1
             return
         limits = self._limits(rows.slot_index, rows.ends)
@@ -363,6 +362,11 @@ class DraftRows(StepExtension):
         """Return how many drafts may follow the known tokens: a run has one token more."""
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
         return np.maximum(limits, np.int32(0))
+
+    def _takes_plain_step(self) -> bool:
+        """Return whether as many steps without drafts are due as are made in turn."""
+        self._plain_due += self._source.takes_plain_step()
+        return self._plain_due >= self._plain_steps
 
     def _times_plain_step(self, rows: Rows) -> bool:
         """Return whether a step of these rows has no drafts, because none of so many was timed."""
