@@ -26,7 +26,7 @@ PRIOR_WEIGHT = 0.25
 # Times from which on steps of a number of rows are known, and are known well.
 KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 # Points may be a few steps old where steps took about as long as expected.
-NOTES_PER_MAKE, AS_EXPECTED = 4, 0.1
+NOTES_PER_MAKE, AS_EXPECTED = 8, 0.15
 # Of a step, what a difference between steps with drafts and without must exceed to be the host's.
 UNSURE_SHARE = 0.03
 # Of the host's time for a step with drafts, what each row with drafts takes besides: counted in
@@ -75,7 +75,8 @@ class DraftPrices:
         if ms > 0.0:
             expected_ms = _between(self._plain_points, num_rows)
             self._plain.note(num_rows, ms, expected_ms or ms)
-            if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
+            is_new = self._plain.weight(num_rows) < SURE_WEIGHT
+            if is_new or abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
                 self._made_at = -NOTES_PER_MAKE
 
     def note(self, step: DraftedStep, ms: float) -> None:
@@ -92,7 +93,8 @@ class DraftPrices:
         self._drafted.note(
             step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
         )
-        if abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
+        is_new = self._drafted.weight(step.num_positions) < SURE_WEIGHT
+        if is_new or abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
             self._made_at = -NOTES_PER_MAKE
 
     def fade(self) -> None:

@@ -32,9 +32,11 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
-# Where plans overlap, so many steps in turn have no drafts, to judge drafts against: the first one
-# does not overlap.
-PLAIN_STEPS = 3
+# So many steps in turn have no drafts, to judge drafts against, and one more where plans overlap:
+# the first after drafts is slower than those that follow it, and does not overlap.
+PLAIN_STEPS = 2
+# So many if no step of as many rows was timed.
+FIRST_PLAIN_STEPS = 3
 
 
 class Rows(NamedTuple):
@@ -87,9 +89,9 @@ class DraftRows(StepExtension):
         self._prices = DraftPrices()
         # Steps without drafts: how many are made in turn, are due, are made still; come since one
         # with drafts, and are timed still.
-        self._plain_steps = PLAIN_STEPS if self._overlaps else 1
+        self._plain_steps = PLAIN_STEPS + self._overlaps
         self._plain_due, self._plain_left = self._plain_steps - 1, 0
-        self._num_plain, self._num_timed = 0, max(self._plain_steps - 1, 1)
+        self._num_plain, self._num_timed = 0, self._plain_steps - 1
         self._known_rows = 0  # steps of so many without drafts were timed
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
@@ -181,9 +183,9 @@ class DraftRows(StepExtension):
         if self._source.skips_step(batch.tokens) or step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self._num_timed = max(self._plain_steps - 1, 1)
-        if self._takes_plain_step() or self._times_plain_step(rows):
-            self._plain_due, self._plain_left = 0, self._plain_steps - 1
+        self._num_timed = self._plain_steps - 1
+        if (plain_steps := self._steps_to_time(rows)) > 0:
+            self._plain_due, self._plain_left = 0, plain_steps - 1
             return
         limits = self._limits(rows.slot_index, rows.ends)
         can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
@@ -363,19 +365,18 @@ class DraftRows(StepExtension):
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
         return np.maximum(limits, np.int32(0))
 
-    def _takes_plain_step(self) -> bool:
-        """Return whether as many steps without drafts are due as are made in turn."""
+    def _steps_to_time(self, rows: Rows) -> int:
+        """Return how many steps from this one on have no drafts, so that they can be timed: because
+        as many are due, or none of so many rows was timed."""
         self._plain_due += self._source.takes_plain_step()
-        return self._plain_due >= self._plain_steps
-
-    def _times_plain_step(self, rows: Rows) -> bool:
-        """Return whether a step of these rows has no drafts, because none of so many was timed."""
+        if self._plain_due >= self._plain_steps:
+            return self._plain_steps
         num_rows = len(rows.counts)  # 0: layers of a prompt only
         if num_rows in (0, self._known_rows) or int(np.add.reduce(rows.counts)) > num_rows:
-            return False
+            return 0
         knows = self._prices.knows_plain(num_rows)
         self._known_rows = num_rows * knows
-        return not knows
+        return 0 if knows else FIRST_PLAIN_STEPS
 
     def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
         """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at

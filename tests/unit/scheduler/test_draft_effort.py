@@ -62,8 +62,14 @@ class Case:
     step_ms, drafts_ms, counts, accepts, spare = 1.0, 0.0, True, True, 0
 
     def __init__(
-        self, running: int, proposer: Repeats | None, control: Control | None = None
+        self,
+        running: int,
+        proposer: Repeats | None,
+        control: Control | None = None,
+        *,
+        step_ms: float = step_ms,
     ) -> None:
+        self.step_ms = step_ms
         source, num_slots = None, running + self.spare
         if proposer is not None:
             source = Drafter(
@@ -160,7 +166,7 @@ def test_a_request_for_which_nothing_is_found_costs_next_to_nothing() -> None:
 def test_where_no_draft_pays_a_step_costs_next_to_nothing(running: int) -> None:
     plain, proposer = Case(running, None).calls_per_turn(), Repeats(finds=True)
     case = Case(running, proposer, FixedControl(0))
-    assert case.calls_per_turn() <= plain + 14
+    assert case.calls_per_turn() <= plain + 17
     assert not case.num_drafts
     assert proposer.asked <= NUM_TURNS // 8
 
@@ -175,10 +181,10 @@ def test_a_step_with_drafts_costs_little_and_a_further_row_less() -> None:
     assert calls_of_many <= calls_of_one + 15 * 20
 
 
-def test_a_step_without_drafts_comes_at_times() -> None:
+def test_steps_without_drafts_come_at_times() -> None:
     case = Case(1, Repeats(finds=True), FixedControl(MAX_DRAFTS))
     case.calls_per_turn(260)
-    assert 260 - 6 <= case.num_drafts / MAX_DRAFTS <= 260 - 3
+    assert 260 - 9 <= case.num_drafts / MAX_DRAFTS <= 260 - 4
 
 
 @pytest.mark.parametrize(("step_ms", "share"), [(0.4, 0.1), (20.0, 0.9)])
@@ -186,8 +192,8 @@ def test_the_time_of_the_host_ends_drafting_where_it_does_not_pay(
     step_ms: float, share: float
 ) -> None:
     """All drafts are accepted, four a step, and a step with drafts takes 2 ms longer."""
-    case = Case(1, Repeats(finds=True))
-    case.step_ms, case.drafts_ms = step_ms, 2.0
+    case = Case(1, Repeats(finds=True), step_ms=step_ms)
+    case.drafts_ms = 2.0
     case.calls_per_turn(100)
     case.calls_per_turn(300)
     drafted = case.num_drafts / (300 * MAX_DRAFTS)
@@ -215,7 +221,7 @@ class Model(Repeats, CostlyProposer):
 def test_a_draft_model_that_does_not_pay_costs_next_to_nothing(running: int) -> None:
     plain, model = Case(running, None).calls_per_turn(), Model(pass_ms=50.0)
     case = Case(running, model)
-    assert case.calls_per_turn() <= plain + 16
+    assert case.calls_per_turn() <= plain + 19
     assert not model.asked
     assert not case.num_drafts
 

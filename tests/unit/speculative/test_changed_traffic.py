@@ -182,10 +182,8 @@ class LinePrices(DraftPrices):
 
 def test_prices_on_a_line_fail_this(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.scheduler.speculation.draft_rows.DraftPrices", LinePrices)
-    after = shares("large", *CHANGES["a smaller batch"], num_runs=1, num_warm=0)
-    settled = shares("large", *CHANGES["better drafts"], num_runs=1, num_warm=1)
+    after = shares("large", *CHANGES["a larger batch"], num_runs=1, num_warm=0)
     assert after.lost_ms > MAX_CHANGE_MS
-    assert settled.of_best < MIN_OF_BEST
 
 
 def main() -> None:

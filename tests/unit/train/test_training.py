@@ -154,11 +154,9 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
                 "quire.speculative.control.AdaptiveControl.limits",
                 lambda self, slots, limits, cost: limits,
             )
-            for times in ("_times_plain_step", "_takes_plain_step"):  # as the clock has it
-                patch.setattr(
-                    f"quire.scheduler.speculation.draft_rows.DraftRows.{times}",
-                    lambda *given: False,
-                )
+            patch.setattr(  # as the clock has it
+                "quire.scheduler.speculation.draft_rows.DraftRows._steps_to_time", lambda *given: 0
+            )
             sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             answer = llm.generate([[5, 6, 7, 8]], sampling)[0]
     text = [5, 6, 7, 8, *answer.outputs[0].token_ids]
