@@ -79,7 +79,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         plain = answers(llm, OFF)
         assert all_drafts["drafted"] == 0
         assert answers(llm) == plain
-        assert all_drafts["accepted"] == all_drafts["drafted"] > 60
+        assert all_drafts["accepted"] == all_drafts["drafted"] > 40
 
 
 def test_another_model_drafts_within_its_context_with_two_plans_in_flight(
@@ -147,7 +147,7 @@ def test_a_gguf_file_drafts_for_a_directory(
     settings = {"threads": 1, "max_num_seqs": 4, "max_model_len": 64}
     with LLM(model, speculate="draft", draft_model=str(file), **settings) as llm:
         assert answers(llm) == answers(llm, OFF)
-    assert all_drafts["accepted"] == all_drafts["drafted"] > 60
+    assert all_drafts["accepted"] == all_drafts["drafted"] > 40
 
 
 def test_settings_that_the_draft_model_cannot_have_name_it(model: Path, tmp_path: Path) -> None:
