@@ -157,6 +157,7 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
             patch.setattr(  # as the clock has it
                 "quire.scheduler.speculation.draft_rows.DraftRows._steps_to_time", lambda *given: 0
             )
+            patch.setattr("quire.speculative.draft_balance.DraftBalance._add", lambda *given: None)
             sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
             answer = llm.generate([[5, 6, 7, 8]], sampling)[0]
     text = [5, 6, 7, 8, *answer.outputs[0].token_ids]
