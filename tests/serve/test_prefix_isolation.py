@@ -65,6 +65,10 @@ def test_keys_share_prefixes_in_memory_and_on_disk_only_if_configured(
             assert cached(server, "a", cache_salt="x") == 0
             assert cached(server, "a", cache_salt="x") >= 32
         assert cached(server, "a", prompt=kept) == 0
+        for _ in range(
+            3
+        ):  # it goes to the disk while the engine is idle, and the server stops next
+            assert cached(server, "a", prompt=kept) >= 32
     with RunningServer(tiny, *flags) as server:
         assert (cached(server, "b", prompt=kept) >= 32) is shares
         assert cached(server, "a", prompt=kept) >= 32
