@@ -339,7 +339,7 @@ def test_prompt_scoring_continues_after_preemption_with_few_blocks() -> None:
         harness = run_case(random, replace(draw_setup(random), **short), 80)
         admissions = [one for plan in harness.plans for one in plan.admissions]
         scored_on += any(one.scores_from for one in admissions)
-    assert scored_on >= 0.2 * cases
+    assert scored_on >= 0.1 * cases
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ _ITEMS = st.one_of(
 )
 # Among these are at least four values of each that has so many.
 CANDIDATES = [
-    *("".join(letters) for n in range(4) for letters in itertools.product('ab"', repeat=n)),
+    *("".join(letters) for n in range(4) for letters in itertools.product('ab"\\', repeat=n)),
     *(range(-1, 13)),
     *(1.25, 1.5, 1.75, True, False, None),
 ]
