@@ -13,7 +13,7 @@ from collections import deque
 from quire.router.answer_state import AnswerState
 from quire.router.api_forms import ErrorBody
 from quire.router.attempt import Attempt
-from quire.router.event_blocks import EventBlocks
+from quire.router.event_blocks import Delta, EventBlocks
 from quire.router.faults import ReplicaFault
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
@@ -47,10 +47,7 @@ class StreamRelay:
         received = attempt.early or await exchange.read()
         while received:
             for delta in blocks.push(received):
-                if delta.error is not None:
-                    _check_final(delta.error)
-                if delta.cursor is not None:
-                    self._count(attempt, len(delta.cursor.output_ids))
+                self._note(attempt, delta)
                 if not client.started:
                     await client.start(200, exchange.headers)
                 shown = delta.blocks
@@ -76,11 +73,7 @@ class StreamRelay:
         received = attempt.early or await exchange.read()
         while received:
             for delta in blocks.push(received):
-                if delta.error is not None:
-                    _check_final(delta.error)
-                if delta.cursor is not None:
-                    self._count(attempt, len(delta.cursor.output_ids))
-                    num_tokens += len(delta.cursor.output_ids)
+                num_tokens += self._note(attempt, delta)
                 held.append(delta.blocks)
                 is_complete = is_complete or delta.is_last
             received = await exchange.read()
@@ -120,6 +113,16 @@ class StreamRelay:
         if used is not None:
             request.used_prompt_tokens, request.used_output_tokens = used
         await client.finish()
+
+    def _note(self, attempt: Attempt, delta: Delta) -> int:
+        """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
+        if delta.error is not None:
+            _check_final(delta.error)
+        if delta.cursor is None:
+            return 0
+        num_tokens = len(delta.cursor.output_ids)
+        self._count(attempt, num_tokens)
+        return num_tokens
 
     def _count(self, attempt: Attempt, num_tokens: int) -> None:
         now_s, load, parts = self._loop.time(), attempt.load, self._state.parts
