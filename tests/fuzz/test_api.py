@@ -201,14 +201,12 @@ def test_enough_requests_were_answered(live: Live) -> None:
 def fewer(body: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the body with some of its optional fields, chosen by its content."""
     operation = next(op for name, op in OPERATIONS.items() if name.endswith(f" {path}"))
+    kept_always = operation.needed | {"input"}  # a response without a conversation needs it
     if path == "/v1/score":  # with several names of a side, nearly all would be refused
         others = {name for pair in SIDES[1:] for name in pair}
         body = {**operation.example, **{key: body[key] for key in body if key not in others}}
         body["text_1"] = "a little dog" if isinstance(body["text_1"], list) else body["text_1"]
-    # A response without a conversation needs its input.
-    kept_always = operation.needed | {"input"}
-    if path == "/v1/score":
-        kept_always |= {"text_1", "text_2"}
+        kept_always |= {*SIDES[0]}
     optional = [field for field in body if field not in kept_always]
     salt = json.dumps(body, sort_keys=True)
 
