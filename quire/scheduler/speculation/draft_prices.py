@@ -39,6 +39,10 @@ PROMPTS_SHARE, FADE = 1 / 8, 0.99
 MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
 MAX_GAP, NEAR = 2.0, 1.2
+# Just beyond the last point, up to so many times its positions, a position counts as so much of
+# what is predicted, once in so many steps: otherwise a prediction that is too high would never be
+# put to the test.
+UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
 
 
 class DraftedStep(NamedTuple):
@@ -65,6 +69,7 @@ class DraftPrices:
         self._positions: list[float] = []  # of these
         self._ms: list[float] = []
         self._made_at = -NOTES_PER_MAKE  # how many times were noted then
+        self._untried_at = 0  # how many times are to be noted before more positions are tried
         # The last answers, and to what.
         self._plain_key, self._plain_ms = (0, 0), 0.0
         self._key: tuple[int, int, float, int] | None = None
@@ -93,6 +98,8 @@ class DraftPrices:
         self._drafted.note(
             step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
         )
+        if self._positions and step.num_positions > self._positions[-1]:
+            self._untried_at = self._pace.num_noted + UNTRIED_EVERY
         is_new = self._drafted.weight(step.num_positions) < SURE_WEIGHT
         if is_new or abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
             self._made_at = -NOTES_PER_MAKE
@@ -151,7 +158,11 @@ class DraftPrices:
             added: Float64s = np.interp(numbers, self._positions, self._ms)
             last = self._positions[-1]
             if numbers[-1] > last:
-                added += self._last_slope(slope_ms) * np.maximum(numbers - last, 0.0)
+                beyond = np.maximum(numbers - last, 0.0)
+                if self._pace.num_noted >= self._untried_at:
+                    near = (UNTRIED_TIMES - 1.0) * last
+                    beyond -= (1.0 - UNTRIED_SHARE) * np.minimum(beyond, near)
+                added += self._last_slope(slope_ms) * beyond
             added -= plain_ms or added[0] - offset_ms
             numbers -= num_positions  # of drafts now
         else:
