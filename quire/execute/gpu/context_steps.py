@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.execute.gpu.exchange import Exchange
+from quire.execute.gpu.exchange import TensorExchange
 from quire.execute.gpu.kernels.attention import (
     DeviceTiles,
     Partials,
@@ -96,7 +96,7 @@ class ContextSteps:
                 self._some(op, shape, tiles, exchange, counts)
 
     def _some(
-        self, op: Attention, shape: _Shape, tiles: _Tiles, exchange: Exchange, counts: Counts
+        self, op: Attention, shape: _Shape, tiles: _Tiles, exchange: TensorExchange, counts: Counts
     ) -> None:
         place, step = self._place, self._place.step
         y, q = place.of(op.y, counts), place.of(op.q, counts)
