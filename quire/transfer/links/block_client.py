@@ -132,11 +132,6 @@ class BlockClient:
         self._threads: list[threading.Thread] = []
         self._live: set[FetchJob] = set()
 
-    @property
-    def num_live(self) -> int:
-        """Jobs that have not been taken back."""
-        return len(self._live)
-
     def start(self, job: FetchJob) -> None:
         """Begin a job; called by one thread, as `ended` is."""
         self._live.add(job)
