@@ -82,7 +82,7 @@ def joined(parts: list[BlockCopies]) -> BlockCopies | None:
 def between(
     source: Tier, from_blocks: Int32s, target: Tier, to_blocks: Int32s, keys: list[bytes]
 ) -> BlockCopies:
-    """Copies all of one kind; keys are the digests as bytes."""
+    """Return copies all of one kind; keys are the digests as bytes."""
     count = len(from_blocks)
     return BlockCopies(
         from_tiers=np.full(count, source, np.int32),

@@ -43,7 +43,8 @@ class Wire:
         return self._encoder.encode((name, record))
 
     def decode(self, frame: bytes | memoryview) -> Any:
-        """The record of a frame. Raises WireError where it is not one, or a field does not fit."""
+        """Return the record of a frame. Raises WireError where it is not one, or a field does not
+        fit."""
         try:
             name, body = self._frame.decode(frame)
             decoder = self._decoders.get(name)

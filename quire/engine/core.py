@@ -195,7 +195,7 @@ class EngineCore:
         return outputs
 
     def touch(self) -> bool:
-        """A little work for an idle engine: memory for the next blocks. False: it has enough."""
+        """Prefault some memory for the next blocks; return False once there is enough."""
         if self.touch_ahead is None:
             return False
         return self.touch_ahead.touch(self.scheduler.num_never_used_blocks)
@@ -222,7 +222,7 @@ class EngineCore:
         return stats
 
     def ask_cache(self, ask: QueryCache) -> CacheReported:
-        """What the prefix cache holds; flushed first where that is asked for."""
+        """Return what the prefix cache holds; flushed first where that is asked for."""
         flushed_blocks = self.scheduler.flush_cache() if ask.flush else 0
         if ask.flush and self.tier is not None:
             self.tier.clear()  # nor after a restart

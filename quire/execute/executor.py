@@ -44,7 +44,7 @@ class StepLimits:
     max_sequences: int
 
     def rows(self, rows: Rows) -> int:
-        """The number behind a symbolic row count."""
+        """Return the number behind a symbolic row count."""
         return {
             Rows.TOKENS: self.max_tokens,
             Rows.SAMPLES: self.max_samples,
@@ -87,7 +87,7 @@ class ExecutorSizing(Protocol):
     """Sizes a program before loading."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory an executor takes for steps within `limits`."""
+        """Return the memory an executor takes for steps within `limits`."""
 
     def head_rows(self, max_sequences: int) -> int:
         """Rows of one slice of the head; logits of more rows are never in memory at once."""
@@ -107,7 +107,7 @@ class ExecutorClass(ExecutorSizing, Protocol):
         """Memory of the device, and the share that a KV cache takes by default."""
 
     def plans_in_flight(self) -> int:
-        """The best number of plans in flight."""
+        """Return the best number of plans in flight."""
 
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
@@ -176,8 +176,9 @@ class PoolingExecutor(Protocol):
     """An Executor of a program with the segment "pool" (quire/program/pooling.py)."""
 
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
-        """Final hidden rows [count, width] of batch.sample_rows[first:first+count], after the trunk
-        has run; count <= max_samples. bf16 rows may come as uint16. Valid until the next call."""
+        """Return final hidden rows [count, width] of batch.sample_rows[first:first+count], after
+        the trunk has run; count <= max_samples. bf16 rows may come as uint16. Valid until the next
+        call."""
 
 
 @runtime_checkable

@@ -195,7 +195,7 @@ class NativeExecutor(NativeSizing):
         return self.output("pooled", count)
 
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
-        """The first rows of a named output, without a copy; bf16 as uint16.
+        """Return the first rows of a named output, without a copy; bf16 as uint16.
 
         Trunk outputs hold until the next run_trunk, the head's until the next run_head.
         """
@@ -301,7 +301,7 @@ class NativeExecutor(NativeSizing):
 
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
-    """The arguments of a native run."""
+    """Return the arguments of a native run."""
     (cache,) = batch.caches
     return {
         "token_ids": batch.token_ids,
@@ -315,7 +315,7 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
 
 
 def place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:
-    """A native program with an arena for steps, and one for a part that is computed by layers."""
+    """Return a native program with arenas for steps and for a part computed by layers."""
     layout, apart = lay_out(program, limits), lay_out(program, PART_LIMITS)
     native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)
     for places, is_apart in ((layout.places, False), (apart.places, True)):

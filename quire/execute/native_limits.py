@@ -86,7 +86,7 @@ def memory_of(program: Program, limits: StepLimits) -> ExecutorMemory:
 
 
 def int_row_bytes(program: Program, limits: StepLimits) -> int:
-    """What rows of a step, or of a part by layers, take as integers, at most:
+    """Return what rows of a step, or of a part by layers, take as integers, at most:
     native/include/quire/int_rows.h."""
     most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
     sizes = [

@@ -177,7 +177,7 @@ def packed_file(
 
 
 def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -> str:
-    """What `pack` would give, without packing."""
+    """Return what `pack` would give, without packing."""
     digest = WeightsDigest()
     for weight in program.weights.values():
         for part in weight.parts:
@@ -199,7 +199,7 @@ def _digest_elsewhere(
 
 
 def recipe_of(program: Program, checkpoint: Path) -> Recipe:
-    """What a file of packed weights is made for."""
+    """Return what a file of packed weights is made for."""
     # A weight's repr has all that says how its elements become bytes.
     text = "\n".join(repr(weight) for weight in program.weights.values())
     return Recipe(model=checkpoint.resolve().name, layout=_native.PACKED_LAYOUT, text=text)
@@ -256,7 +256,7 @@ def pack(
 
 
 def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iterator[Piece]:
-    """The pieces in order; of several some are made by other threads while one is used."""
+    """Yield the pieces in order; of several some are made by other threads while one is used."""
     if len(makers) == 1:
         yield makers[0]()
         return
@@ -271,8 +271,8 @@ def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iter
 
 
 def _joined(weight: Weight) -> list[WeightPart]:
-    """The same rows in fewer parts: those that follow each other in one source, and in what is
-    packed, are one."""
+    """Return the same rows in fewer parts: those that follow each other in one source, and in what
+    is packed, are one."""
     joined: list[WeightPart] = []
     rows_before = 0
     for part in weight.parts:
@@ -306,7 +306,7 @@ def _packed_row(weight: Weight, row: int) -> int:
 
 
 def weight_arguments(weight: Weight) -> tuple[str, str, int, int, str]:
-    """The first arguments of _native.Weight."""
+    """Return the first arguments of _native.Weight."""
     return (
         str(weight.form),
         str(weight.dtype),

@@ -219,7 +219,7 @@ class ReferenceExecutor:
         return self._run_samples("pool", "pooled", batch, first, count)
 
     def output(self, name: str, num_rows: int) -> Float32s:
-        """The first rows of a named output of the last run; see TappedExecutor."""
+        """Return the first rows of a named output of the last run; see TappedExecutor."""
         return self._read(self._program.outputs[name])[:num_rows]
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
@@ -288,7 +288,7 @@ class ReferenceExecutor:
         return self._read(self._program.outputs[output])
 
     def _block_parts(self, block: int) -> tuple[Float32s, ...]:
-        """Views of what a block holds."""
+        """Return views of what a block holds."""
         return tuple(
             part[:, block]
             for cache in self._caches
@@ -609,7 +609,8 @@ def _load(
 
 
 def _matrix(weight: Weight, binding: Binding, coarse: dict[str, int], name: str) -> ops.Matrix:
-    """A weight as it is kept; the rows that 8 bits are too coarse for are counted under `name`."""
+    """Return a weight as it is kept; the rows that 8 bits are too coarse for are counted under
+    `name`."""
     if weight.quantized is None:
         values = read_f32(weight, binding)
         return round_to_bf16(values) if weight.dtype is DType.BF16 else values

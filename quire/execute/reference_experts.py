@@ -67,8 +67,9 @@ def expert_parallel(
     round_inner: Callable[[Float32s], Float32s],
     all_ranks: Callable[[Bytes], Bytes],
 ) -> Float32s:
-    """This rank's columns [R, share] of the weighted sum; gate_up and down are of its experts.
-    all_ranks: gather the bytes of all ranks. An expert of several ranks is computed by the first.
+    """Return this rank's columns [R, share] of the weighted sum; gate_up and down are of its
+    experts. all_ranks: gather the bytes of all ranks. An expert of several ranks is computed by the
+    first.
     """
     chosen = (routing != 0) & (np.cumsum(routing != 0, axis=1) <= op.top_k)
     start, end = share_of(op.x.width, op.unit, op.rank, op.degree)

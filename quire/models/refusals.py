@@ -104,7 +104,7 @@ def other_kind(values: Mapping[str, Any]) -> str | None:
 
 
 def code_problem(auto_map: Any, architecture: str) -> str | None:
-    """What is wrong with ignoring the code that auto_map names; None where nothing is.
+    """Return what is wrong with ignoring the code that auto_map names; None where nothing is.
 
     A family that runs here needs no code of the checkpoint's: checkpoints of some were published
     before others knew them. But classes that are named for something else may compute something
@@ -144,7 +144,7 @@ def quantization_problem(key: str, value: Any) -> str | None:
 
 
 def _class_paths(auto_map: Mapping[str, Any]) -> Iterable[Any]:
-    """The classes that are models or configurations; a tokenizer's code is another's concern."""
+    """Yield the classes of models and configurations; tokenizers have code of their own."""
     for key, path in auto_map.items():
         if not key.startswith(("AutoTokenizer", "AutoProcessor")):
             yield path

@@ -322,7 +322,7 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
 
 
 def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
-    """A KV store shared with other engines; only where there is one."""
+    """Yield the metrics of a KV store shared with other engines; only where there is one."""
     for name, text, value in (
         ("lookups", "Requests for which the shared store was asked", stats.lookups_total),
         ("hit_blocks", "KV blocks that were asked for and stored", stats.hit_blocks_total),

@@ -80,7 +80,7 @@ class Metrics:
         output_tokens: int,
         terms: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> None:
-        """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
+        """Count a choice that ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
         tenant = terms.tenant or "default"
         self._of(self._series.tenant_prompt_tokens, tenant).inc(prompt_tokens)
         self._of(self._series.tenant_generated_tokens, tenant).inc(output_tokens)
@@ -139,7 +139,7 @@ class Metrics:
         self._of(self._series.responses, route, str(status)).inc()
 
     def _of(self, counter: Counter, *labels: str) -> Counter:
-        """A labelled counter, found without its library's checks where it has counted before."""
+        """Return a labelled counter, without the library's checks where it counted before."""
         key = (counter, labels)
         found = self._labelled.get(key)
         if found is None:
@@ -147,7 +147,7 @@ class Metrics:
         return found
 
     def see(self, stats: EngineStats) -> None:
-        """The engine's latest counters. Each step is observed at most once."""
+        """Take in the engine's latest counters. Each step is observed at most once."""
         self._stats = stats
         if self._sees_steps and stats.steps_total != self._last_step:
             self._last_step = stats.steps_total

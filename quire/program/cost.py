@@ -46,7 +46,7 @@ class StepShape:
         }
 
     def rows(self, rows: Rows) -> int:
-        """The number behind a symbolic row count."""
+        """Return the number behind a symbolic row count."""
         return self._rows[rows]
 
     def attended_positions(self, window: int) -> int:
@@ -69,7 +69,7 @@ class StepShape:
         return int(num.sum())
 
     def read_positions(self, window: int) -> int:
-        """Cached positions that any row attends to, counted once per sequence."""
+        """Return cached positions that any row attends to, counted once per sequence."""
         first = np.maximum(self.starts - window + 1, 0) if window else np.zeros_like(self.starts)
         return int((self.starts + self.counts - first)[self.counts > 0].sum())
 
@@ -121,8 +121,8 @@ def _triangle(length: Int64s) -> Int64s:
 
 
 def _own_pieces(end: Int64s, rank: int, ranks: int) -> Int64s:
-    """The pieces that a rank has up to that of a position, summed over the positions before `end`;
-    piece p is rank p modulo `ranks`'."""
+    """Return the pieces that a rank has up to that of a position, summed over the positions before
+    `end`; piece p is rank p modulo `ranks`'."""
     piece, rest = np.divmod(end, PIECE_POSITIONS)
     turns, left = np.divmod(np.maximum(piece - rank, 0), ranks)
     whole = ranks * _triangle(turns) + left * (turns + 1)

@@ -34,7 +34,7 @@ def quantize(
     keep: Sequence[str] = (),
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """The program with schemes on its matrices.
+    """Return the program with schemes on its matrices.
 
     scheme: of all products, as scheme_names() lists them, or "auto": as `stored` says, schemes by
     the names of weights that are quantized in their file already, and none where it says nothing.
@@ -116,7 +116,7 @@ def _head_default(rest: str) -> str:
 
 
 def _precision(program: Program, text: str, setting: str) -> str:
-    """The scheme that `text` names, "" for the program's own dtype."""
+    """Return the scheme that `text` names, "" for the program's own dtype."""
     own = {weight.dtype.value for weight in _products(program)}
     if text in own:
         return ""

@@ -25,7 +25,7 @@ Plain = dict[str, Any]
 
 
 def to_plain(program: Program) -> Plain:
-    """The program as what JSON can hold."""
+    """Return the program as what JSON can hold."""
     plain: Plain = {
         "format": FORMAT,
         "name": program.name,
@@ -50,7 +50,8 @@ def to_plain(program: Program) -> Plain:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Program:
-    """The program `to_plain` wrote; raises ValueError for another format or contradictions."""
+    """Return the program `to_plain` wrote; raises ValueError for another format or
+    contradictions."""
     if plain.get("format") != FORMAT:
         raise ValueError(f"program format is {plain.get('format')!r}; {FORMAT} can be read")
     buffers = tuple(

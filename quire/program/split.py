@@ -118,7 +118,8 @@ def _balanced(loads: tuple[int, ...], stages: int) -> tuple[int, ...]:
         sums.append(sums[-1] + load)
 
     def best(limit: float, *, is_squared: bool) -> tuple[float, tuple[int, ...]]:
-        """The least cost of runs of at most `limit`: the heaviest run, or the sum of squares."""
+        """Return the least cost of runs of at most `limit`: the heaviest run, or the sum of
+        squares."""
         none: tuple[float, tuple[int, ...]] = (float("inf"), ())
         found = [none] * (len(loads) + 1)  # of the first n loads, over the stages so far
         found[0] = (0, ())

@@ -95,8 +95,8 @@ class RankedExecutorClass:
         self.kind.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory of all ranks together; where they have several machines, of as many of the
-        largest ones as share this machine; where each has a device, of the largest one."""
+        """Return the memory of all ranks together; where they have several machines, of as many of
+        the largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
         parts = [self.kind.memory_for(own, limits) for own in programs]
         # Shared memory is the host's, where ranks have a device each.

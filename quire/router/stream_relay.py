@@ -137,7 +137,7 @@ class StreamRelay:
         parts.metrics.tokens.inc(num_tokens)
 
     def _begin_output(self, attempt: Attempt) -> None:
-        """A stream has its first tokens."""
+        """Note that a stream has its first tokens."""
         request, fleet = self._request, self._state.parts.fleet
         load, lanes = attempt.load, self._features.lanes
         if not request.num_delivered and request.transfer is None:

@@ -186,7 +186,8 @@ class BlockSets:
         self._of.pop(number, None)
 
     def sent(self, number: int, hashes: Sequence[int]) -> None:
-        """A prompt of these blocks was sent to replica `number`, which will report them."""
+        """Note that a prompt of these blocks was sent to replica `number`, which will report
+        them."""
         blocks = self._of.get(number)
         if blocks is None:
             return

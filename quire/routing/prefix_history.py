@@ -32,7 +32,7 @@ class History(Protocol):
         """Return how many blocks each replica of `mask` has, by its number; none is left out."""
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
 
     def forget(self, number: int) -> None:
         """Replica `number` has an empty cache now, or is gone."""
@@ -62,7 +62,7 @@ class PrefixHistory:
         return found
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
         blocks, bit = self._of_replica.setdefault(number, OrderedDict()), 1 << number
         for name in names:
             if name in blocks:

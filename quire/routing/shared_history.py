@@ -46,7 +46,7 @@ class SharedHistory:
         }
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
         table = self._tables[number]
         for name in names:
             at = name % self._num_sets * _WAYS

@@ -110,7 +110,7 @@ class GrammarRows:
         self.wait: Callable[[Future[Masks]], None] = wait_for_masks
 
     def admit(self, admission: Admission) -> None:
-        """A request takes a slot; its matcher catches up when the slot is first asked for."""
+        """Give a request its slot; its matcher catches up when the slot is first asked for."""
         grammar, slot = admission.sampling.structured_outputs, admission.slot
         if grammar is None:
             return

@@ -228,7 +228,7 @@ def _firsts(sizes: Sequence[int]) -> list[int]:
 
 
 def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    """The first position that each row scores or pools, and how many."""
+    """Return the first position that each row scores or pools, and how many."""
     slots = plan.slots
     firsts = np.maximum(plan.starts, tables.scores_from[slots])
     last = tables.tokens.prompt_lengths[slots] - 1 + tables.pooled[slots]

@@ -16,7 +16,7 @@ from quire.runner.step_run import RunnerResources, StepRun
 
 
 def computed_by_halves(plan: StepPlan, resources: RunnerResources) -> Computed:
-    """What comes of the rows of a plan that did not fit as a whole."""
+    """Return what comes of the rows of a plan that did not fit as a whole."""
     half = len(plan.slots) // 2
     halves = [_rows(plan, 0, half), _rows(plan, half, len(plan.slots))]
     parts = [part for part in halves if len(part.slots)]

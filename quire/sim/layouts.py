@@ -150,7 +150,7 @@ class LayoutPlanner:
         return True
 
     def _largest_share(self, tensor: int, experts: bool, context: int) -> Program:
-        """The program of rank 0, which has the units that do not divide."""
+        """Return the program of rank 0, which has the units that do not divide."""
         program = self._sized.program
         placement = even_placement(program, tensor) if experts else SPLIT_EXPERTS
         return shard(
@@ -194,7 +194,7 @@ class LayoutPlanner:
     # ---- memory
 
     def _needs(self, layout: Layout) -> MemoryNeeds:
-        """The needs of the fullest device."""
+        """Return the needs of the fullest device."""
         share = self._share_of(layout)
         weights = _stage_weight_bytes(share, layout.stages, self._part(layout))
         token_bytes = sum(
@@ -215,7 +215,7 @@ class LayoutPlanner:
         return self._share(layout.tensor, layout.experts, layout.context)
 
     def _part(self, layout: Layout) -> float:
-        """The share of the layers that the largest stage has."""
+        """Return the share of the layers that the largest stage has."""
         layers = max(len(self._sized.program.layer_starts), 1)
         return -(-layers // layout.stages) / layers
 
@@ -290,7 +290,8 @@ class LayoutPlanner:
 
 
 def _stage_weight_bytes(share: Program, stages: int, part: float) -> int:
-    """The weights of the fullest stage: a part of the layers, and the embedding or the head."""
+    """Return the weights of the fullest stage: a part of the layers, and the embedding or the
+    head."""
     if stages == 1:
         return share.weight_bytes
     embeds = {op.weight for op in share.segments["trunk"] if isinstance(op, Embed)}

@@ -61,7 +61,7 @@ class ReadAhead:
         return digest
 
     def forget(self, place: int | None = None) -> None:
-        """This place, or every place, is about to change: what was read of it is of no use."""
+        """Drop what was read of this place, or of every place, which is about to change."""
         places = list(self._begun) if place is None else [place]
         if place is None:
             self._announced.clear()

@@ -41,13 +41,13 @@ class Owner(Protocol):
         """Whether the server accepts requests: before, an engine that ends is not restarted."""
 
     def engine_ready(self, keeper: EngineKeeper) -> None:
-        """The engine is ready, for the first time or again."""
+        """Note that the engine is ready, for the first time or again."""
 
     def engine_loading(self) -> None:
         """More of the weights are loaded."""
 
     def engine_changed(self, keeper: EngineKeeper) -> None:
-        """The engine has ended, serves again, or is gone for good."""
+        """Note that the engine has ended, serves again, or is gone for good."""
 
     def order_all(self, order: str) -> None:
         """Send an order to all API processes."""

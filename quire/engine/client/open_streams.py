@@ -45,7 +45,7 @@ class OpenStreams(Generic[Owner]):
         return (owner for _, owner in self._open.values())
 
     def fresh_id(self, request_id: str) -> str:
-        """An id for the engine: the caller's may come again, the number in it never does."""
+        """Return an id for the engine: the caller's may come again, the number in it never does."""
         self._num_requests += 1
         return f"{self._prefix}{request_id}#{self._num_requests}"
 

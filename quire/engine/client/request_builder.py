@@ -39,7 +39,7 @@ def make_requests(
     shown_ids: Collection[int] = (),
     output_ids: Sequence[int] = (),
 ) -> tuple[Request, ...]:
-    """The streams of one caller's request; stream i has the id "<request_id>/<i>".
+    """Return the streams of one caller's request; stream i has the id "<request_id>/<i>".
 
     There are n, or best_of where the best of them are to be found; beams have n: the scheduler
     knows how many it needs. All have the same seed; their noise differs by stream, numbered from

@@ -111,7 +111,7 @@ def _check_objects(name: str, given: object) -> None:
 def rendered(
     text_side: TokenizerSide, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> str:
-    """A conversation as the model's template writes it. settings: as LLM.chat takes them.
+    """Return a conversation as the model's template writes it. settings: as LLM.chat takes them.
 
     Raises InvalidParameter for what the template refuses or does not know, TokenizerError where
     there is none that can be used.

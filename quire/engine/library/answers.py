@@ -132,7 +132,7 @@ class GenerateCall:
         return self._num_open == 0
 
     def text_rules(self, tokenizer: Tokenizer) -> TextRules:
-        """What has to be seen of its answers."""
+        """Return what has to be seen of its answers."""
         return PLAIN_TEXT if self._hearing is None else self._hearing.text_rules(tokenizer)
 
     def take(self, delta: TextDelta) -> None:
@@ -145,7 +145,7 @@ class GenerateCall:
             self._last = delta
 
     def embedding(self, pooling: PoolingSpec, dimensions: int | None) -> Embedding:
-        """The vector of a prompt that was pooled, once no stream is open."""
+        """Return the vector of a prompt that was pooled, once no stream is open."""
         last = self._last
         assert last is not None, "a finished stream has a last delta"
         vector = None

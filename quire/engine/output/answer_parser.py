@@ -31,11 +31,11 @@ class AnswerReading:
     prompt: str
 
     def text_rules(self, tokenizer: Tokenizer) -> TextRules:
-        """What has to be seen of answers."""
+        """Return what has to be seen of answers."""
         return TextRules(shown_ids=shown_ids(self.reading, self.tools, tokenizer))
 
     def message(self, text: str) -> Reply:
-        """What a whole text says."""
+        """Return what a whole text says."""
         return parse_answer(text, self.reading, self.tools, self.prompt)
 
 

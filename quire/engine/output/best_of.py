@@ -62,7 +62,7 @@ def _mean_logprob(said: Iterable[TextDelta]) -> float:
 
 
 def _joined(said: list[TextDelta]) -> TextDelta:
-    """A stream's deltas as one."""
+    """Return a stream's deltas as one."""
     return structs.replace(
         said[-1],
         text="".join(delta.text for delta in said),

@@ -210,7 +210,7 @@ class OutputStream:
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> TextDelta:
-        """A delta that brings the stream's delivered tokens to `num_tokens`."""
+        """Return a delta that brings the stream's delivered tokens to `num_tokens`."""
         num_new = num_tokens - self._num_delivered
         token_ids = tuple(self._waiting_ids[:num_new])
         del self._waiting_ids[:num_new]

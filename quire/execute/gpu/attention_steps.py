@@ -103,7 +103,8 @@ class AttentionSteps:
             )
 
     def plan(self, batch: ForwardBatch, *, size: Size | None = None) -> dict[str, Int32s]:
-        """What goes to the places of `sizes` for a step; padded for a captured one's `size`."""
+        """Return what goes to the places of `sizes` for a step; padded for a captured one's
+        `size`."""
         tokens = np.diff(batch.seq_starts)
         at = np.minimum(batch.seq_starts[:-1], max(len(batch.positions) - 1, 0))
         firsts = batch.positions[at]
@@ -164,7 +165,7 @@ class AttentionSteps:
             self._tiles[group] = tiles
 
     def tiles(self, group: int) -> Sequence[DeviceTiles]:
-        """The launches of an attention operation in this step."""
+        """Return the launches of an attention operation in this step."""
         return self._tiles[group]
 
     def _written(self, group: int, narrow: TileItems, wide: TileItems) -> dict[str, Int32s]:

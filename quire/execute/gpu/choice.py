@@ -69,7 +69,7 @@ class Chosen:
 def choose(
     logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice, stream: Stream = CPU_STREAM
 ) -> TokenChoice:
-    """A token for each row of logits f32 [R, V], side by side, which are only read."""
+    """Return a token for each row of logits f32 [R, V], side by side, which are only read."""
     if len(logits) == 0:
         return on_host(np.empty(tuple(logits.shape), np.float32), batch)
     choice = choose_later(logits, batch, stream).wait()

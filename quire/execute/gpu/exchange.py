@@ -143,6 +143,6 @@ def exchange_first(exchange: TensorExchange, device: torch.device) -> None:
 
 
 def _bytes_of(values: Tensor) -> Bytes:
-    """The bytes of contiguous values: the same memory on the CPU, a copy of a device's."""
+    """Return the bytes of contiguous values: the same memory on the CPU, a copy of a device's."""
     flat: Bytes = values.cpu().view(-1).view(torch.uint8).numpy()
     return flat

@@ -49,7 +49,7 @@ Step = Op | HeadsToCache | BytesToProduct
 
 
 def launches(program: Program, segment: str) -> Iterator[Step]:
-    """The segment's operations in order, those that are taken together as one."""
+    """Yield the segment's operations in order, those that are taken together as one."""
     ops = program.segments.get(segment, ())
     at = 0
     while at < len(ops):
@@ -59,7 +59,7 @@ def launches(program: Program, segment: str) -> Iterator[Step]:
 
 
 def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
-    """What begins at an operation, and how many operations it is."""
+    """Return what begins at an operation, and how many operations it is."""
     ops = program.segments[segment]
     heads = _heads_at(program, ops, first)
     if heads is not None and not _is_read(program, segment, first + heads[1], heads[0].k):

@@ -20,7 +20,7 @@ Float32s = NDArray[np.float32]
 
 
 def choose_on_host(logits: Float32s, batch: SampleBatch) -> TokenChoice:
-    """A token for each row."""
+    """Return a token for each row."""
     pool = _pool()
     if pool is None:
         return reference.choose(logits, batch)

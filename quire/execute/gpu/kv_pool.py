@@ -96,7 +96,7 @@ class KvPool:
         self._blocks = None
 
     def arrays(self, num_blocks: int) -> list[DeviceArray]:
-        """The parts of a pool by blocks of which each may be several of the pool's."""
+        """Return the parts of a pool by blocks of which each may be several of the pool's."""
         return [DeviceArray(part, num_blocks, self._stream) for part in self.parts()]
 
     def parts(self) -> list[Tensor]:

@@ -52,7 +52,8 @@ def scales_for(
 def product_for(
     weight: ByteWeight, rows: ByteRows, y: Tensor, *, has_bias: bool, exact: bool
 ) -> LibraryProduct | None:
-    """The library's product of rows like these into the first rows of y; None: it has none."""
+    """Return the library's product of rows like these into the first rows of y; None: it has
+    none."""
     device, outputs = weight.values.device, len(weight.values)
     capability = _capability(device)
     if exact or capability is None:
@@ -77,7 +78,7 @@ def product_for(
 
 
 def bound(weight: ByteWeight, rows: ByteRows, form: str) -> LibraryProduct:
-    """The library's product with a weight, of rows like these."""
+    """Return the library's product with a weight, of rows like these."""
     turned, outputs = weight.values.T, len(weight.values)
     if form == BY_TENSOR:
         one = weight.scales[:1]

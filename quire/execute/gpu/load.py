@@ -57,7 +57,7 @@ class IntWeight:
 
     @classmethod
     def of(cls, matrix: IntMatrix, device: torch.device) -> IntWeight:
-        """An integer weight on a device."""
+        """Return an integer weight on a device."""
         return cls(
             scheme=matrix.scheme,
             values=torch.from_numpy(matrix.values.astype(np.int8)).to(device),
@@ -139,9 +139,11 @@ def load(
     stream: Stream | None = None,
     kept: Kept = lambda name, weight: weight,
 ) -> Loaded:
-    """Raises torch.OutOfMemoryError where the device has no room. kept: what becomes of each weight
-    once it is on the device. stream: of the device, where a
-    test has its own."""
+    """Put the weights of a program on a device.
+
+    kept: what becomes of each weight once it is there. stream: of the device, where a test has its
+    own. Raises torch.OutOfMemoryError where the device has no room.
+    """
     plain: dict[str, Tensor] = {}
     few: dict[str, Any] = {}
     coarse: dict[str, int] = {}
@@ -171,8 +173,8 @@ def load(
 def _integers(
     weight: Weight, binding: Binding, device: torch.device, pack: Pack, stack: Stack
 ) -> tuple[Any, int]:
-    """A weight of integers, those of experts put together in host memory; and how many of its rows
-    8 bits are too coarse for."""
+    """Return a weight of integers, those of experts put together in host memory; and how many of
+    its rows 8 bits are too coarse for."""
     packed, coarse = [], 0
     for one in weight.by_expert() or [weight]:
         matrix, count = quantize_weight(one, binding)
@@ -200,11 +202,11 @@ class _Digesting:
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, part: WeightPart) -> None:
-        """A part with its tensor already read for its weight."""
+        """Add a part with its tensor already read for its weight."""
         self._add(self._binding.content(part), lambda: self._binding.release(part))
 
     def add_source(self, source: str) -> None:
-        """A tensor that no weight here is made of."""
+        """Add a tensor that no weight here is made of."""
         self._add(self._binding.content_of(source), lambda: self._binding.release_source(source))
 
     def text(self, *, is_part: bool) -> str:
@@ -232,7 +234,7 @@ class _Digesting:
 def _fp8(
     weight: Weight, scheme: Scheme, binding: Binding, device: torch.device, upload: Upload
 ) -> Fp8Weight:
-    """The checkpoint's own codes and scales; or made from its elements, whatever the program
+    """Return the checkpoint's own codes and scales; or made from its elements, whatever the program
     computes in."""
     assert not weight.experts, f"{weight.name}: blocks of scales would span experts"
     if (stored := stored_fp8(weight, binding)) is not None:

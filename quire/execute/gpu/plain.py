@@ -139,7 +139,7 @@ def quantize_rows_by(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_fp8(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """A weight w [N, K] in e4m3 and its scales: [N], or [blocks of rows, groups]."""
+    """Return a weight w [N, K] in e4m3 and its scales: [N], or [blocks of rows, groups]."""
     (rows, columns), group = w.shape, scheme.group
     if not group:
         values, scales = quantize_groups(w.float(), is_float=True)
@@ -202,11 +202,11 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mean(terms: Tensor) -> Tensor:
-    """The mean over the last axis, which stays with one element; overwrites `terms`."""
+    """Return the mean over the last axis, which stays with one element; overwrites `terms`."""
     count = torch.tensor(terms.shape[-1], dtype=torch.float32, device=terms.device)
     return (plain_curves.sum_last(terms) / count)[..., None]
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c; the product exact, the sum rounded once to float64 and then to float32."""
+    """Return a * b + c; the product exact, the sum rounded once to float64 and then to float32."""
     return (a.double() * b.double() + c.double()).float()

@@ -38,7 +38,7 @@ def context_attention(
 
 
 def _merged(op: Attention, own: RowHeads, exchange: TensorExchange) -> Tensor:
-    """The values of this rank's heads [R, own heads, D], over all pieces."""
+    """Return the values of this rank's heads [R, own heads, D], over all pieces."""
     rounds = range(own.pieces.start // op.degree, own.pieces.stop // op.degree + 1)
     mine = [turn * op.degree + op.rank for turn in rounds]
     found = torch.zeros(

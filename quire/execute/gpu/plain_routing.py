@@ -90,7 +90,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
-    """The sum over axis 1, term by term."""
+    """Return the sum over axis 1, term by term."""
     total = torch.zeros_like(values[:, 0])
     for at in range(values.shape[1]):
         total = total + values[:, at]

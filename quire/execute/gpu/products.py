@@ -85,7 +85,7 @@ class Products:
     scratch: Scratch
 
     def bind(self, op: Linear) -> Call:
-        """The product, from rows as they are."""
+        """Return the product, from rows as they are."""
         if op.weight not in self.place.weights.few:
             return self._plain(op)
         place, view, room, product = self.place, op.x, self.room(op), self.by_bytes(op)
@@ -102,7 +102,7 @@ class Products:
         return room
 
     def by_bytes(self, op: Linear) -> ByteProduct:
-        """The product of few bits, from rows in bytes."""
+        """Return the product of few bits, from rows in bytes."""
         place, y = self.place, op.y
         bias, weight = place.vector(op.bias), place.weights.few[op.weight]
         if isinstance(weight, Fp8Weight):
@@ -138,7 +138,7 @@ class Products:
 
 
 def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
-    """An integer weight as its kernel takes it."""
+    """Return an integer weight as its kernel takes it."""
     if matrix.scheme.bits == 8:
         return ByteWeight.of_ints(matrix, device)
     return Int4Weight.of(matrix, device)

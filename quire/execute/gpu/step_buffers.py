@@ -38,7 +38,7 @@ class Counts:
     batch: ForwardBatch
 
     def of_samples(self, count: int) -> Counts:
-        """The same step with so many sample rows."""
+        """Return the same step with so many sample rows."""
         return replace(self, samples=count)
 
 

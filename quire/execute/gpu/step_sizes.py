@@ -79,7 +79,7 @@ class Sizes:
         self._together = (*(size for size in four_times if size < sequences), sequences)
 
     def of(self, batch: ForwardBatch) -> Size | None:
-        """The size a step is launched as; None: as it is."""
+        """Return the size a step is launched as; None: as it is."""
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
         chunks = int(np.count_nonzero(np.diff(batch.seq_starts) > 1))
         if not chunks:

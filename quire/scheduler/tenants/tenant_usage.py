@@ -89,7 +89,8 @@ class TenantUsage(BlockShares):
     # ---- arrivals and departures
 
     def max_tokens(self, request: Request) -> int:
-        """The most a request of that tenant can hold; InvalidParameter if it is not known."""
+        """Return the most a request of that tenant can hold; InvalidParameter if it is not
+        known."""
         return self._max_blocks[self._number_of(request)] * self._cache.block_size
 
     def max_running(self, request: Request) -> int:
@@ -98,7 +99,7 @@ class TenantUsage(BlockShares):
         return min(one.max_running or len(self._batch.sequences), len(self._batch.sequences))
 
     def shown(self, request: Request) -> str:
-        """What its tenant is called."""
+        """Return what its tenant is called."""
         return self.limits[self._number_of(request)].shown
 
     def check_queue(self, request: Request, retry_after_s: Callable[[], float | None]) -> None:
@@ -141,7 +142,7 @@ class TenantUsage(BlockShares):
         self.changed()
 
     def stopped(self, slots: Sequence[int]) -> None:
-        """The requests in `slots` are leaving them; their blocks are given back."""
+        """Note that the requests in `slots` leave them; their blocks are given back."""
         for slot in slots:
             self.running[self._of_slot[slot]] -= 1
             self._of_slot[slot] = _NOBODY
@@ -325,7 +326,7 @@ class TenantUsage(BlockShares):
         return math.ceil(float(held.sum() - held[number]) - _SLACK)
 
     def _check_floors(self) -> tuple[int, ...]:
-        """The most blocks one request of each tenant can have."""
+        """Return the most blocks one request of each tenant can have."""
         total = self._cache.num_blocks
         if self._sum_floors > total:
             raise SettingError(

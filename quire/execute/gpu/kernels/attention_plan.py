@@ -102,7 +102,8 @@ def max_items(num_sequences: int, *, kv_heads: int, programs: int) -> int:
 
 
 def padded(plan: TileItems, *, items: int, merges: int) -> TileItems:
-    """The same with exactly so many items and merges, idle ones last: a captured launch's."""
+    """Return the same with exactly so many items and merges, idle ones last: a captured
+    launch's."""
     if len(plan.items) > items or len(plan.merges) > merges:
         raise ValueError(
             f"{len(plan.items)} items and {len(plan.merges)} merged rows; "

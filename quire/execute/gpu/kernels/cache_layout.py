@@ -66,8 +66,8 @@ class CachePool:
         device: torch.device | str,
         memory: torch.Tensor | None = None,
     ) -> CachePool:
-        """A pool of zeros. precision: "f32", "bf16", "fp8" or "int8". memory: bytes that are zeros,
-        in which values come before scales; None: new memory."""
+        """Return a pool of zeros. precision: "f32", "bf16", "fp8" or "int8". memory: bytes that are
+        zeros, in which values come before scales; None: new memory."""
         shape, kind = (layers, blocks, 2, kv_heads, block_size, head_dim), VALUE_TYPES[precision]
         if memory is None:
             values = torch.zeros(shape, dtype=kind, device=device)

@@ -43,7 +43,7 @@ class DeviceSamplingParams:
 
     @classmethod
     def seen_in(cls, words: torch.Tensor) -> DeviceSamplingParams:
-        """What words_of() gave, int32 [WORDS, R]."""
+        """Return what words_of() gave, int32 [WORDS, R]."""
         return cls(
             words=words,
             seeds=words[:2].view(-1).view(torch.int64),

@@ -30,7 +30,7 @@ SCANNED = 1024  # slots at a time
 
 @triton.jit(do_not_specialize=["slots"])
 def _count(ids, counts, slots, BLOCK: tl.constexpr):
-    """The slots of each matrix."""
+    """Count the slots of each matrix."""
     matrix = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for first in range(0, slots, BLOCK):
@@ -52,7 +52,7 @@ def _place(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The slots of a matrix, in order, at the places after those of the matrices before."""
+    """Place the slots of a matrix, in order, after those of the matrices before."""
     matrix = tl.program_id(0)
     each = tl.arange(0, BM)
     blocks = (tl.load(counts + each, mask=each < MATRICES, other=0) + ROWS - 1) // ROWS

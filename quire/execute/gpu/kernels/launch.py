@@ -26,7 +26,7 @@ def cdiv(size: int, part: int) -> int:
 
 
 def power_of_two(size: int, *, least: int = 1, most: int = 2**30) -> int:
-    """The smallest power of two that holds `size`, within bounds that are powers of two."""
+    """Return the smallest power of two that holds `size`, within bounds that are powers of two."""
     return min(max(1 << max(size - 1, 0).bit_length(), least), most)
 
 

@@ -215,7 +215,7 @@ def _store(
 
 @triton.jit
 def _largest(first, second, rest):
-    """The largest magnitude of each head; NaN where one is not finite."""
+    """Return the largest magnitude of each head; NaN where one is not finite."""
     first, second, rest = tl.abs(first), tl.abs(second), tl.abs(rest)
     largest = tl.maximum(tl.max(first, 1), tl.maximum(tl.max(second, 1), tl.max(rest, 1)))
     # A maximum passes NaN by; a sum of what is less than infinity does not.
