@@ -245,15 +245,15 @@ class EngineClient:
                 raise _not_sent()
             num_open = len(requests)
             while num_open:
-                said = await unread.get()
-                if isinstance(said, Fault):
-                    raise error_of(said)
-                if said.finish_reason is not None:
+                item = await unread.get()
+                if isinstance(item, Fault):
+                    raise error_of(item)
+                if item.finish_reason is not None:
                     num_open -= 1
                 if ranking is None:
-                    yield said
+                    yield item
                     continue
-                for delta in ranking.take(said):
+                for delta in ranking.take(item):
                     yield delta
         finally:
             del self._callers[request_id], self._unread[request_id]
@@ -351,8 +351,8 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(self.stats)
-            said, past_end = self._streams.take(message)
-            for unread, delta in said:
+            deltas, past_end = self._streams.take(message)
+            for unread, delta in deltas:
                 unread.put(delta)
             self._send_abort(past_end)
         elif isinstance(message, Beat):

@@ -138,7 +138,7 @@ def rendered(
     for argument in ("tools", "documents"):
         if given.get(argument):
             template.check_reads(argument, tools=tools, chat_template=name)
-    said = template.with_argument_objects(
+    converted = template.with_argument_objects(
         checked_messages(messages), tools=tools, chat_template=name
     )
-    return template.render(said, **given, **variables)
+    return template.render(converted, **given, **variables)

@@ -1,7 +1,7 @@
 """Hearing: how the answers to one conversation are read: their reasoning, content and calls.
 
-    hearing = answer_reading_of(text_side, prompt, settings)
-    hearing.message(text).calls
+    reading = answer_reading_of(text_side, prompt, settings)
+    reading.message(text).calls
 
 Knows the template and the tools that the conversation was rendered with, and quire/output_parsers;
 no JSON of any API. Always holds: a text is parsed as by the server.

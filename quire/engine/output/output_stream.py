@@ -125,7 +125,7 @@ class OutputStream:
         return self.end_with(f"the tokens cannot be decoded: {type(error).__name__}: {error}")
 
     def end_with(self, why: str) -> TextDelta:
-        """End the stream with an error; what was said stands."""
+        """End the stream with an error; what was output stands."""
         self._waiting_logprobs.clear()
         return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
 
