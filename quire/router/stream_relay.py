@@ -141,7 +141,7 @@ class StreamRelay:
         request, fleet = self._request, self._state.parts.fleet
         load, lanes = attempt.load, self._features.lanes
         if not request.num_delivered and request.transfer is None:
-            fleet.began(attempt.replica, load, attempt.age_s)
+            fleet.note_first_token(attempt.replica, load, attempt.age_s)
         attempt.replica.gave_output(load)
         if attempt.replica.breaker.gave_output():
             fleet.became_available()

@@ -35,7 +35,7 @@ class History(Protocol):
         """Note that a prompt with these blocks was sent to replica `number`."""
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
 
 
 class PrefixHistory:
@@ -74,7 +74,7 @@ class PrefixHistory:
             self._drop(blocks.popitem(last=False)[0], bit)
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
         for name in self._of_replica.pop(number, ()):
             self._drop(name, 1 << number)
 

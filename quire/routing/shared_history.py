@@ -56,7 +56,7 @@ class SharedHistory:
                 table[at : at + 1 + len(others)] = memoryview(array("Q", (name, *others)))
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
         table = self._tables[number]
         table[:] = memoryview(array("Q", bytes(8 * len(table))))
 

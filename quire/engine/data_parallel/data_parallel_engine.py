@@ -248,7 +248,7 @@ class DataParallelEngine(CallEngine):
         """Learn from the time that a request took to its first output there."""
         before = member.gave_output(request_id)
         seconds = (self._clock.now_ms() - before.came_ms) / 1000
-        self._policy.began(member, before.new_tokens, before.ahead_tokens, seconds)
+        self._policy.note_first_token(member, before.new_tokens, before.ahead_tokens, seconds)
 
     def forget(self, member: Member, request_id: str) -> None:
         """Note that a request has ended there."""
