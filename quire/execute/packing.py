@@ -59,7 +59,7 @@ def load(
     progress: Progress | None,
     cache: PackCache | None,
 ) -> Packed:
-    """All weights. With a cache its file is mapped, or made where it cannot be used."""
+    """Return all weights. With a cache its file is mapped, or made where it cannot be used."""
     if cache is None:
         return pack(program, binding, pool, progress)
     recipe = recipe_of(program, binding.checkpoint.path)
@@ -77,24 +77,24 @@ def load(
             for name, weight in program.weights.items()
         }
         return Packed(weights=weights, digest=found.weights_digest, coarse_rows=found.coarse_rows)
-    writer = _Keeper(cache, path, recipe, program, binding)
+    sink = _PackCacheSink(cache, path, recipe, program, binding)
     try:
-        packed = pack(program, binding, pool, progress, writer)
-        writer.finish(packed)
+        packed = pack(program, binding, pool, progress, sink)
+        sink.finish(packed)
         return packed
     finally:
-        writer.end()
+        sink.end()
 
 
-class Keeper(Protocol):
-    """Takes weights as they are packed."""
+class WeightSink(Protocol):
+    """What takes weights as they are packed."""
 
     def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
         """Take a weight that is packed; returns whether it stays in memory, too."""
 
 
-class _Keeper:
-    """A Keeper. Writes weights to a cache's file while they are packed; logs a failure once."""
+class _PackCacheSink:
+    """A WeightSink. Writes weights to a cache's file while they are packed; logs a failure once."""
 
     def __init__(
         self, cache: PackCache, path: Path, recipe: Recipe, program: Program, binding: Binding
@@ -112,7 +112,7 @@ class _Keeper:
             self._give_up(error)
 
     def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
-        """See Keeper."""
+        """See WeightSink."""
         if self._writer is not None:
             packed = weight.packed
             try:
@@ -122,7 +122,7 @@ class _Keeper:
         return True
 
     def finish(self, packed: Packed) -> None:
-        """All weights were added."""
+        """Note that all weights were added."""
         if self._writer is not None:
             try:
                 self._writer.finish(packed.digest, packed.coarse_rows)
@@ -210,10 +210,10 @@ def pack(
     binding: Binding,
     pool: _native.Pool,
     progress: Progress | None,
-    keeper: Keeper | None = None,
+    sink: WeightSink | None = None,
 ) -> Packed:
-    """All weights in the kernels' layout that stay in memory; source pages are dropped after each
-    tensor."""
+    """Return all weights in the kernels' layout that stay in memory; source pages are dropped after
+    each tensor."""
     packed: dict[str, _native.Weight] = {}
     coarse: dict[str, int] = {}
     digest = WeightsDigest()
@@ -249,7 +249,7 @@ def pack(
             binding.release(part)
         if native.coarse_rows:
             coarse[name] = native.coarse_rows
-        if keeper is None or keeper.add(name, native, pool):
+        if sink is None or sink.add(name, native, pool):
             packed[name] = native
     _digest_elsewhere(program, binding, pool, digest)
     return Packed(weights=packed, digest=digest.text(is_part=program.is_part), coarse_rows=coarse)

@@ -35,7 +35,7 @@ class Metrics:
 
     shared: the folder in which several processes count (shared.py): `text` then shows the sums.
     sees_steps: whether this one observes the engine's steps, as one of them does. restarts: of API
-    processes; where there are several, their keeper counts them with a counter of its own.
+    processes; where there are several, their supervisor counts them with a counter of its own.
     """
 
     def __init__(

@@ -110,13 +110,13 @@ def _with_all(logits: Float32s, targets: Int32s, num_top: Int32s, executor: Exec
         listed = np.arange(logits.shape[1], dtype=np.int32)
     starts = np.zeros(1 + len(targets), np.int32)
     np.cumsum(has_all * len(listed), out=starts[1:])
-    wishes = ScoreBatch(
+    score_batch = ScoreBatch(
         targets=targets,
         num_top=np.maximum(num_top, 0),
         listed_starts=starts,
         listed_ids=np.tile(listed, int(has_all.sum())),
     )
-    found = executor.score(logits, wishes)
+    found = executor.score(logits, score_batch)
     if not len(listed):
         return found
     table = stacked(
@@ -138,13 +138,13 @@ def listed_logprobs(
         every = np.arange(logits.shape[1], dtype=np.int32)
         ids = [every if of_row[0] < 0 else of_row for of_row in ids]
     listed = ragged(ids, np.arange(len(rows)), len(rows))
-    wishes = ScoreBatch(
+    score_batch = ScoreBatch(
         targets=np.full(len(rows), -1, np.int32),
         num_top=np.zeros(len(rows), np.int32),
         listed_starts=listed.starts,
         listed_ids=listed.ids,
     )
-    found = executor.score(logits if len(rows) == len(slots) else logits[rows], wishes)
+    found = executor.score(logits if len(rows) == len(slots) else logits[rows], score_batch)
     lengths = np.zeros(len(slots), np.int32)
     lengths[rows] = np.diff(listed.starts)
     table = np.full((len(slots), lengths.max()), np.nan, np.float32)
