@@ -65,7 +65,7 @@ class CopiesEnded:
 
 
 def joined(parts: list[BlockCopies]) -> BlockCopies | None:
-    """All copies in one record, in order; None for none."""
+    """Return all copies in one record, in order; None for none."""
     if not parts:
         return None
     if len(parts) == 1:

@@ -117,7 +117,7 @@ class GgufFile:
         return self._bytes[tensor.start : tensor.end]
 
     def header(self) -> bytes:
-        """All bytes before the tensors: metadata and descriptions."""
+        """Return all bytes before the tensors: metadata and descriptions."""
         return self._map[: self.header_bytes]
 
     def release(self, tensor: GgufTensor) -> None:
@@ -138,7 +138,7 @@ class _Cursor:
         return WeightsError(f"{self.path}: byte {place}: {problem}; {_HOW_TO_MEND}")
 
     def number(self, code: str, what: str) -> Any:
-        """One number of struct's kind `code`."""
+        """Return one number of struct's kind `code`."""
         size = struct.calcsize(code)
         if self.at + size > self.size:
             raise self.broken(f"{what} should be here, but {self.size - self.at} bytes are left")

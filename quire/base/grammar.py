@@ -102,12 +102,12 @@ def json_object(*, param: str = FIELD, whitespace: str | None = None) -> Grammar
 
 
 def regex(pattern: str, *, param: str = FIELD) -> Grammar:
-    """Text that a regular expression matches as a whole (Rust's syntax: no look-around)."""
+    """Return text that a regular expression matches as a whole (Rust's syntax: no look-around)."""
     return Grammar(kind=GrammarKind.REGEX, text=_text(pattern, "regex", param), param=param)
 
 
 def choice(texts: Iterable[str], *, param: str = FIELD) -> Grammar:
-    """One of some texts."""
+    """Return one of some texts."""
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
         raise InvalidParameter(
             f"{param}: choice is {show(texts)}; a list of strings is allowed", param=param

@@ -34,7 +34,7 @@ class Wire:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
 
     def encode(self, record: object) -> bytes:
-        """One frame. Raises WireError for a record type this wire was not made for."""
+        """Return one frame. Raises WireError for a record type this wire was not made for."""
         name = self._names.get(type(record))
         if name is None:
             raise WireError(

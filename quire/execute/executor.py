@@ -90,11 +90,11 @@ class ExecutorSizing(Protocol):
         """Return the memory an executor takes for steps within `limits`."""
 
     def head_rows(self, max_sequences: int) -> int:
-        """Rows of one slice of the head; logits of more rows are never in memory at once."""
+        """Return rows of one slice of the head; logits of more rows are never in memory at once."""
 
     def full_step_tokens(self) -> int:
-        """Rows from which larger steps compute no more rows per second. Raises SettingError where
-        the machine lacks the requested instruction set."""
+        """Return rows from which larger steps compute no more rows per second. Raises SettingError
+        where the machine lacks the requested instruction set."""
 
 
 class ExecutorClass(ExecutorSizing, Protocol):
@@ -104,7 +104,7 @@ class ExecutorClass(ExecutorSizing, Protocol):
         """Raise ModelError listing what executors of this class do not support."""
 
     def available_memory(self) -> MachineMemory:
-        """Memory of the device, and the share that a KV cache takes by default."""
+        """Return memory of the device, and the share that a KV cache takes by default."""
 
     def plans_in_flight(self) -> int:
         """Return the best number of plans in flight."""
@@ -152,7 +152,8 @@ class Executor(Protocol):
         follow for that many of the first sample rows, so both may be computed together."""
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
-        """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
+        """Return logits [count, vocab] of batch.sample_rows[first:first+count]; count <=
+        max_samples.
 
         A view of the executor's buffer: valid until the next call.
         """

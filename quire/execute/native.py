@@ -180,7 +180,7 @@ class NativeExecutor(NativeSizing):
             raise WorkerError(str(error)) from error
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
-        """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
+        """Return logits [count, vocab] of `count` <= max_samples rows of sample_rows from `first`.
 
         A view of the logits buffer: valid until the next call.
         """
@@ -210,7 +210,7 @@ class NativeExecutor(NativeSizing):
         return choose(logits, batch, self.pool)
 
     def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        """Return how likely known tokens are, by the rows of `logits` (which are only read)."""
         return score(logits, batch, self.pool)
 
     @property
@@ -223,7 +223,7 @@ class NativeExecutor(NativeSizing):
         self._native.set_timed(timed)
 
     def times(self, segment: str) -> list[tuple[tuple[Op, ...], float]]:
-        """Operations that are computed as one, and the seconds they took since set_timed."""
+        """Return operations that are computed as one, and the seconds they took since set_timed."""
         ops = self._program.segments.get(segment, ())
         units = self._native.units(SEGMENTS.index(segment))
         return [(ops[first : first + count], 1e-9 * ns) for first, count, ns in units]

@@ -291,7 +291,7 @@ def _joined(weight: Weight) -> list[WeightPart]:
 
 
 def _packed_rows(weight: Weight) -> int:
-    """Rows of the packed weight: each expert is filled up to whole panels."""
+    """Return rows of the packed weight: each expert is filled up to whole panels."""
     if not weight.experts:
         return weight.rows
     return weight.experts * (-(-weight.expert_rows // PANEL_ROWS) * PANEL_ROWS)
@@ -317,5 +317,5 @@ def weight_arguments(weight: Weight) -> tuple[str, str, int, int, str]:
 
 
 def empty_weight(weight: Weight) -> _native.Weight:
-    """One to be filled; takes address space only until then."""
+    """Return one to be filled; takes address space only until then."""
     return _native.Weight(*weight_arguments(weight))

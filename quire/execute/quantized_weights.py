@@ -19,7 +19,7 @@ Float32s = NDArray[np.float32]
 
 
 def read_f32(weight: Weight, binding: Binding) -> Float32s:
-    """All rows in float32, [rows, columns] or [rows] of a vector."""
+    """Return all rows in float32, [rows, columns] or [rows] of a vector."""
     parts = []
     for part in weight.parts:
         values = binding.read_f32(part)

@@ -211,7 +211,8 @@ class ReferenceExecutor:
             self._buffers = kept
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
-        """Logits [count, vocab] of sample_rows[first : first + count]; a view, see executor.py."""
+        """Return logits [count, vocab] of sample_rows[first : first + count]; a view, see
+        executor.py."""
         return self._run_samples("head", "logits", batch, first, count)
 
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
@@ -227,7 +228,7 @@ class ReferenceExecutor:
         return choose(logits, batch)
 
     def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits`."""
+        """Return how likely known tokens are, by the rows of `logits`."""
         return score(logits, batch)
 
     def close(self) -> None:
@@ -545,7 +546,7 @@ class ReferenceExecutor:
         return link
 
     def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
-        """All `width` columns, from those of this rank."""
+        """Return all `width` columns, from those of this rank."""
         if op.degree == 1:
             return columns
         group = self._group_of(op)
@@ -581,8 +582,8 @@ def _load(
     coarse: dict[str, int],
     progress: Progress | None,
 ) -> tuple[dict[str, Float32s], dict[str, IntMatrix | Fp8Matrix], dict[str, list[ops.Matrix]]]:
-    """Weights in float32, [rows, columns] or [rows] of a vector; those in few bits; and those with
-    an expert axis, a matrix per expert."""
+    """Return weights in float32, [rows, columns] or [rows] of a vector; those in few bits; and
+    those with an expert axis, a matrix per expert."""
     loaded: dict[str, Float32s] = {}
     few: dict[str, IntMatrix | Fp8Matrix] = {}
     of_experts: dict[str, list[ops.Matrix]] = {}

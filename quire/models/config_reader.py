@@ -110,7 +110,7 @@ class ConfigReader:
         return value
 
     def choice(self, key: str, allowed: Mapping[str, str], *, default: str) -> str:
-        """One of the words in `allowed`; returns what that word stands for."""
+        """Read one of the words in `allowed`; return what that word stands for."""
         value = self.take(key)
         if value is None:
             return default

@@ -301,7 +301,7 @@ def _gemma_scalar(named: str, values: Json) -> int:
 
 
 def _read_layer_types(config: ConfigReader, values: Json, *, pattern: int) -> list[str]:
-    """Which layers have a window: by a flag a layer, or all but every `pattern`th."""
+    """Return which layers have a window: by a flag a layer, or all but every `pattern`th."""
     key, num_layers = "attention.sliding_window_pattern", values["num_hidden_layers"]
     listed = config.take(key)
     if isinstance(listed, list):

@@ -89,7 +89,7 @@ def llama3_scaling(
 
 
 def divided(divisors: NDArray[np.float32], theta: float, max_positions: int) -> RopeSettings:
-    """Angles with frequencies divided by `divisors`, whatever made them."""
+    """Return angles with frequencies divided by `divisors`, whatever made them."""
     factors = tuple(float(divisor) for divisor in divisors)
     return RopeSettings(
         kind="longrope",
@@ -145,7 +145,7 @@ def read_longrope(
 
 
 def _follows(factor: float, max_positions: int, original: int) -> bool:
-    """Whether longrope's factor on cos and sin is the one that follows from the lengths."""
+    """Return whether longrope's factor on cos and sin is the one that follows from the lengths."""
     stretched = max_positions / original
     usual = 1.0
     if stretched > 1 and original > 1:

@@ -90,7 +90,7 @@ def embed(
     source: str = "model.embed_tokens.weight",
     head_source: str = "lm_head.weight",
 ) -> tuple[View, str]:
-    """Embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
+    """Return embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
 
     They are spec.embedding.size wide where that is not 0.
     """
@@ -372,7 +372,7 @@ def own_name(source: str) -> str:
 def parts_of(
     source: str, rows: Sequence[tuple[str, int]], *, transposed: bool = False
 ) -> list[WeightPart]:
-    """Consecutive parts of a single fused tensor `source`."""
+    """Return consecutive parts of a single fused tensor `source`."""
     total, first, parts = sum(n for _, n in rows), 0, []
     for name, n in rows:
         part = WeightPart(name, source, n, first_row=first, of_rows=total, transposed=transposed)
@@ -390,7 +390,7 @@ def _fused(
     *,
     has_bias: bool,
 ) -> tuple[View, ...]:
-    """One product of the tensors `source`PART_proj, and the columns of each part."""
+    """Return one product of the tensors `source`PART_proj, and the columns of each part."""
     parts = {part: f"{source}{part}_proj" for part in rows}
     weight = p.matrix(
         name,

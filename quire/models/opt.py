@@ -109,7 +109,7 @@ def build_opt(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 
 
 def _embed(p: ProgramBuilder, spec: ModelSpec) -> tuple[View, str]:
-    """Embedded tokens [T, H], and the name of the head."""
+    """Return embedded tokens [T, H], and the name of the head."""
     tokens, head = layers.embed(p, spec, f"{SOURCE}embed_tokens.weight")  # [T, E]
     if not spec.embedding.size:
         return tokens, head

@@ -72,7 +72,8 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def refusal(values: Mapping[str, Any], running: Iterable[str], mixtures: Sequence[str]) -> str:
-    """Why the model of this config.json does not run, and which architectures (`running`) do.
+    """Return why the model of this config.json does not run, and which architectures (`running`)
+    do.
 
     mixtures: those of them with experts.
     """
@@ -97,7 +98,7 @@ def with_head(name: object, running: Iterable[str]) -> str | None:
 
 
 def other_kind(values: Mapping[str, Any]) -> str | None:
-    """Why a model is none of those that run although its architecture is the name of one."""
+    """Return why a model is none of those that run although its architecture is the name of one."""
     described, keys, _ = _KINDS[0]
     found = next((key for key in keys if values.get(key)), None)
     return None if found is None else described.format(found=found)

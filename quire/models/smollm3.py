@@ -46,7 +46,8 @@ def read_smollm3(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def _read_unrotated(config: ConfigReader) -> frozenset[int]:
-    """Layers without angles: zeros of no_rope_layers, else every no_rope_layer_interval'th."""
+    """Return layers without angles: zeros of no_rope_layers, else every
+    no_rope_layer_interval'th."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     interval = config.whole("no_rope_layer_interval", 1, 10_000, default=INTERVAL)
     listed = config.take("no_rope_layers")

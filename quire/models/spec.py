@@ -73,7 +73,7 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Positions that layer `layer` attends to, its own included; 0 for all."""
+        """Return positions that layer `layer` attends to, its own included; 0 for all."""
         return self.windows[layer] if self.windows else 0
 
     def score_scale(self, layer: int) -> float:

@@ -155,7 +155,7 @@ class Metrics:
             self._series.batch_tokens.observe(stats.step_tokens)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         other_names = b"" if self.vllm is None else self.vllm.text()
         return generate_latest(self._shown) + other_names
 
@@ -163,7 +163,7 @@ class Metrics:
 def missed_objectives(
     terms: SchedulingParams, times: RequestTimes | None, output_tokens: int, finish_reason: str
 ) -> list[str]:
-    """Which of its objectives a choice that ended has not met: all, where it was not completed."""
+    """Return the objectives that an ended choice has not met: all, if it was not completed."""
     objectives = [name for name in OBJECTIVES if getattr(terms, name) is not None]
     if not objectives or times is None or finish_reason not in _COMPLETED:
         return objectives

@@ -94,7 +94,7 @@ class ProgramBuilder:
     # ---- operations
 
     def embed(self, weight: str, *, ids: IdSource = IdSource.TOKENS) -> View:
-        """Rows of a table by token id (or by position), into a new f32 residual stream."""
+        """Return rows of a table by token id (or by position), into a new f32 residual stream."""
         name = "residual" if ids is IdSource.TOKENS else ids
         y = self._new(name, self._weights[weight].columns, DType.F32)
         self._ops.append(Embed(y=y, weight=weight, ids=ids))

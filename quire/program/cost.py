@@ -50,7 +50,8 @@ class StepShape:
         return self._rows[rows]
 
     def attended_positions(self, window: int) -> int:
-        """Pairs of a token row and a position it attends to, over all rows (window 0: no limit)."""
+        """Return pairs of a token row and a position it attends to, over all rows (window 0: no
+        limit)."""
         reach = self.starts + self.counts
         seen = _triangle(reach) - _triangle(self.starts)
         if window:
@@ -59,8 +60,8 @@ class StepShape:
         return int(seen.sum())
 
     def attended_pieces(self, window: int, rank: int = 0, ranks: int = 1) -> int:
-        """Pairs of a token row and a piece of the cache that it attends to, over all rows; of the
-        pieces that `rank` of several ranks has."""
+        """Return pairs of a token row and a piece of the cache that it attends to, over all rows;
+        of the pieces that `rank` of several ranks has."""
         reach = self.starts + self.counts
         num = _own_pieces(reach, rank, ranks) - _own_pieces(self.starts, rank, ranks)
         if window:  # pieces before that of the first position that a row attends to

@@ -35,7 +35,7 @@ def with_kv_cache_dtype(program: Program, dtype: str) -> Program:
 
 
 def kv_cache_text(program: Program) -> str:
-    """How keys and values are kept: "f32", "bf16", "int8" or "fp8"."""
+    """Return how keys and values are kept: "f32", "bf16", "int8" or "fp8"."""
     return ", ".join(dict.fromkeys(cache.precision for cache in program.caches))
 
 

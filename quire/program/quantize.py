@@ -62,7 +62,8 @@ def quantize(
 
 
 def precision_text(program: Program) -> str:
-    """How the products of a program are kept: "none", "int8", or "int4-g64 (embed: int8)"."""
+    """Return how the products of a program are kept: "none", "int8", or "int4-g64 (embed:
+    int8)"."""
     products = _products(program)
     schemes = [weight.scheme or PLAIN for weight in products]
     most = max(dict.fromkeys(schemes), key=lambda name: _bytes_of(products, name))
@@ -89,7 +90,7 @@ def _products(program: Program) -> list[Weight]:
 
 
 def _heads(program: Program) -> set[str]:
-    """Names of the weights of the products that give the logits."""
+    """Return names of the weights of the products that give the logits."""
     logits = program.outputs.get("logits")
     return {
         op.weight
@@ -102,7 +103,7 @@ def _heads(program: Program) -> set[str]:
 
 
 def _routers(program: Program) -> set[str]:
-    """Names of the weights of the products that give a router's logits."""
+    """Return names of the weights of the products that give a router's logits."""
     ops = [op for ops in program.segments.values() for op in ops]
     logits = {op.x.buffer.index for op in ops if isinstance(op, Route)}
     return {op.weight for op in ops if isinstance(op, Linear) and op.y.buffer.index in logits}

@@ -111,8 +111,8 @@ class RankColumns:
         return heads
 
     def _narrowed(self) -> dict[int, list[Tile]]:
-        """Results of products that hold several heads' or both halves' columns, where all that
-        reads them needs the rank's columns only."""
+        """Return results of products that hold several heads' or both halves' columns, where all
+        that reads them needs the rank's columns only."""
         readers: dict[int, list[tuple[Op, View]]] = {}
         for op in self._source.operations():
             for view in op.inputs:

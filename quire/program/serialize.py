@@ -104,7 +104,8 @@ def _op_to_plain(op: Op) -> Plain:
 
 
 def _attrs(op: Op) -> Plain:
-    """Parameters without those at their default: a field added with one changes no digest."""
+    """Return parameters without those at their default: a field added with one changes no
+    digest."""
     defaults = {field.name: field.default for field in fields(op)}
     return {name: value for name, value in op.parameters.items() if value != defaults[name]}
 

@@ -104,7 +104,7 @@ def layers_of_stages(program: Program, stages: int) -> tuple[int, ...]:
 
 
 def _read_bytes(program: Program, ops: Sequence[Op]) -> int:
-    """Bytes of weights that a step reads whole."""
+    """Return bytes of weights that a step reads whole."""
     names = {name for op in ops if not isinstance(op, Embed) for name in op.weights}
     return sum(program.weights[name].num_bytes for name in names)
 

@@ -114,8 +114,8 @@ def _shape(view: View) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns padded to their widest cell; a row without shapes may run over the empty ones. The
-    last column is left out where it is empty: one process receives nothing."""
+    """Return columns padded to their widest cell; a row without shapes may run over the empty ones.
+    The last column is left out where it is empty: one process receives nothing."""
     if not any(line[-1] for line in lines[1:]):
         lines = [line[:-1] for line in lines]
     widths = [

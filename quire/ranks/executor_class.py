@@ -282,12 +282,12 @@ class RankedExecutorClass:
         return block_ends(group, sizes.total(self.num_ranks) + self._stage_link_bytes(sizes))
 
     def _link_bytes(self, sizes: SegmentSizes) -> int:
-        """Bytes of the segment beside what the group of ranks uses."""
+        """Return bytes of the segment beside what the group of ranks uses."""
         of_blocks = block_link_bytes(self.num_ranks) if self._links_blocks else 0
         return self._stage_link_bytes(sizes) + of_blocks
 
     def _stage_link_bytes(self, sizes: SegmentSizes) -> int:
-        """Bytes of the links between stages."""
+        """Return bytes of the links between stages."""
         return 0
 
     def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
@@ -339,7 +339,8 @@ def _end(others: OtherRanks, kind: RankKind, unbind: Callable[[], None] | None =
 
 
 def _slot_bytes(program: Program) -> int:
-    """Bytes of the largest part of a row, or more, so that several rows are exchanged at once."""
+    """Return bytes of the largest part of a row, or more, so that several rows are exchanged at
+    once."""
     parts = [_SLOT_BYTES]
     for ops in program.segments.values():
         for op in ops:

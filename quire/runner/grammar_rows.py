@@ -351,8 +351,8 @@ def _has_mask(matcher: Matcher) -> bool:
 
 
 def _may_jump(admission: Admission) -> bool:
-    """Whether each step of the request, left with one token, would choose just that, with nothing
-    else to return and no state to move."""
+    """Return whether each step of the request, left with one token, would choose just that, with
+    nothing else to return and no state to move."""
     sampling: SamplingParams = admission.sampling
     bans = (
         admission.rules.banned_sequences

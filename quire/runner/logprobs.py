@@ -47,7 +47,7 @@ class ScoredRows:
 
 
 def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
-    """Whether rows of `plan` compute what their requests want scored."""
+    """Return whether rows of `plan` compute what their requests want scored."""
     return bool(_to_score(plan, tables)[1].any())
 
 
@@ -153,7 +153,7 @@ def listed_logprobs(
 
 
 def stacked(parts: list[NDArray[_Number]], fill: _Number) -> NDArray[_Number]:
-    """Tables [rows, width] one below the other, as wide as the widest, filled up."""
+    """Return tables [rows, width] one below the other, as wide as the widest, filled up."""
     width = max((part.shape[1] for part in parts), default=0)
     table = np.full((sum(map(len, parts)), width), fill, fill.dtype)
     row = 0
@@ -237,7 +237,7 @@ def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
 
 
 def _kept(parts: list[Scores], counts: Int32s, row_of: NDArray[np.intp]) -> ScoredRows:
-    """Slices of the head put together, without the entries of rows that failed."""
+    """Return slices of the head put together, without the entries of rows that failed."""
     ranks = np.concatenate([part.ranks for part in parts])
     logprobs = np.concatenate([part.logprobs for part in parts])
     top_ids = stacked([part.top_ids for part in parts], np.int32(-1))

@@ -36,7 +36,7 @@ def _computed(plan: StepPlan, resources: RunnerResources) -> Computed:
 
 
 def _rows(plan: StepPlan, first: int, end: int) -> StepPlan:
-    """Rows of a plan without what is applied once: nothing but what computing them reads."""
+    """Return rows of a plan without what is applied once: nothing but what computing them reads."""
     rows = np.s_[first:end]
     return StepPlan(
         step=plan.step,

@@ -38,7 +38,7 @@ MAX_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
 
 
 def num_buffers(block_bytes: int, tier: Tier) -> int:
-    """Blocks that may be on their way to the tier at once."""
+    """Return blocks that may be on their way to the tier at once."""
     return max(1, min(MAX_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
 
 
@@ -361,7 +361,8 @@ class TierMover:
         self._ended.arrived.append(arrived)
 
     def _ask(self, call: Callable[[], None]) -> bool:
-        """Whether store or device did as they were asked; not asked where one failed before."""
+        """Return whether store or device did as they were asked; not asked where one failed
+        before."""
         if self._is_broken:
             return False
         try:

@@ -222,7 +222,7 @@ class LayoutPlanner:
     # ---- time
 
     def _segment_ms(self, layout: Layout, segment: str, rows: int) -> float:
-        """Milliseconds of a segment that all ranks of a stage compute together."""
+        """Return milliseconds of a segment that all ranks of a stage compute together."""
         return self._costs(layout.tensor, layout.experts, layout.context, segment, rows)
 
     def _cost_ms(self, tensor: int, experts: bool, context: int, segment: str, rows: int) -> float:
@@ -244,15 +244,16 @@ class LayoutPlanner:
         return computed_ms + received_ms + waited_ms
 
     def _stage_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds of the slowest stage; the last one has the head."""
+        """Return milliseconds of the slowest stage; the last one has the head."""
         ms = self._segment_ms(layout, "trunk", rows) * self._part(layout)
         if layout.stages > 1:
             ms += self._message_ms(layout, rows)
         return ms + self._segment_ms(layout, "head", rows)
 
     def _prefill_s(self, layout: Layout) -> float:
-        """Seconds of a prompt of num_tokens alone, in steps of the largest size: these grow with
-        their depth, so that a first, a middle and a last one give the mean (Simpson's rule)."""
+        """Return seconds of a prompt of num_tokens alone, in steps of the largest size: these grow
+        with their depth, so that a first, a middle and a last one give the mean (Simpson's
+        rule)."""
         size = min(self._sized.step_tokens, self.num_tokens)
         num_steps, last = -(-self.num_tokens // size), self.num_tokens - size
         first_ms, middle_ms, last_ms = (
@@ -266,12 +267,12 @@ class LayoutPlanner:
         return stage_ms * (num_steps + layout.stages - 1) / 1e3
 
     def _token_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds of a step through all stages."""
+        """Return milliseconds of a step through all stages."""
         ms = self._segment_ms(layout, "trunk", rows) + self._segment_ms(layout, "head", rows)
         return ms + (layout.stages - 1) * self._message_ms(layout, rows)
 
     def _message_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds to send a stage's rows on: each rank sends its columns."""
+        """Return milliseconds to send a stage's rows on: each rank sends its columns."""
         row_bytes = self._row_bytes() / layout.ranks
         crosses = layout.devices > self.links.per_node
         rate = self.links.network_gb_per_s if crosses else self.links.node_gb_per_s

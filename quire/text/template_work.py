@@ -182,7 +182,7 @@ class Work:
 
 
 def _own_chars(item: Any) -> int:
-    """Characters an item adds to the text of what holds it, those of its entries aside."""
+    """Return characters an item adds to the text of what holds it, those of its entries aside."""
     if isinstance(item, str):
         return len(item) + 4
     if isinstance(item, int):

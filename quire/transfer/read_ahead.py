@@ -85,5 +85,5 @@ class ReadAhead:
 
 
 def _pages(num_bytes: int) -> Bytes:
-    """Memory that begins with a page, as reads past the page cache want it."""
+    """Return memory that begins with a page, as reads past the page cache want it."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)

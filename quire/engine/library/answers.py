@@ -160,7 +160,7 @@ class GenerateCall:
         )
 
     def answer(self) -> Answer:
-        """All of it, once no stream is open."""
+        """Return all of it, once no stream is open."""
         return Answer(
             prompt=self._prompt,
             prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),

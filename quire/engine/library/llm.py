@@ -169,7 +169,7 @@ class LLM:
         terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
         progress: bool | None = None,
     ) -> list[Embedding]:
-        """Vectors of the prompts, in their order. A prompt is text or a list of token ids.
+        """Return vectors of the prompts, in their order. A prompt is text or a list of token ids.
 
         dimensions: keep the first so many numbers, where the model allows it. prompt_name: of the
         model's prompts, which precedes each text; None: its default, "": none. Raises RequestError
@@ -332,7 +332,7 @@ class LLM:
         return []
 
     def _has_room_for(self, job: GenerateCall) -> bool:
-        """Whether to hand it in now; one that is larger than the room goes alone."""
+        """Return whether to hand it in now; one that is larger than the room goes alone."""
         num_open = len(self._streams)
         return not num_open or num_open + len(job.requests) <= self._max_streams
 

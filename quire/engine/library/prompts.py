@@ -70,7 +70,7 @@ def one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> S
 
 
 def prompts_of(given: object) -> Sequence[Prompt]:
-    """One prompt or several, as several."""
+    """Return one prompt or several, as several."""
     if isinstance(given, str):
         return [given]
     entries = list(listed(given))

@@ -60,7 +60,7 @@ def shown_ids(
 
 
 def _tools(listed: Any) -> Tools:
-    """Functions as OpenAI writes them, or as schemas alone."""
+    """Return functions as OpenAI writes them, or as schemas alone."""
     functions = [tool.get("function", tool) for tool in listed if isinstance(tool, Mapping)]
     return Tools(
         {

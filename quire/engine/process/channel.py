@@ -166,7 +166,7 @@ class _ClientEnd:
 
 
 def received_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """All frames that have come; does not wait."""
+    """Return all frames that have come; does not wait."""
     frames = []
     while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         frames.append(socket.recv(zmq.NOBLOCK))

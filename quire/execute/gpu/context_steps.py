@@ -222,8 +222,8 @@ def context_bytes(program: Program, *, exact: bool) -> int:
 
 
 def _by_heads(partials: Partials, shape: _Shape) -> Tensor:
-    """Parts [heads, slots, tokens, D + 2], from those of rows that are tokens by heads of a KV
-    head."""
+    """Return parts [heads, slots, tokens, D + 2], from those of rows that are tokens by heads of a
+    KV head."""
     group = shape.heads // shape.kv_heads
     joined = torch.cat([partials.y, partials.sums], dim=-1)
     split = joined.view(len(joined), shape.kv_heads, shape.tokens, group, joined.shape[-1])

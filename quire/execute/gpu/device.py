@@ -122,7 +122,7 @@ def choose(wanted: str, machine: Machine) -> torch.device:
 
 
 def reason(wanted: str, device: torch.device, machine: Machine) -> str:
-    """Why this device, for a line of the log."""
+    """Return why this device, for a line of the log."""
     if device.type == "cpu" and wanted == "cpu":
         return "--device cpu"
     if device.type == "cpu":
@@ -136,7 +136,7 @@ def reason(wanted: str, device: torch.device, machine: Machine) -> str:
 
 
 def has_fp8(device: torch.device, machine: Machine) -> bool:
-    """Whether its kernels know e4m3; on the CPU plain PyTorch does."""
+    """Return whether its kernels know e4m3; on the CPU plain PyTorch does."""
     if device.type == "cpu":
         return True
     card = machine.cards[device.index or 0]
@@ -156,7 +156,7 @@ def device_after(name: str, rank: int) -> str:
 
 
 def num_cards_from(device: torch.device) -> int:
-    """How many cards there are from this one on."""
+    """Return how many cards there are from this one on."""
     return torch.cuda.device_count() - (device.index or 0)
 
 
@@ -183,14 +183,14 @@ def device_errors(doing: str) -> Iterator[None]:
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether it says that the device, or the host for it, had no memory left."""
+    """Return whether it says that the device, or the host for it, had no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return _says(error, OF_DRIVER) and _says(error, OF_MEMORY)
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether it says that the device can be used no more."""
+    """Return whether it says that the device can be used no more."""
     return _says(error, OF_DRIVER) and not _says(error, (*OF_MEMORY, *REFUSED))
 
 

@@ -212,7 +212,7 @@ class TorchExecutor:
                 self._run("trunk", self._counts)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
-        """Logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
+        """Return logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
         device a tensor, to be handed to `sample` and `score`. Valid until the next call."""
         self._check_fits(Rows.SAMPLES, count)
         assert self._counts is not None, "the trunk runs before the head"
@@ -318,7 +318,7 @@ class TorchExecutor:
         return wait
 
     def score(self, logits: Any, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        """Return how likely known tokens are, by the rows of `logits` (which are only read)."""
         if isinstance(logits, np.ndarray):
             self._stream.mark().wait()
             return score_on_host(logits, batch)

@@ -74,7 +74,7 @@ def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
 
 
 def _takes_bytes(program: Program, rows: View, product: Linear) -> bool:
-    """Whether a product takes these rows, and in bytes."""
+    """Return whether a product takes these rows, and in bytes."""
     return product.x == rows and program.weights[product.weight].quantized is not None
 
 
@@ -120,7 +120,7 @@ def _is_head_norm(op: Norm, head_dim: int) -> bool:
 
 
 def _is_read(program: Program, segment: str, first: int, view: View) -> bool:
-    """Whether these columns are read from the segment's operation `first` on."""
+    """Return whether these columns are read from the segment's operation `first` on."""
     names = list(program.segments)
     later = [
         *program.segments[segment][first:],

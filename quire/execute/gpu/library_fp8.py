@@ -36,7 +36,8 @@ def scales_for(
     y_is_whole: bool,
     has_bias: bool,
 ) -> str:
-    """How the library would be given the scales, BY_TENSOR or BY_ROW; "" where it is not asked.
+    """Return how the library would be given the scales, BY_TENSOR or BY_ROW; "" where it is not
+    asked.
 
     capability: of the card, None of what is none of NVIDIA's. x_scaled: block, token or tensor;
     w_scaled: block, channel or tensor. y_is_whole: its rows follow one another.
@@ -100,7 +101,7 @@ def multiply(x: Tensor, turned: Tensor, x_scales: Tensor, scales: Tensor, y: Ten
 
 @cache
 def is_known(form: str, device: torch.device) -> bool:
-    """Whether the installed PyTorch multiplies so on a device, and rightly."""
+    """Return whether the installed PyTorch multiplies so on a device, and rightly."""
     x, w = (torch.ones(16, 128, device=device).to(E4M3) for _ in range(2))
     size = 1 if form == BY_TENSOR else 16
     scales = torch.full((size,), 0.5, device=device)

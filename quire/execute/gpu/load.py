@@ -65,7 +65,7 @@ class IntWeight:
         )
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows by id in float32, as the products use them."""
+        """Return rows by id in float32, as the products use them."""
         columns = self.values.shape[1]
         scales = self.scales[ids].repeat_interleave(self.scheme.group or columns, dim=1)
         return self.values[ids].float() * scales[:, :columns]
@@ -95,7 +95,7 @@ class Fp8Weight:
         return cls(scheme=scheme, values=codes.view(E4M3), scales=torch.cat(scales))
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows by id in float32."""
+        """Return rows by id in float32."""
         values, group = self.values[ids].float(), self.scheme.group
         if not group:
             return values * self.scales[ids, None]
@@ -277,7 +277,7 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
 
 
 def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
-    """Bytes of the part's rows where the file has them just as they are wanted."""
+    """Return bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
     is_cut = part.transposed or part.of_columns
     if not wanted or is_cut or weight.offset or binding.content(part).dtype != "bf16":

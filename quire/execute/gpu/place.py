@@ -37,7 +37,7 @@ class GatherBuffers:
 
     @classmethod
     def of(cls, program: Program, limits: StepLimits, device: torch.device) -> GatherBuffers:
-        """Room for the largest exchange."""
+        """Return room for the largest exchange."""
         own, every = _largest(program, limits)
         return cls(
             own=torch.empty(own, dtype=torch.uint8, device=device),
@@ -109,7 +109,7 @@ def no_loads(program: Program, device: torch.device) -> dict[str, Tensor]:
 
 
 def num_rows(rows: Rows, counts: Counts) -> int:
-    """How many a step has of what a buffer's rows are."""
+    """Return how many a step has of what a buffer's rows are."""
     return {
         Rows.TOKENS: counts.tokens,
         Rows.SEQUENCES: counts.sequences,

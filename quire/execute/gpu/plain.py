@@ -122,8 +122,8 @@ def fp8_linear(
 
 
 def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Rows as a weight's scheme has them beside it, values [R, K] in float32: with scales [R,
-    groups of 128], or [R, 1] where fp8 has no groups."""
+    """Return rows as a weight's scheme has them beside it, values [R, K] in float32: with scales
+    [R, groups of 128], or [R, 1] where fp8 has no groups."""
     columns = x.shape[1]
     size = ACTIVATION_GROUP if scheme.group or not scheme.is_float else columns
     groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).reshape(len(x), -1, size)
@@ -132,7 +132,8 @@ def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_by(x: Tensor, scale: Tensor) -> Tensor:
-    """Rows as e4m3 has them by a scale [1] that is given, in float32; NaN where not finite."""
+    """Return rows as e4m3 has them by a scale [1] that is given, in float32; NaN where not
+    finite."""
     wide = x.float()
     values = (wide * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(E4M3).float()
     return torch.where(torch.isfinite(wide), values, torch.full_like(wide, torch.nan))

@@ -54,7 +54,7 @@ class Scratch:
 
     @classmethod
     def of(cls, program: Program, limits: StepLimits, device: torch.device) -> Scratch:
-        """Room for the largest launch of a program."""
+        """Return room for the largest launch of a program."""
         rows = max(limits.max_tokens, limits.max_samples)
         return cls(
             workspace=Workspace.of(_sums(program, rows), device),
@@ -163,7 +163,7 @@ def _products(program: Program) -> list[Linear]:
 
 
 def _byte_rows(program: Program) -> set[tuple[int, str]]:
-    """Columns of products, and the forms that rows take for them."""
+    """Return columns of products, and the forms that rows take for them."""
     weights = [program.weights[op.weight] for op in _products(program)]
     schemes = [(weight.columns, weight.quantized) for weight in weights]
     return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
@@ -174,7 +174,7 @@ def _row_form(scheme: Scheme) -> str:
 
 
 def _sums(program: Program, rows: int) -> int:
-    """Elements of the pieces of the largest product that is split over programs."""
+    """Return elements of the pieces of the largest product that is split over programs."""
     weights = (program.weights[op.weight] for op in _products(program))
     plain = (weight for weight in weights if weight.quantized is None)
     sums = (

@@ -83,7 +83,7 @@ def _words(pool: CachePool) -> list[torch.Tensor]:
 
 
 def _parts(pool: CachePool, raw: torch.Tensor) -> list[torch.Tensor]:
-    """Raw bytes [B, block_bytes] as words, axes as `_words` has them."""
+    """Return raw bytes [B, block_bytes] as words, axes as `_words` has them."""
     found, first = [], 0
     words = raw.view(torch.int32)
     for held in _words(pool):

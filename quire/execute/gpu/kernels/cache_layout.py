@@ -82,7 +82,7 @@ class CachePool:
         return cls(values, memory[:scale_bytes].view(torch.float32).view(shape[:-1]))
 
     def layer(self, index: int) -> LayerCache:
-        """One layer, views."""
+        """Return one layer, views."""
         return LayerCache(self.values[index], None if self.scales is None else self.scales[index])
 
     @property
@@ -100,7 +100,7 @@ class CachePool:
 
 
 def token_bytes(precision: str, *, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes one token takes over all layers, keys and values with their scales."""
+    """Return bytes one token takes over all layers, keys and values with their scales."""
     size = torch.empty(0, dtype=VALUE_TYPES[precision]).element_size()
     scale = SCALE_BYTES if precision in SCALED else 0
     return 2 * layers * kv_heads * (head_dim * size + scale)

@@ -99,7 +99,8 @@ def _ordered(values):
 
 @triton.jit
 def _kept(keys, ids, last_key, last_id):
-    """Whether a token is in the beginning of the order that ends with (last_key, last_id)."""
+    """Return whether a token is in the beginning of the order that ends with (last_key,
+    last_id)."""
     return (keys > last_key) | ((keys == last_key) & (ids <= last_id))
 
 

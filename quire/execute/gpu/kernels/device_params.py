@@ -38,7 +38,7 @@ class DeviceSamplingParams:
 
     @classmethod
     def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> DeviceSamplingParams:
-        """Those of a batch."""
+        """Return those of a batch."""
         return cls.seen_in(to_device(words_of(batch)))
 
     @classmethod

@@ -86,7 +86,7 @@ class GroupRoom:
 
     @classmethod
     def of(cls, slots: int, count: int, device: torch.device | str) -> GroupRoom:
-        """Room for so many slots of so many matrices, or fewer."""
+        """Return room for so many slots of so many matrices, or fewer."""
         sizes = cls.elements(slots, count)
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
@@ -108,7 +108,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: torch.Tensor, count: int, room: GroupRoom | None = None) -> Groups:
-        """Slots in the order of contiguous ids int32 [n], each the number of one of `count`
+        """Return slots in the order of contiguous ids int32 [n], each the number of one of `count`
         matrices; any other: none. room: that they lie in; None: new memory."""
         slots = ids.numel()
         if room is None:

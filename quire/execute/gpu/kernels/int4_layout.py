@@ -27,7 +27,7 @@ BLOCK_BYTES = BLOCK // 2  # of an output
 
 
 def half_of(group: int) -> int:
-    """Columns from one nibble of a byte to the other."""
+    """Return columns from one nibble of a byte to the other."""
     return min(group, BLOCK // 2)
 
 

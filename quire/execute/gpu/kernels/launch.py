@@ -21,7 +21,8 @@ EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False})
 
 
 def cdiv(size: int, part: int) -> int:
-    """Parts that hold `size`. (triton.cdiv is made for kernels: on the host it takes 3 us.)"""
+    """Return parts that hold `size`. (triton.cdiv is made for kernels: on the host it takes 3
+    us.)"""
     return -(-size // part)
 
 

@@ -68,7 +68,7 @@ def piece_of(outputs: int, columns: int) -> tuple[int, int]:
 
 
 def max_sums(outputs: int, columns: int, max_rows: int, *, undivided: int = 0) -> int:
-    """Elements that a Workspace needs for a weight's pieces to be split whenever that helps.
+    """Return elements that a Workspace needs for a weight's pieces to be split whenever that helps.
     undivided: outputs of the whole weight, where this is a share."""
     _, pieces = piece_of(undivided or outputs, columns)
     # Where FILL tiles of few rows and more are needed, nothing is split.
@@ -101,7 +101,7 @@ class Workspace:
 
     @classmethod
     def of(cls, elements: int, device: torch.device | str) -> Workspace:
-        """Room for `elements` sums, the largest of max_sums."""
+        """Return room for `elements` sums, the largest of max_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
             arrived=torch.zeros(FILL, dtype=torch.int32, device=device),

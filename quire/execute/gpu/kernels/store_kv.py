@@ -136,7 +136,7 @@ def _load(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ):
-    """Heads in f32 as their first rotated half, their second, and what is not rotated."""
+    """Return heads in f32 as their first rotated half, their second, and what is not rotated."""
     half = tl.arange(0, HALF_PAD)[None, :]
     tail = tl.arange(0, REST_PAD)[None, :]
     is_head = (head < HEADS)[:, None]
