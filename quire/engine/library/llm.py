@@ -303,7 +303,7 @@ class LLM:
                     tokenizer = self._text.tokenizer
                     streams.open(tokenizer, job.requests, job, job.text_rules(tokenizer))
                     self._engine.send(Submit(requests=job.requests))
-                for job, delta in self._said(self._next_message()):
+                for job, delta in self._deltas_of(self._next_message()):
                     job.take(delta)
                     if job.is_done:
                         yield job
@@ -312,7 +312,7 @@ class LLM:
             if left:
                 self._engine.send(Abort(request_ids=left))
 
-    def _said(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
+    def _deltas_of(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
         """Return each call's deltas of a message.
 
         Raises where a request cannot be served at all; one that cannot be served in time ends with
