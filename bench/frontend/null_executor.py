@@ -79,7 +79,7 @@ class NullExecutor:
         return self._logits[:count]
 
     def sample(self, logits: NDArray[np.float32], batch: SampleBatch) -> TokenChoice:
-        """The tokens of the rows' positions."""
+        """Return the tokens of the rows' positions."""
         token_ids = (FIRST_ID + batch.positions * 7 % NUM_IDS).astype(np.int32)
         return TokenChoice(token_ids=token_ids)
 

@@ -148,7 +148,7 @@ def replay(trace: Trace) -> dict[str, Any]:
 
 
 def _numbered(tokens: Int32s, size: int, known: dict[tuple[int, bytes], int]) -> list[int]:
-    """Number each chain of blocks: equal tokens after an equal chain get equal numbers."""
+    """Give each chain of blocks a number: equal tokens after an equal chain get an equal one."""
     before, chain = -1, []
     for at in range(0, len(tokens), size):
         before = known.setdefault((before, tokens[at : at + size].tobytes()), len(known))

@@ -60,7 +60,7 @@ def computed(program: Program, machine: Described, rows: int) -> dict[str, Any]:
         return number * machine.exchange_us / 1e3 + num_bytes / machine.link_gb_per_s / 1e6
 
     def of_mode(mode: TpMode) -> dict[str, Any] | None:
-        """What the ranks' programs exchange and read in a mode; None where it is refused."""
+        """Return what the ranks' programs exchange and read in a mode; None where it is refused."""
         if mode not in shares:
             return None
         costs = [share.step_cost(step) for share in shares[mode]]

@@ -61,7 +61,9 @@ def decision(rounds: int) -> dict[str, Any]:
     policy = WarmCache(PrefixHistory(65_536), None, sets)
     for one in replicas:  # so that each has a model of its own
         for _ in range(MIN_SAMPLES):
-            policy.began(one, drawn.randrange(8192), drawn.randrange(20_000), drawn.random())
+            policy.note_first_token(
+                one, drawn.randrange(8192), drawn.randrange(20_000), drawn.random()
+            )
     texts = [prompt.tobytes() for prompt in prompts]
     times_us, cpu_us = list[float](), list[float]()
     for _ in range(20 * rounds):
@@ -79,7 +81,7 @@ def decision(rounds: int) -> dict[str, Any]:
         chosen = policy.choose(replicas, key)
         new_tokens = policy.new_tokens(chosen, key)
         policy.sent(chosen, key)
-        policy.began(chosen, new_tokens, chosen.queued_tokens, new_tokens * 1e-4)
+        policy.note_first_token(chosen, new_tokens, chosen.queued_tokens, new_tokens * 1e-4)
         times_us.append((time.perf_counter() - start_s) * 1e6)
         cpu_us.append((time.thread_time() - start_cpu_s) * 1e6)
     times_us.sort()

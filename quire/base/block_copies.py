@@ -65,7 +65,7 @@ class CopiesEnded:
 
 
 def joined(parts: list[BlockCopies]) -> BlockCopies | None:
-    """All copies in one record, in order; None for none."""
+    """Return all copies in one record, in order; None for none."""
     if not parts:
         return None
     if len(parts) == 1:
@@ -82,7 +82,7 @@ def joined(parts: list[BlockCopies]) -> BlockCopies | None:
 def between(
     source: Tier, from_blocks: Int32s, target: Tier, to_blocks: Int32s, keys: list[bytes]
 ) -> BlockCopies:
-    """Copies all of one kind; keys are the digests as bytes."""
+    """Return copies all of one kind; keys are the digests as bytes."""
     count = len(from_blocks)
     return BlockCopies(
         from_tiers=np.full(count, source, np.int32),

@@ -23,7 +23,7 @@ sys.exit(import_module(sys.argv.pop(1)).main())
 
 
 def command_of(module: str) -> list[str]:
-    """What starts a process of ours: `main` of a module, in a fresh interpreter."""
+    """Return what starts a process of ours: `main` of a module, in a fresh interpreter."""
     return [sys.executable, "-P", "-c", _START, _PACKAGES, module]
 
 

@@ -14,5 +14,5 @@ class Clock:
     """Reads the machine's monotonic clock."""
 
     def now_ms(self) -> float:
-        """Milliseconds since some fixed moment of this machine's past; never goes back."""
+        """Return milliseconds since some fixed moment of this machine's past; never goes back."""
         return time.monotonic_ns() / 1e6

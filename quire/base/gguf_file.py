@@ -66,7 +66,7 @@ class GgufArray:
     dtype: np.dtype[Any] | None
 
     def texts(self) -> list[bytes]:
-        """The texts as UTF-8 bytes, not checked."""
+        """Return the texts as UTF-8 bytes, not checked."""
         found, at, content = [], self.start, self.content
         for _ in range(self.count if self.holds_texts else 0):
             (length,) = _LENGTH.unpack_from(content, at)
@@ -75,7 +75,7 @@ class GgufArray:
         return found
 
     def numbers(self) -> NDArray[Any]:
-        """The numbers (of flags: bool), a fresh array; empty where the array holds texts."""
+        """Return the numbers (of flags: bool), a fresh array; empty where the array holds texts."""
         if self.dtype is None:
             return np.empty(0)
         size = self.count * self.dtype.itemsize
@@ -113,11 +113,11 @@ class GgufFile:
         self._bytes = np.frombuffer(self._map, np.uint8)
 
     def raw(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        """The tensor's bytes [end - start], read-only, a view of the mapping."""
+        """Return the tensor's bytes [end - start], read-only, a view of the mapping."""
         return self._bytes[tensor.start : tensor.end]
 
     def header(self) -> bytes:
-        """All bytes before the tensors: metadata and descriptions."""
+        """Return all bytes before the tensors: metadata and descriptions."""
         return self._map[: self.header_bytes]
 
     def release(self, tensor: GgufTensor) -> None:
@@ -138,7 +138,7 @@ class _Cursor:
         return WeightsError(f"{self.path}: byte {place}: {problem}; {_HOW_TO_MEND}")
 
     def number(self, code: str, what: str) -> Any:
-        """One number of struct's kind `code`."""
+        """Return one number of struct's kind `code`."""
         size = struct.calcsize(code)
         if self.at + size > self.size:
             raise self.broken(f"{what} should be here, but {self.size - self.at} bytes are left")
@@ -147,7 +147,7 @@ class _Cursor:
         return value
 
     def text(self, what: str, limit: int) -> str:
-        """A string of at most `limit` bytes."""
+        """Return a string of at most `limit` bytes."""
         begin = self.at
         length = self.number("Q", f"the length of {what}")
         if length > min(limit, self.size - self.at):
@@ -193,7 +193,7 @@ def _why_no_gguf(path: Path, start: bytes, size: int) -> str:
 
 
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
-    """The numbers of tensors and of metadata entries."""
+    """Return the numbers of tensors and of metadata entries."""
     cursor.at = len(MAGIC)
     version = cursor.number("I", "the version")
     if version not in VERSIONS:
@@ -299,7 +299,7 @@ def _pass_texts(cursor: _Cursor, count: int, what: str) -> None:
 
 
 def _read_tensor(cursor: _Cursor) -> GgufTensor:
-    """A description; `start` and `end` are still relative to the first tensor's place."""
+    """Return a description; `start` and `end` are still relative to the first tensor's place."""
     begin = cursor.at
     name = cursor.text("a tensor's name", MAX_NAME_BYTES)
     num_dimensions = cursor.number("I", f"the number of dimensions of {name}")
@@ -347,7 +347,7 @@ def _alignment(cursor: _Cursor, metadata: Mapping[str, Any]) -> int:
 
 
 def _placed(cursor: _Cursor, described: list[GgufTensor], alignment: int) -> dict[str, GgufTensor]:
-    """The tensors with their places in the file, each of which was checked."""
+    """Return the tensors with their places in the file, each of which was checked."""
     first = _aligned(cursor.at, alignment)
     problems: list[str] = []
     tensors: dict[str, GgufTensor] = {}

@@ -43,12 +43,12 @@ class GgufModel:
         return {name: file.tensors[name] for name, file in self._holders.items()}
 
     def holder(self, name: str) -> GgufFile:
-        """The file in which the tensor `name` lies."""
+        """Return the file in which the tensor `name` lies."""
         return self._holders[name]
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The (first) GGUF file that `path` stands for; None where it stands for something else.
+    """Return the (first) GGUF file that `path` stands for; None where it stands for something else.
 
     A file itself, by its suffix; or the one model in a folder without safetensors. Raises
     ConfigError where the folder has several.
@@ -70,7 +70,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def model_name_of(path: Path) -> str:
-    """What a GGUF file's name says the model is called."""
+    """Return what a GGUF file's name says the model is called."""
     part = PART.fullmatch(path.name)
     return part["stem"] if part else path.stem
 

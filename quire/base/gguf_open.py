@@ -45,7 +45,7 @@ def gguf_read_once() -> Iterator[None]:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """The file, mapped and parsed. Raises WeightsError."""
+    """Return the file, mapped and parsed. Raises WeightsError."""
     with _START.lock:  # the second caller waits for the first, on purpose
         file = _START.files.get(path)
         if file is None:

@@ -102,12 +102,12 @@ def json_object(*, param: str = FIELD, whitespace: str | None = None) -> Grammar
 
 
 def regex(pattern: str, *, param: str = FIELD) -> Grammar:
-    """Text that a regular expression matches as a whole (Rust's syntax: no look-around)."""
+    """Return text that a regular expression matches as a whole (Rust's syntax: no look-around)."""
     return Grammar(kind=GrammarKind.REGEX, text=_text(pattern, "regex", param), param=param)
 
 
 def choice(texts: Iterable[str], *, param: str = FIELD) -> Grammar:
-    """One of some texts."""
+    """Return one of some texts."""
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
         raise InvalidParameter(
             f"{param}: choice is {show(texts)}; a list of strings is allowed", param=param
@@ -129,7 +129,7 @@ def choice(texts: Iterable[str], *, param: str = FIELD) -> Grammar:
 
 
 def grammar(text: str, *, param: str = FIELD) -> Grammar:
-    """A context-free grammar: Lark as llguidance reads it (rules `start: ...`), or GBNF
+    """Return a context-free grammar: Lark as llguidance reads it (rules `start: ...`), or GBNF
     (`root ::= ...`). Lark takes JSON schemas as `%json {...}`."""
     return Grammar(kind=GrammarKind.GRAMMAR, text=_text(text, "grammar", param), param=param)
 
@@ -147,10 +147,10 @@ def structural_tag(tag: Mapping[str, Any] | str, *, param: str = FIELD) -> Gramm
 
 
 def grammar_of(value: Mapping[str, Any], *, param: str = FIELD) -> Grammar:
-    """The grammar that an object of vLLM's form asks for: exactly one of json, json_object, regex,
-    choice, grammar and structural_tag; beside json and json_object perhaps whitespace_pattern or
-    disable_any_whitespace. thinking (thinking_budget_of) may be beside it, or alone. Raises
-    InvalidParameter naming what else it has."""
+    """Return the grammar that an object of vLLM's form asks for: exactly one of json, json_object,
+    regex, choice, grammar and structural_tag; beside json and json_object perhaps
+    whitespace_pattern or disable_any_whitespace. thinking (thinking_budget_of) may be beside it, or
+    alone. Raises InvalidParameter naming what else it has."""
     if not isinstance(value, Mapping):
         raise InvalidParameter(f"{param} is {show(value)}; an object is allowed", param=param)
     given = {name: entry for name, entry in value.items() if entry is not None}

@@ -119,7 +119,7 @@ def _stamp() -> str:
 
 @lru_cache(maxsize=2)
 def _second(now_s: int) -> str:
-    """A second written out; many lines have the same."""
+    """Return a second written out; many lines have the same."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
 
 
@@ -134,7 +134,7 @@ def _show(value: Field) -> str:
 
 
 def _escaped(text: str) -> str:
-    """The text without line breaks, terminal controls and what no encoding can write."""
+    """Return the text without line breaks, terminal controls and what no encoding can write."""
     if text.isprintable():
         return text
     return "".join(

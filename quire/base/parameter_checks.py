@@ -41,7 +41,7 @@ def listed(
 
 
 def whole(name: str, value: Any, low: int, high: int, *, is_entry: bool = False) -> int:
-    """The value as an int. is_entry: of a list, which errors say."""
+    """Return the value as an int. is_entry: of a list, which errors say."""
     try:
         found = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -55,7 +55,7 @@ def whole(name: str, value: Any, low: int, high: int, *, is_entry: bool = False)
 
 
 def number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    """The value as a float."""
+    """Return the value as a float."""
     found = math.nan
     if type(value) is float:
         found = value

@@ -355,7 +355,7 @@ def token_logprobs(
     top_logprobs: Float32s,
     listed_logprobs: Float32s,
 ) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of entry `row` of the arrays of a StepResult; empty where not asked for."""
+    """Return log-probabilities of entry `row` of a StepResult's arrays; empty if not asked for."""
     if row >= len(logprobs) or np.isnan(logprobs[row]):
         return ()
     top: tuple[tuple[int, float], ...] = ()

@@ -24,7 +24,7 @@ _MORE_BYTES = 1 << 20
 
 
 def is_present(path: Path) -> bool:
-    """Whether the directory has an entry of this name, readable or not, of whatever kind.
+    """Return whether the directory has an entry of this name, readable or not, of whatever kind.
 
     A name too long for the file system is not present.
     """

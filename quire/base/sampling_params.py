@@ -205,7 +205,7 @@ class SamplingParams(metaclass=_Checked):
 
 
 def random_seed() -> int:
-    """The seed of a request that names none: a number that JSON's readers keep exactly."""
+    """Return the seed of a request that names none: a number that JSON's readers keep exactly."""
     return secrets.randbelow(2**53)
 
 

@@ -45,7 +45,7 @@ def _shown(value: Any, levels: int) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Whether the beginning is valid Unicode that prints on a line."""
+    """Return whether the beginning is valid Unicode that prints on a line."""
     return value[:MAX_SHOWN_CHARS].isprintable()
 
 

@@ -34,7 +34,7 @@ class Wire:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
 
     def encode(self, record: object) -> bytes:
-        """One frame. Raises WireError for a record type this wire was not made for."""
+        """Return one frame. Raises WireError for a record type this wire was not made for."""
         name = self._names.get(type(record))
         if name is None:
             raise WireError(
@@ -43,7 +43,8 @@ class Wire:
         return self._encoder.encode((name, record))
 
     def decode(self, frame: bytes | memoryview) -> Any:
-        """The record of a frame. Raises WireError where it is not one, or a field does not fit."""
+        """Return the record of a frame. Raises WireError where it is not one, or a field does not
+        fit."""
         try:
             name, body = self._frame.decode(frame)
             decoder = self._decoders.get(name)

@@ -304,7 +304,7 @@ def _attend(
     shape = StepShape([count] * sequences, [depth] * sequences)
 
     def twin(batch: ForwardBatch) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-        """The first and the last row, each of a sequence of its own in the twin's cache."""
+        """Return the first and the last row, each of a sequence of its own in the twin's cache."""
         small, rows, wanted = SingleOp(program, op), [], []
         for sequence, row in dict.fromkeys([(0, 0), (sequences - 1, count - 1)]):
             alone = Sequences(ids[sequence : sequence + 1])

@@ -71,7 +71,7 @@ def plot_serving(
 
 
 def _series(outcomes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, list[float]]]:
-    """Values of each panel by engine."""
+    """Return values of each panel by engine."""
     shares = [("ttft_s", "p50", 1.0), ("ttft_s", "p99", 1.0)]
     shares += [("tpot_s", "p50", 1e3), ("tpot_s", "p99", 1e3)]
     found = [

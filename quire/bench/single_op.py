@@ -102,7 +102,7 @@ class SingleOp:
         return View(buffer, 0, width)
 
     def _copy_of(self, program: Program, op: Op, copy: int, limit: int) -> Op:
-        """The operation with weights, or a layer of the cache, of its own."""
+        """Return the operation with weights, or a layer of the cache, of its own."""
         changes: dict[str, Any] = {"layer": copy} if isinstance(op, Attention) else {}
         for key in ("weight", "bias"):
             if (name := op.parameters.get(key)) is not None:

@@ -1,6 +1,6 @@
-"""The audit of the cache's books: tables, holds, reference counts, free blocks, prefix index.
+"""The audit of the cache's state: tables, holds, reference counts, free blocks, prefix index.
 
-Knows how the books relate and nothing of what they are for. Runs when the engine is idle and
+Knows how they relate and nothing of what they are for. Runs when the engine is idle and
 after each operation of the property tests; costs a few vector operations over all blocks. Where
 blocks are wrong it names the requests that last had them. It reports and can repair; it never
 raises for a contradiction.

@@ -24,15 +24,15 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def find(self, digests: Uint64s) -> Int32s:
-        """The number of each digest, -1 where it has none."""
+        """Return the number of each digest, -1 where it has none."""
         ...
 
     def longest_run(self, digests: Uint64s) -> Int32s:
-        """The numbers of the first digests, up to the first that has none."""
+        """Return the numbers of the first digests, up to the first that has none."""
         ...
 
     def longest_runs(self, chains: list[Uint64s]) -> list[Int32s]:
-        """The longest run of each of `chains`."""
+        """Return the longest run of each of `chains`."""
         ...
 
     def put(self, digests: Uint64s, numbers: Int32s) -> NDArray[np.int64]:

@@ -91,7 +91,7 @@ class TierBesideExchange(TierMap):
             super().end_fetch(place)
 
     def forget_tier(self) -> None:
-        """The tier is out of use: only the exchange is left."""
+        """Leave only the exchange: the tier is out of use."""
         super().forget_all()
         self.num_blocks, self.is_lost = 0, True
 

@@ -86,7 +86,8 @@ class TierMap:
         return places
 
     def await_block(self, key: bytes) -> int | None:
-        """A place for a block that is on its way; None where all are being fetched or awaited.
+        """Return a place for a block that is on its way; None where all are being fetched or
+        awaited.
 
         Whatever was held there is forgotten.
         """
@@ -98,7 +99,7 @@ class TierMap:
         return place
 
     def land(self, place: int, *, arrived: bool) -> None:
-        """The block awaited at `place` is there, or will never be."""
+        """Note that the block awaited at `place` is there, or will never be."""
         key = self._awaited.pop(place, None)
         if key is None:
             return  # all was forgotten meanwhile
@@ -110,8 +111,8 @@ class TierMap:
             self._free.append(place)
 
     def begin_fetch(self, places: Int32s) -> None:
-        """These stay as they are until `end_fetch`; of a chain's blocks the first was of use last,
-        because those behind are of none without it."""
+        """Keep these as they are until `end_fetch`. Of a chain's blocks the first counts as used
+        last, because those behind it are useless without it."""
         np.add.at(self._fetching, places, 1)
         for place in places[::-1].tolist():
             key = self._key_of.get(place)
@@ -119,11 +120,11 @@ class TierMap:
                 self._place_of.move_to_end(key)
 
     def end_fetch(self, place: int) -> None:
-        """A fetch from there has ended."""
+        """Note that a fetch from there has ended."""
         self._fetching[place] -= 1
 
     def forget(self, key: bytes) -> None:
-        """What lies there is not what it should be."""
+        """Forget a block that is not what it should be."""
         place = self._place_of.get(key)
         if place is not None:
             self._drop(place)
@@ -157,7 +158,7 @@ class TierMap:
         return found
 
     def _room(self) -> int | None:
-        """A place that holds nothing, or none that cannot give way."""
+        """Return a place that holds nothing, or none that cannot give way."""
         if self._free:
             return self._free.pop()
         if self._first_unused < self.num_blocks:

@@ -260,6 +260,6 @@ class TierTransfers:
         self._pool.release(fetch.held)
 
     def _break(self) -> None:
-        """The tier is out of use; what is under way still ends."""
+        """Take the tier out of use; what is under way still ends."""
         self.is_broken = True
         self.forget_all()

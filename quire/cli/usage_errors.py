@@ -81,7 +81,7 @@ def unknown_arguments(
         for hint, flags in flags_by_hint.items()
     ]
     parts += dict.fromkeys(
-        _about_stray(word, flag, parser) for word, flag in _strays(unknown, words, parser)
+        _about_stray(word, flag, parser) for word, flag in _strays(unknown, words)
     )
     return "; ".join([f"unknown arguments: {' '.join(unknown)}", *parts])
 
@@ -141,9 +141,7 @@ def _hint(flag: str, parser: argparse.ArgumentParser, serve: argparse.ArgumentPa
     return f"{hint} (a flag of quire serve)" if is_of_serve else hint
 
 
-def _strays(
-    unknown: Sequence[str], words: Sequence[str], parser: argparse.ArgumentParser
-) -> Iterable[tuple[str, str]]:
+def _strays(unknown: Sequence[str], words: Sequence[str]) -> Iterable[tuple[str, str]]:
     """Yield unknown words that are no value of an unknown flag, each with the flag before it."""
     unknown_flags = {word for word in unknown if word.startswith("-")}
     flag = ""

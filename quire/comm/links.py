@@ -127,7 +127,8 @@ class Link:
             raise DeviceLost(str(error)) from error
 
     def _pool(self) -> _native.Pool:
-        """What copies rows, where it is not an operation of the compiled module: this thread."""
+        """Return what copies rows, where it is not an operation of the compiled module: this
+        thread."""
         if self._copier is None:
             self._copier = _native.Pool(1)
         return self._copier

@@ -95,7 +95,7 @@ def hosts_of(text: str, name: str) -> list[str]:
 
 
 def _numbers(runs: str, name: str, text: str) -> list[list[str]]:
-    """The numbers of 01-03,7: 01, 02, 03, 7, with the zeros of the first of each run."""
+    """Return the numbers of 01-03,7: 01, 02, 03, 7, with the zeros of the first of each run."""
     found = []
     for run in runs.split(","):
         match = _RUN.fullmatch(run)

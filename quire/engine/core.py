@@ -55,7 +55,7 @@ from quire.scheduler.scheduler import Scheduler
 
 # A step that fails is its requests' misfortune; this many in a row are the engine's.
 MAX_FAILED_STEPS = 3
-# Seconds without work after which the cache audits its books, once.
+# Seconds without work after which the cache is audited, once.
 AUDIT_AFTER_S = 5.0
 # Milliseconds between looks for leaks while there is work: some vector operations each.
 QUICK_AUDIT_EVERY_MS = 30_000.0
@@ -195,7 +195,7 @@ class EngineCore:
         return outputs
 
     def touch(self) -> bool:
-        """A little work for an idle engine: memory for the next blocks. False: it has enough."""
+        """Prefault some memory for the next blocks; return False once there is enough."""
         if self.touch_ahead is None:
             return False
         return self.touch_ahead.touch(self.scheduler.num_never_used_blocks)
@@ -213,7 +213,7 @@ class EngineCore:
         return [Refused(request_ids=ids, fault=fault_of(error)) for ids, error in ended]
 
     def stats(self) -> EngineStats:
-        """Counters and gauges as of now."""
+        """Return counters and gauges as of now."""
         stats = self.scheduler.stats()
         if self.expert_loads is not None:
             stats.expert_tokens_total = self.expert_loads(stats)
@@ -222,7 +222,7 @@ class EngineCore:
         return stats
 
     def ask_cache(self, ask: QueryCache) -> CacheReported:
-        """What the prefix cache holds; flushed first where that is asked for."""
+        """Return what the prefix cache holds; flushed first where that is asked for."""
         flushed_blocks = self.scheduler.flush_cache() if ask.flush else 0
         if ask.flush and self.tier is not None:
             self.tier.clear()  # nor after a restart
@@ -230,12 +230,12 @@ class EngineCore:
         return CacheReported(ask_id=ask.ask_id, report=report, flushed_blocks=flushed_blocks)
 
     def audit(self, *, quick: bool = False) -> None:
-        """Compare the books, put right what can be, and report. quick: while there is work, which
+        """Audit the KV blocks, repair what can be, and report. quick: while there is work, which
         it does not disturb; leaks are found and repaired even so."""
         found = self.scheduler.check_integrity(repair=True, quick=quick)
         left = set(self.scheduler.check_integrity()) if found else set()
         for problem in found:
-            self.report("audit of the KV books", problem=problem, repaired=problem not in left)
+            self.report("audit of the KV blocks", problem=problem, repaired=problem not in left)
 
     def _result(self, plan: StepPlan, handle: Handle) -> StepResult:
         try:
@@ -269,7 +269,7 @@ def serve(
     emit: Callable[[FromEngine], None],
     now_ms: Callable[[], float],
 ) -> None:
-    """Run until a Stop comes; with nothing to do, touch memory ahead, then audit the books."""
+    """Run until a Stop comes; with nothing to do, touch memory ahead, then audit the cache."""
     stuck, audited, touching = False, True, core.touch_ahead is not None
     if core.tier is not None:
         core.tier.wake = inbox.wake

@@ -103,9 +103,9 @@ class GrammarGate:
         self._compiler = compiler
         self._texts = texts
 
-    def holds(self, ticket: SequenceState, state: RunningBatch, now_ms: float) -> bool:
-        """Whether something is still being made ready."""
-        sampling: SamplingParams = ticket.request.sampling
+    def holds(self, sequence: SequenceState, batch: RunningBatch, now_ms: float) -> bool:
+        """Return whether something is still being made ready."""
+        sampling: SamplingParams = sequence.request.sampling
         grammar = sampling.structured_outputs
         if grammar is not None and not self._compiler.is_ready(grammar):
             return True

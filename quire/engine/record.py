@@ -93,7 +93,8 @@ def open_record(path: Path) -> BinaryIO:
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
-    """The steps of a file, in order. Raises WireError where the file is cut short or not one."""
+    """Yield the steps of a file, in order. Raises WireError where the file is cut short or not
+    one."""
     wire = Wire(StepRecord)
     with path.open("rb") as file:
         while head := file.read(_LENGTH.size):

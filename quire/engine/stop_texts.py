@@ -70,7 +70,7 @@ class StopTexts:
         )
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; raises QuireError where it cannot be read."""
+        """Return the tokenizer; raises QuireError where it cannot be read."""
         with self._loading:
             if self._tokenizer is None and self.error is None:
                 try:

@@ -44,7 +44,7 @@ class StepLimits:
     max_sequences: int
 
     def rows(self, rows: Rows) -> int:
-        """The number behind a symbolic row count."""
+        """Return the number behind a symbolic row count."""
         return {
             Rows.TOKENS: self.max_tokens,
             Rows.SAMPLES: self.max_samples,
@@ -87,14 +87,14 @@ class ExecutorSizing(Protocol):
     """Sizes a program before loading."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory an executor takes for steps within `limits`."""
+        """Return the memory an executor takes for steps within `limits`."""
 
     def head_rows(self, max_sequences: int) -> int:
-        """Rows of one slice of the head; logits of more rows are never in memory at once."""
+        """Return rows of one slice of the head; logits of more rows are never in memory at once."""
 
     def full_step_tokens(self) -> int:
-        """Rows from which larger steps compute no more rows per second. Raises SettingError where
-        the machine lacks the requested instruction set."""
+        """Return rows from which larger steps compute no more rows per second. Raises SettingError
+        where the machine lacks the requested instruction set."""
 
 
 class ExecutorClass(ExecutorSizing, Protocol):
@@ -104,10 +104,10 @@ class ExecutorClass(ExecutorSizing, Protocol):
         """Raise ModelError listing what executors of this class do not support."""
 
     def available_memory(self) -> MachineMemory:
-        """Memory of the device, and the share that a KV cache takes by default."""
+        """Return memory of the device, and the share that a KV cache takes by default."""
 
     def plans_in_flight(self) -> int:
-        """The best number of plans in flight."""
+        """Return the best number of plans in flight."""
 
     def __call__(
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
@@ -152,7 +152,8 @@ class Executor(Protocol):
         follow for that many of the first sample rows, so both may be computed together."""
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
-        """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
+        """Return logits [count, vocab] of batch.sample_rows[first:first+count]; count <=
+        max_samples.
 
         A view of the executor's buffer: valid until the next call.
         """
@@ -176,8 +177,9 @@ class PoolingExecutor(Protocol):
     """An Executor of a program with the segment "pool" (quire/program/pooling.py)."""
 
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
-        """Final hidden rows [count, width] of batch.sample_rows[first:first+count], after the trunk
-        has run; count <= max_samples. bf16 rows may come as uint16. Valid until the next call."""
+        """Return final hidden rows [count, width] of batch.sample_rows[first:first+count], after
+        the trunk has run; count <= max_samples. bf16 rows may come as uint16. Valid until the next
+        call."""
 
 
 @runtime_checkable

@@ -36,7 +36,7 @@ class Layout:
 
 
 def lay_out(program: Program, limits: StepLimits) -> Layout:
-    """Places for all buffers of `program`, for steps of at most `limits`."""
+    """Return places for all buffers of `program`, for steps of at most `limits`."""
     lifetimes = _lifetimes(program)
     order = sorted(range(len(program.buffers)), key=lambda index: lifetimes[index][0])
     places: dict[int, Place] = {}

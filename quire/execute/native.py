@@ -180,7 +180,7 @@ class NativeExecutor(NativeSizing):
             raise WorkerError(str(error)) from error
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
-        """Logits [count, vocab] of batch.sample_rows[first:first+count]; count <= max_samples.
+        """Return logits [count, vocab] of `count` <= max_samples rows of sample_rows from `first`.
 
         A view of the logits buffer: valid until the next call.
         """
@@ -195,7 +195,7 @@ class NativeExecutor(NativeSizing):
         return self.output("pooled", count)
 
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
-        """The first rows of a named output, without a copy; bf16 as uint16.
+        """Return the first rows of a named output, without a copy; bf16 as uint16.
 
         Trunk outputs hold until the next run_trunk, the head's until the next run_head.
         """
@@ -210,7 +210,7 @@ class NativeExecutor(NativeSizing):
         return choose(logits, batch, self.pool)
 
     def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        """Return how likely known tokens are, by the rows of `logits` (which are only read)."""
         return score(logits, batch, self.pool)
 
     @property
@@ -223,7 +223,7 @@ class NativeExecutor(NativeSizing):
         self._native.set_timed(timed)
 
     def times(self, segment: str) -> list[tuple[tuple[Op, ...], float]]:
-        """Operations that are computed as one, and the seconds they took since set_timed."""
+        """Return operations that are computed as one, and the seconds they took since set_timed."""
         ops = self._program.segments.get(segment, ())
         units = self._native.units(SEGMENTS.index(segment))
         return [(ops[first : first + count], 1e-9 * ns) for first, count, ns in units]
@@ -301,7 +301,7 @@ class NativeExecutor(NativeSizing):
 
 
 def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
-    """The arguments of a native run."""
+    """Return the arguments of a native run."""
     (cache,) = batch.caches
     return {
         "token_ids": batch.token_ids,
@@ -315,7 +315,7 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
 
 
 def place_buffers(program: Program, limits: StepLimits, pool: _native.Pool) -> _native.Program:
-    """A native program with an arena for steps, and one for a part that is computed by layers."""
+    """Return a native program with arenas for steps and for a part computed by layers."""
     layout, apart = lay_out(program, limits), lay_out(program, PART_LIMITS)
     native = _native.Program(pool, layout.arena_bytes, apart.arena_bytes)
     for places, is_apart in ((layout.places, False), (apart.places, True)):

@@ -86,7 +86,7 @@ def memory_of(program: Program, limits: StepLimits) -> ExecutorMemory:
 
 
 def int_row_bytes(program: Program, limits: StepLimits) -> int:
-    """What rows of a step, or of a part by layers, take as integers, at most:
+    """Return what rows of a step, or of a part by layers, take as integers, at most:
     native/include/quire/int_rows.h."""
     most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
     sizes = [
@@ -99,8 +99,8 @@ def int_row_bytes(program: Program, limits: StepLimits) -> int:
 
 
 def expert_bytes(program: Program, limits: StepLimits) -> int:
-    """Scratch memory of the largest operation with experts, for as many threads as there are CPUs:
-    native/include/quire/experts.h."""
+    """Return scratch memory of the largest operation with experts, for as many threads as there are
+    CPUs: native/include/quire/experts.h."""
     most = replace(limits, max_tokens=max(limits.max_tokens, PART_TOKENS))
     sizes = [
         _native.expert_bytes(
@@ -123,7 +123,7 @@ def expert_bytes(program: Program, limits: StepLimits) -> int:
 
 
 def context_bytes(program: Program, limits: StepLimits) -> int:
-    """Scratch memory of attention over the pieces of several ranks:
+    """Return scratch memory of attention over the pieces of several ranks:
     native/include/quire/context_attention.h."""
     tokens = max(limits.max_tokens, PART_TOKENS)
     sizes = [

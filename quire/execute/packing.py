@@ -59,7 +59,7 @@ def load(
     progress: Progress | None,
     cache: PackCache | None,
 ) -> Packed:
-    """All weights. With a cache its file is mapped, or made where it cannot be used."""
+    """Return all weights. With a cache its file is mapped, or made where it cannot be used."""
     if cache is None:
         return pack(program, binding, pool, progress)
     recipe = recipe_of(program, binding.checkpoint.path)
@@ -77,24 +77,24 @@ def load(
             for name, weight in program.weights.items()
         }
         return Packed(weights=weights, digest=found.weights_digest, coarse_rows=found.coarse_rows)
-    writer = _Keeper(cache, path, recipe, program, binding)
+    sink = _PackCacheSink(cache, path, recipe, program, binding)
     try:
-        packed = pack(program, binding, pool, progress, writer)
-        writer.finish(packed)
+        packed = pack(program, binding, pool, progress, sink)
+        sink.finish(packed)
         return packed
     finally:
-        writer.end()
+        sink.end()
 
 
-class Keeper(Protocol):
-    """Takes weights as they are packed."""
+class WeightSink(Protocol):
+    """What takes weights as they are packed."""
 
     def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
         """Take a weight that is packed; returns whether it stays in memory, too."""
 
 
-class _Keeper:
-    """A Keeper. Writes weights to a cache's file while they are packed; logs a failure once."""
+class _PackCacheSink:
+    """A WeightSink. Writes weights to a cache's file while they are packed; logs a failure once."""
 
     def __init__(
         self, cache: PackCache, path: Path, recipe: Recipe, program: Program, binding: Binding
@@ -112,7 +112,7 @@ class _Keeper:
             self._give_up(error)
 
     def add(self, name: str, weight: _native.Weight, pool: _native.Pool) -> bool:
-        """See Keeper."""
+        """See WeightSink."""
         if self._writer is not None:
             packed = weight.packed
             try:
@@ -122,7 +122,7 @@ class _Keeper:
         return True
 
     def finish(self, packed: Packed) -> None:
-        """All weights were added."""
+        """Note that all weights were added."""
         if self._writer is not None:
             try:
                 self._writer.finish(packed.digest, packed.coarse_rows)
@@ -177,7 +177,7 @@ def packed_file(
 
 
 def _digest_of_sources(program: Program, binding: Binding, pool: _native.Pool) -> str:
-    """What `pack` would give, without packing."""
+    """Return what `pack` would give, without packing."""
     digest = WeightsDigest()
     for weight in program.weights.values():
         for part in weight.parts:
@@ -199,7 +199,7 @@ def _digest_elsewhere(
 
 
 def recipe_of(program: Program, checkpoint: Path) -> Recipe:
-    """What a file of packed weights is made for."""
+    """Return what a file of packed weights is made for."""
     # A weight's repr has all that says how its elements become bytes.
     text = "\n".join(repr(weight) for weight in program.weights.values())
     return Recipe(model=checkpoint.resolve().name, layout=_native.PACKED_LAYOUT, text=text)
@@ -210,10 +210,10 @@ def pack(
     binding: Binding,
     pool: _native.Pool,
     progress: Progress | None,
-    keeper: Keeper | None = None,
+    sink: WeightSink | None = None,
 ) -> Packed:
-    """All weights in the kernels' layout that stay in memory; source pages are dropped after each
-    tensor."""
+    """Return all weights in the kernels' layout that stay in memory; source pages are dropped after
+    each tensor."""
     packed: dict[str, _native.Weight] = {}
     coarse: dict[str, int] = {}
     digest = WeightsDigest()
@@ -249,14 +249,14 @@ def pack(
             binding.release(part)
         if native.coarse_rows:
             coarse[name] = native.coarse_rows
-        if keeper is None or keeper.add(name, native, pool):
+        if sink is None or sink.add(name, native, pool):
             packed[name] = native
     _digest_elsewhere(program, binding, pool, digest)
     return Packed(weights=packed, digest=digest.text(is_part=program.is_part), coarse_rows=coarse)
 
 
 def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iterator[Piece]:
-    """The pieces in order; of several some are made by other threads while one is used."""
+    """Yield the pieces in order; of several some are made by other threads while one is used."""
     if len(makers) == 1:
         yield makers[0]()
         return
@@ -271,8 +271,8 @@ def _made_ahead(makers: Sequence[Callable[[], Piece]], num_threads: int) -> Iter
 
 
 def _joined(weight: Weight) -> list[WeightPart]:
-    """The same rows in fewer parts: those that follow each other in one source, and in what is
-    packed, are one."""
+    """Return the same rows in fewer parts: those that follow each other in one source, and in what
+    is packed, are one."""
     joined: list[WeightPart] = []
     rows_before = 0
     for part in weight.parts:
@@ -291,7 +291,7 @@ def _joined(weight: Weight) -> list[WeightPart]:
 
 
 def _packed_rows(weight: Weight) -> int:
-    """Rows of the packed weight: each expert is filled up to whole panels."""
+    """Return rows of the packed weight: each expert is filled up to whole panels."""
     if not weight.experts:
         return weight.rows
     return weight.experts * (-(-weight.expert_rows // PANEL_ROWS) * PANEL_ROWS)
@@ -306,7 +306,7 @@ def _packed_row(weight: Weight, row: int) -> int:
 
 
 def weight_arguments(weight: Weight) -> tuple[str, str, int, int, str]:
-    """The first arguments of _native.Weight."""
+    """Return the first arguments of _native.Weight."""
     return (
         str(weight.form),
         str(weight.dtype),
@@ -317,5 +317,5 @@ def weight_arguments(weight: Weight) -> tuple[str, str, int, int, str]:
 
 
 def empty_weight(weight: Weight) -> _native.Weight:
-    """One to be filled; takes address space only until then."""
+    """Return one to be filled; takes address space only until then."""
     return _native.Weight(*weight_arguments(weight))

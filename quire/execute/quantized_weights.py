@@ -19,7 +19,7 @@ Float32s = NDArray[np.float32]
 
 
 def read_f32(weight: Weight, binding: Binding) -> Float32s:
-    """All rows in float32, [rows, columns] or [rows] of a vector."""
+    """Return all rows in float32, [rows, columns] or [rows] of a vector."""
     parts = []
     for part in weight.parts:
         values = binding.read_f32(part)
@@ -30,7 +30,7 @@ def read_f32(weight: Weight, binding: Binding) -> Float32s:
 
 
 def quantize_weight(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Matrix, int]:
-    """A weight with a scheme, and how many of its rows 8 bits are too coarse for."""
+    """Return a weight with a scheme, and how many of its rows 8 bits are too coarse for."""
     scheme = weight.quantized
     assert scheme is not None, f"{weight.name} has no scheme"
     if (stored := stored_fp8(weight, binding)) is not None:
@@ -46,7 +46,8 @@ def quantize_weight(weight: Weight, binding: Binding) -> tuple[IntMatrix | Fp8Ma
 
 
 def stored_fp8(weight: Weight, binding: Binding) -> list[Fp8Stored] | None:
-    """The weight's parts where its scheme is fp8 and the checkpoint has all of them in it."""
+    """Return the weight's parts where its scheme is fp8 and the checkpoint has all of them in
+    it."""
     if weight.quantized is None or not weight.quantized.is_float or weight.offset:
         return None
     parts = [stored for part in weight.parts if (stored := binding.fp8(part)) is not None]
@@ -59,7 +60,8 @@ def stored_scales(parts: list[Fp8Stored]) -> Float32s:
 
 
 def fixed_input_scale(weight: Weight, parts: list[Fp8Stored]) -> np.float32 | None:
-    """What rows are divided by before they become fp8, None where they have scales of their own.
+    """Return what rows are divided by before they become fp8, None where they have scales of their
+    own.
 
     Parts of one weight take the same rows, so the largest of their scales: none is cut off.
     """

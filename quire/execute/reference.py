@@ -211,7 +211,8 @@ class ReferenceExecutor:
             self._buffers = kept
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
-        """Logits [count, vocab] of sample_rows[first : first + count]; a view, see executor.py."""
+        """Return logits [count, vocab] of sample_rows[first : first + count]; a view, see
+        executor.py."""
         return self._run_samples("head", "logits", batch, first, count)
 
     def run_pool(self, batch: ForwardBatch, first: int, count: int) -> Float32s:
@@ -219,7 +220,7 @@ class ReferenceExecutor:
         return self._run_samples("pool", "pooled", batch, first, count)
 
     def output(self, name: str, num_rows: int) -> Float32s:
-        """The first rows of a named output of the last run; see TappedExecutor."""
+        """Return the first rows of a named output of the last run; see TappedExecutor."""
         return self._read(self._program.outputs[name])[:num_rows]
 
     def sample(self, logits: Float32s, batch: SampleBatch) -> TokenChoice:
@@ -227,7 +228,7 @@ class ReferenceExecutor:
         return choose(logits, batch)
 
     def score(self, logits: Float32s, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits`."""
+        """Return how likely known tokens are, by the rows of `logits`."""
         return score(logits, batch)
 
     def close(self) -> None:
@@ -288,7 +289,7 @@ class ReferenceExecutor:
         return self._read(self._program.outputs[output])
 
     def _block_parts(self, block: int) -> tuple[Float32s, ...]:
-        """Views of what a block holds."""
+        """Return views of what a block holds."""
         return tuple(
             part[:, block]
             for cache in self._caches
@@ -545,7 +546,7 @@ class ReferenceExecutor:
         return link
 
     def _gathered(self, op: AllGather | Experts, width: int, columns: Float32s) -> Float32s:
-        """All `width` columns, from those of this rank."""
+        """Return all `width` columns, from those of this rank."""
         if op.degree == 1:
             return columns
         group = self._group_of(op)
@@ -581,8 +582,8 @@ def _load(
     coarse: dict[str, int],
     progress: Progress | None,
 ) -> tuple[dict[str, Float32s], dict[str, IntMatrix | Fp8Matrix], dict[str, list[ops.Matrix]]]:
-    """Weights in float32, [rows, columns] or [rows] of a vector; those in few bits; and those with
-    an expert axis, a matrix per expert."""
+    """Return weights in float32, [rows, columns] or [rows] of a vector; those in few bits; and
+    those with an expert axis, a matrix per expert."""
     loaded: dict[str, Float32s] = {}
     few: dict[str, IntMatrix | Fp8Matrix] = {}
     of_experts: dict[str, list[ops.Matrix]] = {}
@@ -609,7 +610,8 @@ def _load(
 
 
 def _matrix(weight: Weight, binding: Binding, coarse: dict[str, int], name: str) -> ops.Matrix:
-    """A weight as it is kept; the rows that 8 bits are too coarse for are counted under `name`."""
+    """Return a weight as it is kept; the rows that 8 bits are too coarse for are counted under
+    `name`."""
     if weight.quantized is None:
         values = read_f32(weight, binding)
         return round_to_bf16(values) if weight.dtype is DType.BF16 else values

@@ -40,7 +40,7 @@ class PagedRows:
 
     @classmethod
     def zeros(cls, *shape: int) -> PagedRows:
-        """All zeros, [..., kv_heads, D]."""
+        """Return all zeros, [..., kv_heads, D]."""
         return cls(np.zeros(shape, np.float32), np.zeros(shape[:-1], np.float32))
 
     @property
@@ -49,7 +49,7 @@ class PagedRows:
         return self.values.nbytes + self.scales.nbytes
 
     def layer(self, index: int) -> PagedRows:
-        """One layer of all, a view."""
+        """Return one layer of all, a view."""
         return PagedRows(self.values[index], self.scales[index])
 
     def copy_block(self, source: int, target: int) -> None:
@@ -73,8 +73,8 @@ class PagedRows:
 
 
 def quantize_heads(heads: Float32s, scheme: str) -> tuple[Float32s, Float32s]:
-    """Rows [R, kv_heads, D] as whole numbers from -127 to 127, or as fp8 has them, and the scale of
-    each; zeros, with the scale NaN, where one is not finite."""
+    """Return rows [R, kv_heads, D] as whole numbers from -127 to 127, or as fp8 has them, and the
+    scale of each; zeros, with the scale NaN, where one is not finite."""
     steps = float(LARGEST) if scheme == FP8_CACHE else 127.0
     scales, inverse = scale_and_inverse(np.abs(heads).max(axis=-1), steps)
     finite = np.where(np.isfinite(scales)[..., None], heads, np.float32(0))
@@ -127,7 +127,7 @@ def _attend_row(
     soft_cap: np.float32,
     dtype: DType,
 ) -> Float32s:
-    """One row's heads [heads, D] over its sequence."""
+    """Return one row's heads [heads, D] over its sequence."""
     merged: Part | None = None
     for _, seen in pieces_seen(position, window):
         part = part_of_piece(q, cached, seen, scale=scale, soft_cap=soft_cap, dtype=dtype)

@@ -45,7 +45,7 @@ def experts(
     round_inner: Callable[[Float32s], Float32s],
     whole_inner: Callable[[Float32s], Float32s] = copy,
 ) -> Float32s:
-    """Weighted sum [R, H] of the experts' outputs for x [R, H]; round_inner: to x's dtype.
+    """Return weighted sum [R, H] of the experts' outputs for x [R, H]; round_inner: to x's dtype.
     whole_inner: all inner columns [R, I], from those of this rank."""
     chosen = (routing != 0) & (np.cumsum(routing != 0, axis=1) <= op.top_k)
     y = np.zeros((len(x), op.y.width), np.float32)
@@ -67,8 +67,9 @@ def expert_parallel(
     round_inner: Callable[[Float32s], Float32s],
     all_ranks: Callable[[Bytes], Bytes],
 ) -> Float32s:
-    """This rank's columns [R, share] of the weighted sum; gate_up and down are of its experts.
-    all_ranks: gather the bytes of all ranks. An expert of several ranks is computed by the first.
+    """Return this rank's columns [R, share] of the weighted sum; gate_up and down are of its
+    experts. all_ranks: gather the bytes of all ranks. An expert of several ranks is computed by the
+    first.
     """
     chosen = (routing != 0) & (np.cumsum(routing != 0, axis=1) <= op.top_k)
     start, end = share_of(op.x.width, op.unit, op.rank, op.degree)
@@ -89,7 +90,7 @@ def expert_parallel(
 
 
 def _scores(logits: Float32s, score: RouterScore) -> Float32s:
-    """Softmax or sigmoid of one row's logits [E]."""
+    """Return softmax or sigmoid of one row's logits [E]."""
     if score is RouterScore.SIGMOID:
         with np.errstate(over="ignore"):
             return np.divide(ONE, ONE + np.exp(-logits), dtype=np.float32)
@@ -98,7 +99,7 @@ def _scores(logits: Float32s, score: RouterScore) -> Float32s:
 
 
 def _chosen(op: Route, ranked: Float32s) -> NDArray[np.int64]:
-    """Ids of the chosen experts, ascending, by what they are ranked by [E]."""
+    """Return ids of the chosen experts, ascending, by what they are ranked by [E]."""
     if op.groups:
         grouped = ranked.reshape(op.groups, -1)
         best = -np.sort(-grouped, axis=1)[:, :2].sum(axis=1)
@@ -110,7 +111,8 @@ def _chosen(op: Route, ranked: Float32s) -> NDArray[np.int64]:
 
 
 def _largest(values: Float32s, count: int) -> NDArray[np.int64]:
-    """Places of the largest values, ascending; a tie goes to the lower place, NaN comes last."""
+    """Return places of the largest values, ascending; a tie goes to the lower place, NaN comes
+    last."""
     order = np.argsort(np.where(np.isnan(values), np.inf, -values), kind="stable")
     return np.sort(order[:count])
 

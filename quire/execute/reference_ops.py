@@ -26,7 +26,7 @@ HALF = np.float32(0.5)
 
 
 def embed(table: Float32s, ids: Int32s) -> Float32s:
-    """Rows of table [V, N] by id (a token's, or a position): [R, N]."""
+    """Return rows of table [V, N] by id (a token's, or a position): [R, N]."""
     y: Float32s = table[ids]
     return y
 
@@ -119,7 +119,7 @@ def fp8_product(
     *,
     blocks: tuple[bool, bool],
 ) -> Float32s:
-    """Rows [R, K] by a weight [N, K], each as fp8 values and scales; blocks: whether the
+    """Return rows [R, K] by a weight [N, K], each as fp8 values and scales; blocks: whether the
     rows', and the weight's, scales are by block.
 
     Sums of 128 columns are added in the order of K. Scales of blocks, [R, groups] of rows and
@@ -182,7 +182,7 @@ def copy(x: Float32s) -> Float32s:
 
 
 def gather_rows(x: Float32s, rows: Int32s) -> Float32s:
-    """Rows of x by index."""
+    """Return rows of x by index."""
     y: Float32s = x[rows]
     return y
 

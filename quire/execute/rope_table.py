@@ -56,5 +56,5 @@ class RopeTable:
 
 
 def rope_bytes(program: Program) -> int:
-    """Bytes of a program's tables once they are grown to its last position."""
+    """Return bytes of a program's tables once they are grown to its last position."""
     return 4 * program.max_positions * sum(rope.rotary_dim for rope in program.ropes)

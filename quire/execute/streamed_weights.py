@@ -224,7 +224,8 @@ def load_streamed(
     progress: Progress | None,
     cache: PackCache | None,
 ) -> Packed:
-    """All weights, those of the plan read from the cache's file; it is made where it is missing.
+    """Return all weights, those of the plan read from the cache's file; it is made where it is
+    missing.
 
     Raises CapacityError where the file cannot be written, ValueError without a cache.
     """

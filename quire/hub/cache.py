@@ -172,7 +172,8 @@ def gguf_sizes(snapshot: Path) -> dict[str, int]:
 
 
 def is_cached(file: Path) -> bool:
-    """Whether a file of a snapshot is there. Raises ConfigError where it is outside the cache."""
+    """Return whether a file of a snapshot is there. Raises ConfigError where it is outside the
+    cache."""
     try:
         target = Path(os.path.realpath(file, strict=True))
     except FileNotFoundError:

@@ -44,7 +44,7 @@ class Downloads:
         self.snapshot = self._folder / "snapshots" / revision.commit
 
     def is_there(self, file: RemoteFile) -> bool:
-        """Whether the snapshot has the file in its full size. Raises ConfigError."""
+        """Return whether the snapshot has the file in its full size. Raises ConfigError."""
         path = self.snapshot / file.path
         return is_present(path) and is_cached(path) and path.stat().st_size == file.num_bytes
 

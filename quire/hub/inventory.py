@@ -101,7 +101,7 @@ def tiers(folder: Path) -> list[Entry]:
 
 
 def _is_packed(file: Path) -> bool:
-    """Whether a file was written as packed weights, not only named so."""
+    """Return whether a file was written as packed weights, not only named so."""
     try:
         with open_regular(file) as content:
             return not file.is_symlink() and content.read(len(MAGIC)) == MAGIC

@@ -92,12 +92,12 @@ def required_name(text: str, revision: str | None = None) -> HubName:
 
 
 def is_revision(text: str) -> bool:
-    """Whether a text may be a branch, tag or commit; also a safe relative path."""
+    """Return whether a text may be a branch, tag or commit; also a safe relative path."""
     return _REVISION.fullmatch(text) is not None and is_safe_path(text)
 
 
 def is_safe_path(path: str) -> bool:
-    """Whether a path of a repository stays inside a directory it is joined to."""
+    """Return whether a path of a repository stays inside a directory it is joined to."""
     parts = path.split("/")
     return (
         path.isprintable()  # no control characters or lone surrogates; names are shown to users

@@ -24,7 +24,7 @@ Number = TypeVar("Number", int, float)
 
 
 def load_config(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigError."""
+    """Return the JSON object in `path`. Raises ConfigError."""
     try:
         raw = read_regular(path, limit_bytes=MAX_CONFIG_BYTES)
     except OSError as error:
@@ -63,7 +63,7 @@ class ConfigReader:
         return key in self._values and self._values[key] is None
 
     def take(self, key: str) -> Any:
-        """The raw value, None where absent."""
+        """Return the raw value, None where absent."""
         self._seen.add(key)
         return self._values.get(key)
 
@@ -77,7 +77,7 @@ class ConfigReader:
             self.problems.append(problem)
 
     def whole(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
-        """A whole number from low to high; required where there is no default."""
+        """Return a whole number from low to high; required where there is no default."""
         value = self.take(key)
         if value is None:
             return self._absent(key, f"a whole number from {low} to {high}", default, low)
@@ -87,7 +87,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A finite number from low to high; required where there is no default."""
+        """Return a finite number from low to high; required where there is no default."""
         value = self.take(key)
         if value is None:
             return self._absent(key, f"a number from {low:g} to {high:g}", default, low)
@@ -100,7 +100,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self.take(key)
         if value is None:
             return default
@@ -110,7 +110,7 @@ class ConfigReader:
         return value
 
     def choice(self, key: str, allowed: Mapping[str, str], *, default: str) -> str:
-        """One of the words in `allowed`; returns what that word stands for."""
+        """Read one of the words in `allowed`; return what that word stands for."""
         value = self.take(key)
         if value is None:
             return default
@@ -141,7 +141,7 @@ class ConfigReader:
         return tuple(dict.fromkeys(id_ for id_ in listed if id_ < vocab_size))
 
     def section(self, key: str) -> ConfigReader | None:
-        """A nested object with its own reader, None where absent; `absorb` it when done."""
+        """Return a nested object with its own reader, None where absent; `absorb` it when done."""
         value = self.take(key)
         if value is None:
             return None
@@ -156,7 +156,8 @@ class ConfigReader:
         self.problems += [f"{section.where}: {problem}" for problem in section.problems]
 
     def require(self, key: str, allowed: Iterable[Any], reason: str) -> None:
-        """The key is absent, null, or one of `allowed`; else a problem with the reason."""
+        """Require that the key is absent, null, or one of `allowed`; else note a problem with the
+        reason."""
         value = self.take(key)
         fine = any(one == value and type(one) is type(value) for one in allowed)
         if value is not None and not fine:

@@ -166,7 +166,8 @@ def _complete(given: Fields, readers: Mapping[str, Callable[[], Any]]) -> dict[s
 def read_layer_windows(
     config: ConfigReader, *, windowed: str = "sliding_attention", plain: str = "full_attention"
 ) -> tuple[int, ...]:
-    """The window of each layer by `layer_types` and `sliding_window`; empty where none has one.
+    """Return the window of each layer by `layer_types` and `sliding_window`; empty where none has
+    one.
 
     Where layer_types is absent, the family's own rule counts: it must not call this then.
     """
@@ -266,7 +267,7 @@ def eos_warnings(
 
 
 def read_dtype(config: ConfigReader) -> str:
-    """What the checkpoint says its weights are: "f32", "f16" or "bf16"."""
+    """Return what the checkpoint says its weights are: "f32", "f16" or "bf16"."""
     old = config.choice("torch_dtype", DTYPES, default="")
     new = config.choice("dtype", DTYPES, default="")
     if old and new and old != new:

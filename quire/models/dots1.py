@@ -19,7 +19,7 @@ DEFAULT_WINDOW = 4_096  # where sliding_window is absent; null is none
 
 
 def read_dots1(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.require("pretraining_tp", (1,), "sums split as in pretraining are not supported")
     config.require("moe_layer_freq", (1,), "all layers after the first ones have experts")
     # Published files have the name of the method as that of the scores.
@@ -74,7 +74,7 @@ def _read_sigmoid_experts(config: ConfigReader) -> ExpertsSpec:
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:
-    """The window of each layer; empty where none has one."""
+    """Return the window of each layer; empty where none has one."""
     config.require("use_sliding_window", (False,), "sliding_window null says it")
     if config.has("layer_types"):
         config.pass_over(["max_window_layers"])

@@ -53,7 +53,7 @@ def read_experts(
 
 
 def _read_count(config: ConfigReader, keys: Sequence[str]) -> int:
-    """The number of experts."""
+    """Return the number of experts."""
     names = [name for name in keys if config.has(name)] or [keys[0]]
     counts = {name: config.whole(name, 1, MAX_COUNT) for name in names}
     if len(set(counts.values())) > 1:
@@ -62,7 +62,7 @@ def _read_count(config: ConfigReader, keys: Sequence[str]) -> int:
 
 
 def read_layer_list(config: ConfigReader, key: str) -> frozenset[int]:
-    """A list of layers; none where the key is absent."""
+    """Return a list of layers; none where the key is absent."""
     value = config.take(key)
     if value is None:
         return frozenset()

@@ -18,7 +18,7 @@ from quire.program.tensors import DType, View
 
 
 def feed_forward(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
-    """What the feed-forward half of a layer adds [T, H]. Raises ConfigError for experts with
+    """Return what the feed-forward half of a layer adds [T, H]. Raises ConfigError for experts with
     biases."""
     experts = spec.experts
     if experts is None or layer not in experts.layers:
@@ -35,7 +35,7 @@ def feed_forward(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> Vie
 
 
 def _experts(p: ProgramBuilder, spec: ModelSpec, experts: ExpertsSpec, h: View, layer: int) -> View:
-    """The chosen experts' outputs by their routing weights [T, H], f32."""
+    """Return the chosen experts' outputs by their routing weights [T, H], f32."""
     name, tensors, count = f"layers.{layer}.", experts.tensors, experts.num_experts
     source = f"model.layers.{layer}.{tensors.block}."
     bias = None
@@ -68,7 +68,8 @@ def _experts(p: ProgramBuilder, spec: ModelSpec, experts: ExpertsSpec, h: View, 
 def _shared_expert(
     p: ProgramBuilder, spec: ModelSpec, experts: ExpertsSpec, h: View, layer: int
 ) -> View:
-    """The output of the expert that every token passes [T, H], times its gate where it has one.
+    """Return the output of the expert that every token passes [T, H], times its gate where it has
+    one.
 
     With a gate it is a layer of one expert; its routing weight is the sigmoid of the gate.
     """
@@ -94,7 +95,7 @@ def _shared_expert(
 
 
 def _logits(p: ProgramBuilder, h: View, name: str, source: str, rows: int) -> View:
-    """A router's logits [T, rows], f32."""
+    """Return a router's logits [T, rows], f32."""
     weight = p.matrix(name, [WeightPart("router", source, rows)], h.width, shard="")
     return p.linear(h, weight, dtype=DType.F32, out_name="router")
 
@@ -102,7 +103,7 @@ def _logits(p: ProgramBuilder, h: View, name: str, source: str, rows: int) -> Vi
 def _parts(
     experts: ExpertsSpec, source: str, products: tuple[str, ...], rows: int
 ) -> Iterator[WeightPart]:
-    """The rows of `products` of each expert, in the order of the experts."""
+    """Yield the rows of `products` of each expert, in the order of the experts."""
     count, is_stacked = experts.num_experts, experts.tensors.stacked
     for expert in range(count):
         for product in products:

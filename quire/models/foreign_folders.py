@@ -16,7 +16,7 @@ _MAX_LISTED = 3
 
 
 def what_else(folder: Path) -> str:
-    """The rest of a sentence that says there is no config.json in `folder`."""
+    """Return the rest of a sentence that says there is no config.json in `folder`."""
     if (folder / "adapter_config.json").is_file():
         return _adapter(folder / "adapter_config.json")
     if (folder / "model_index.json").is_file():

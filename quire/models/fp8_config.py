@@ -22,7 +22,7 @@ OBSERVERS = ("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype
 
 
 def read_quantization(config: ConfigReader) -> bool:
-    """Whether scales of activations are fixed. Notes what cannot be honoured."""
+    """Return whether scales of activations are fixed. Notes what cannot be honoured."""
     is_static = False
     for key in (KEY, "quantization", "compression_config"):
         value = config.take(key)
@@ -82,7 +82,7 @@ def _compressed(section: ConfigReader) -> bool:
 
 
 def _check_group(group: ConfigReader) -> bool:
-    """Whether it fixes the scale of activations."""
+    """Return whether it fixes the scale of activations."""
     is_static = False
     group.pass_over(["targets", "format"])
     group.require("output_activations", (), "what a product gives is not rounded to fp8")

@@ -26,7 +26,7 @@ GEMMA_ACTIVATIONS = {
 
 
 def read_gemma(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     activation = config.choice("hidden_act", GEMMA_ACTIVATIONS, default="gelu_tanh")
     # The key that replaced hidden_act for a while, null in most files: it must not disagree.
     config.choice("hidden_activation", GEMMA_ACTIVATIONS, default="gelu_tanh")
@@ -42,7 +42,8 @@ def read_any_gemma(
     attention: Mapping[str, Any] = MappingProxyType({}),
     **own: Any,
 ) -> ModelSpec:
-    """The spec with what all Gemmas have in common; `own` are fields one generation has read."""
+    """Return the spec with what all Gemmas have in common; `own` are fields one generation has
+    read."""
     config.pass_over(["cache_implementation"])
     config.require(
         "use_bidirectional_attention", (False,), "a model that sees ahead cannot generate text"
@@ -75,7 +76,7 @@ def read_windows(config: ConfigReader, *, pattern: int) -> tuple[int, ...]:
 
 
 def read_soft_cap(config: ConfigReader, key: str, default: float) -> float:
-    """The cap, 0 where null switches it off; `default` where the key is absent."""
+    """Return the cap, 0 where null switches it off; `default` where the key is absent."""
     if config.is_null(key):
         config.pass_over([key])
         return 0.0
@@ -83,5 +84,5 @@ def read_soft_cap(config: ConfigReader, key: str, default: float) -> float:
 
 
 def read_query_scale(config: ConfigReader) -> float:
-    """The factor on q.k: query_pre_attn_scalar stands where others have head_dim."""
+    """Return the factor on q.k: query_pre_attn_scalar stands where others have head_dim."""
     return 1 / math.sqrt(config.number("query_pre_attn_scalar", 1e-3, 1e6, default=256.0))

@@ -25,7 +25,7 @@ ATTENTION_SOFT_CAP, LOGIT_SOFT_CAP = 50.0, 30.0
 
 
 def read_gemma2(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(["hidden_act"])  # hidden_activation is what counts
     # A second name of the window in some files; nothing reads it, but it must not say otherwise.
     window = config.take("sliding_window")

@@ -23,7 +23,7 @@ THETA, LOCAL_THETA = 1e6, 1e4
 
 
 def read_gemma3(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(["hidden_act"])  # hidden_activation is what counts
     config.require(
         "attn_logit_softcapping", (), "Gemma 3 has no cap on scores; only null is supported"

@@ -78,7 +78,7 @@ class Meaning:
 
 
 def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
-    """The spec of the model in the file `path`. Raises ConfigError with every problem.
+    """Return the spec of the model in the file `path`. Raises ConfigError with every problem.
 
     read_family: the registry's reader of a config.json of the architecture it is given.
     """
@@ -127,14 +127,14 @@ def read_gguf(path: Path, read_family: ReadFamily) -> ModelSpec:
 
 
 def _stacked(experts: ExpertsSpec | None) -> ExpertsSpec | None:
-    """The converter stacks a layer's experts."""
+    """Return the experts of a layer, which the converter stacks."""
     if experts is None:
         return None
     return replace(experts, tensors=replace(experts.tensors, stacked=True))
 
 
 def _read_shape(config: ConfigReader, model: GgufModel, meaning: Meaning) -> Json:
-    """What all architectures have, under the names most config.json use."""
+    """Return what all architectures have, under the names most config.json use."""
     hidden = config.whole("embedding_length", 1, 2**20)
     heads = _one(config, "attention.head_count", 2**16)
     head_dim = config.whole("attention.key_length", 2, 2**16, default=max(2, hidden // heads))
@@ -160,7 +160,7 @@ def _read_shape(config: ConfigReader, model: GgufModel, meaning: Meaning) -> Jso
 
 
 def _one(config: ConfigReader, key: str, high: int, *, default: int | None = None) -> int:
-    """A number that some files give for each layer: it must be the same in all."""
+    """Return a number that some files give for each layer: it must be the same in all."""
     listed = config.take(key)
     if isinstance(listed, list) and listed and len(set(listed)) == 1:
         listed = listed[0]
@@ -182,7 +182,8 @@ def _embedding_rows(config: ConfigReader, model: GgufModel) -> int:
 
 
 def _dtype(model: GgufModel) -> str:
-    """What most of the matrices are, in config.json's words; quantized ones compute as bf16."""
+    """Return what most of the matrices are, in config.json's words; quantized ones compute as
+    bf16."""
     sizes: dict[str, int] = {}
     for tensor in model.tensors.values():
         if len(tensor.shape) > 1:
@@ -205,7 +206,7 @@ def _read_tokens(config: ConfigReader, model: GgufModel, values: Json) -> None:
 
 
 def _read_rotation(config: ConfigReader, model: GgufModel, values: Json) -> None:
-    """The angles of those that rotate all of a head."""
+    """Read the angles of those that rotate all of a head."""
     config.require(
         "rope.dimension_count",
         (values["head_dim"],),
@@ -233,7 +234,7 @@ def _read_expert_counts(config: ConfigReader, values: Json) -> None:
 
 
 def _read_llama(config: ConfigReader, model: GgufModel, values: Json) -> None:
-    """A Llama, or with experts a Mixtral."""
+    """Read a Llama, or with experts a Mixtral."""
     _read_rotation(config, model, values)
     if config.take("expert_count"):
         _read_expert_counts(config, values)
@@ -300,7 +301,7 @@ def _gemma_scalar(named: str, values: Json) -> int:
 
 
 def _read_layer_types(config: ConfigReader, values: Json, *, pattern: int) -> list[str]:
-    """Which layers have a window: by a flag a layer, or all but every `pattern`th."""
+    """Return which layers have a window: by a flag a layer, or all but every `pattern`th."""
     key, num_layers = "attention.sliding_window_pattern", values["num_hidden_layers"]
     listed = config.take(key)
     if isinstance(listed, list):

@@ -27,7 +27,7 @@ ENDS = frozenset(
 
 
 def read_ends(config: ConfigReader, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text, the file's own eos first; problems are noted.
+    """Return the ids that end a text, the file's own eos first; problems are noted.
 
     config: the entries behind `tokenizer.ggml.`, arrays as they are.
     """

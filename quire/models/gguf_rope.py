@@ -33,7 +33,7 @@ _SCALING = "rope.scaling."
 
 
 def read_scaling(config: ConfigReader, model: GgufModel) -> dict[str, Any] | None:
-    """The rope_scaling of a config.json, None where angles are plain; problems are noted."""
+    """Return the rope_scaling of a config.json, None where angles are plain; problems are noted."""
     config.pass_over([f"{_SCALING}finetuned", f"{_SCALING}original_context_length"])
     old = config.number("rope.scale_linear", 1, 1e6, default=1.0)
     kinds = {"none": "none", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
@@ -68,7 +68,7 @@ def _read_yarn(config: ConfigReader, factor: float) -> dict[str, Any]:
 def llama3_scaling(
     divisors: NDArray[np.float32], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    """The settings that give these divisors, None where no published ones do."""
+    """Return the settings that give these divisors, None where no published ones do."""
     low, high = LLAMA3_BANDS
     factor = decimal(float(divisors.max()))
     if not math.isfinite(factor) or factor <= 1:
@@ -89,7 +89,7 @@ def llama3_scaling(
 
 
 def divided(divisors: NDArray[np.float32], theta: float, max_positions: int) -> RopeSettings:
-    """Angles with frequencies divided by `divisors`, whatever made them."""
+    """Return angles with frequencies divided by `divisors`, whatever made them."""
     factors = tuple(float(divisor) for divisor in divisors)
     return RopeSettings(
         kind="longrope",
@@ -104,7 +104,7 @@ def divided(divisors: NDArray[np.float32], theta: float, max_positions: int) -> 
 def read_divisors(
     config: ConfigReader, model: GgufModel, name: str, num_pairs: int
 ) -> NDArray[np.float32] | None:
-    """The positive numbers of a tensor of divisors, None where it is absent or of no use."""
+    """Return the positive numbers of a tensor of divisors, None where it is absent or of no use."""
     stored = model.tensors.get(name)
     if stored is None:
         return None
@@ -145,7 +145,7 @@ def read_longrope(
 
 
 def _follows(factor: float, max_positions: int, original: int) -> bool:
-    """Whether longrope's factor on cos and sin is the one that follows from the lengths."""
+    """Return whether longrope's factor on cos and sin is the one that follows from the lengths."""
     stretched = max_positions / original
     usual = 1.0
     if stretched > 1 and original > 1:

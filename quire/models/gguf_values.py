@@ -18,14 +18,14 @@ MAX_LIST = 10_000  # entries: one a layer, and more is none
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal that rounds to the float32 `value`; what is no float32 stays."""
+    """Return the shortest decimal that rounds to the float32 `value`; what is no float32 stays."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     return float(str(single)) if float(single) == value else value
 
 
 def plain_values(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries with keys that begin with `prefix`, without it."""
+    """Return the entries with keys that begin with `prefix`, without it."""
     return {
         key.removeprefix(prefix): _plain(value)
         for key, value in metadata.items()

@@ -47,7 +47,7 @@ PASSED_OVER = (
 
 
 def read_gpt2(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(PASSED_OVER)
     hidden_size = config.whole("n_embd", 1, 2**20)
     num_heads = config.whole("n_head", 1, 2**16)
@@ -86,7 +86,8 @@ def read_gpt2(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def build_gpt2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of a GPT-2; activations, products and cache in `dtype`, residual in f32."""
+    """Return the program of a GPT-2; activations, products and cache in `dtype`, residual in
+    f32."""
     p = layers.begin(spec, dtype)
     x, head = layers.embed(p, spec, "transformer.wte.weight")  # [T, H]
     p.add(x, layers.embed_positions(p, spec, "transformer.wpe.weight", spec.hidden_size))
@@ -122,7 +123,7 @@ def build_gpt2(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 def _qkv(
     p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, source: str
 ) -> tuple[View, View, View]:
-    """Queries, keys and values [T, H] each, from one tensor that holds all three."""
+    """Return queries, keys and values [T, H] each, from one tensor that holds all three."""
     rows = [(name, spec.hidden_size) for name in ("q", "k", "v")]
     name = f"layers.{layer}.qkv"
     weight = p.matrix(name, layers.parts_of(f"{source}.weight", rows, transposed=True), h.width)

@@ -13,7 +13,7 @@ LEAST, MOST = 1e-6, 1e6  # multipliers beyond these are mistakes
 
 
 def read_granite(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     return read_decoder(
         config,

@@ -62,7 +62,7 @@ def decoder(spec: ModelSpec, layer: Layer, *, dtype: DType, max_positions: int) 
 
 
 def begin(spec: ModelSpec, dtype: DType) -> ProgramBuilder:
-    """A builder with the model's cache declared: a paged one over all layers."""
+    """Return a builder with the model's cache declared: a paged one over all layers."""
     p = ProgramBuilder(spec.architecture, dtype=dtype)
     attention = spec.attention
     # Positions beyond every layer's window need not be kept.
@@ -90,7 +90,7 @@ def embed(
     source: str = "model.embed_tokens.weight",
     head_source: str = "lm_head.weight",
 ) -> tuple[View, str]:
-    """Embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
+    """Return embedded tokens [T, H], and the name of the head: the same matrix where they are tied.
 
     They are spec.embedding.size wide where that is not 0.
     """
@@ -127,7 +127,8 @@ def norm(
     *,
     dtype: DType | None = None,
 ) -> View:
-    """The model's norm of x (after x += delta); tensors `source`.weight and .bias, as it has."""
+    """Return the model's norm of x (after x += delta); tensors `source`.weight and .bias, as it
+    has."""
     name = own_name(source)
     weight = bias = None
     if spec.norm.has_weight:
@@ -150,7 +151,8 @@ def norm_heads(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View
 def qkv(
     p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, source: str = ""
 ) -> tuple[View, View, View]:
-    """Queries [T, heads * D], keys and values [T, kv_heads * D]: one product of three tensors.
+    """Return queries [T, heads * D], keys and values [T, kv_heads * D]: one product of three
+    tensors.
 
     source: the prefix of their names, "model.layers.N.self_attn." by default.
     """
@@ -183,7 +185,7 @@ def self_attention(
     *,
     dtype: DType | None = None,
 ) -> View:
-    """The attention half of a layer, from queries, keys and values to what it adds [T, H]."""
+    """Return what the attention half of a layer adds [T, H], from queries, keys and values."""
     q, k, v = qkv
     if spec.attention.head_norms:
         source = f"model.layers.{layer}.self_attn."
@@ -211,7 +213,8 @@ def attend(p: ProgramBuilder, spec: ModelSpec, q: View, k: View, v: View, layer:
 def attention_out(
     p: ProgramBuilder, spec: ModelSpec, attended: View, layer: int, *, dtype: DType | None = None
 ) -> View:
-    """What attention adds to the residual stream [T, H], in the program's dtype or `dtype`."""
+    """Return what attention adds to the residual stream [T, H], in the program's dtype or
+    `dtype`."""
     source, has_bias = f"model.layers.{layer}.self_attn.o_proj", spec.attention.output_bias
     return product(p, spec, attended, f"layers.{layer}.o", source, has_bias=has_bias, dtype=dtype)
 
@@ -219,7 +222,7 @@ def attention_out(
 def gated_mlp(
     p: ProgramBuilder, spec: ModelSpec, h: View, layer: int, *, dtype: DType | None = None
 ) -> View:
-    """What the gated feed-forward half adds [T, H], in the program's dtype or `dtype`."""
+    """Return what the gated feed-forward half adds [T, H], in the program's dtype or `dtype`."""
     name, source = f"layers.{layer}.", f"model.layers.{layer}.mlp."
     y = gated_products(p, spec, h, name, source, spec.mlp.size, dtype=dtype)
     return to_residual(p, spec, y)
@@ -250,7 +253,7 @@ def gated_products(
 def mlp_out(
     p: ProgramBuilder, spec: ModelSpec, activated: View, layer: int, *, dtype: DType | None = None
 ) -> View:
-    """What a gated feed-forward half adds [T, H], from its activated columns [T, I]."""
+    """Return what a gated feed-forward half adds [T, H], from its activated columns [T, I]."""
     source, has_bias = f"model.layers.{layer}.mlp.down_proj", spec.mlp.bias
     name = f"layers.{layer}.down"
     return product(p, spec, activated, name, source, has_bias=has_bias, dtype=dtype)
@@ -266,7 +269,8 @@ def plain_mlp(
     down: str,
     transposed: bool = False,
 ) -> View:
-    """What a feed-forward half without a gate adds [T, H]; `up` and `down` name its tensors."""
+    """Return what a feed-forward half without a gate adds [T, H]; `up` and `down` name its
+    tensors."""
     inner, form = spec.mlp.size, spec.mlp.activation
     name = f"layers.{layer}.up"
     part = WeightPart("up", f"{up}.weight", inner, transposed=transposed)
@@ -290,7 +294,7 @@ def product(
     transposed: bool = False,
     dtype: DType | None = None,
 ) -> View:
-    """A product that half a layer adds to the residual stream [T, H]."""
+    """Return a product that half a layer adds to the residual stream [T, H]."""
     weight, bias = _outer(p, spec, x, name, source, has_bias, transposed=transposed)
     y = p.linear(x, weight, bias=bias, dtype=dtype, out_name=name.rsplit(".", 1)[-1])
     return to_residual(p, spec, y)
@@ -322,7 +326,7 @@ def _outer(
 
 
 def logits(p: ProgramBuilder, spec: ModelSpec, h: View, head: str) -> View:
-    """The head's product [S, V] in f32, scaled and capped where the model says so."""
+    """Return the head's product [S, V] in f32, scaled and capped where the model says so."""
     y = p.linear(h, head, dtype=DType.F32, out_name="logits")
     if spec.head.scale != 1.0:
         p.scale(y, spec.head.scale)
@@ -360,14 +364,15 @@ def rounded(value: float, dtype: DType) -> float:
 
 
 def own_name(source: str) -> str:
-    """The name of a weight: its tensor's without the prefix that all tensors of a file share."""
+    """Return the name of a weight: its tensor's without the prefix that all tensors of a file
+    share."""
     return source.removeprefix("model.").removeprefix("decoder.").removeprefix("transformer.")
 
 
 def parts_of(
     source: str, rows: Sequence[tuple[str, int]], *, transposed: bool = False
 ) -> list[WeightPart]:
-    """Consecutive parts of a single fused tensor `source`."""
+    """Return consecutive parts of a single fused tensor `source`."""
     total, first, parts = sum(n for _, n in rows), 0, []
     for name, n in rows:
         part = WeightPart(name, source, n, first_row=first, of_rows=total, transposed=transposed)
@@ -385,7 +390,7 @@ def _fused(
     *,
     has_bias: bool,
 ) -> tuple[View, ...]:
-    """One product of the tensors `source`PART_proj, and the columns of each part."""
+    """Return one product of the tensors `source`PART_proj, and the columns of each part."""
     parts = {part: f"{source}{part}_proj" for part in rows}
     weight = p.matrix(
         name,

@@ -18,7 +18,7 @@ from quire.program.tensors import DType, View
 
 
 def read_llama(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.require("pretraining_tp", (1,), "sums split as in pretraining are not supported")
     config.require("sliding_window", (), "Llamas have no sliding window; only null is supported")
     has_bias = config.flag("attention_bias", default=False)

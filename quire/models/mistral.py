@@ -16,7 +16,7 @@ MAX_WINDOW = 2**27
 
 
 def read_mistral(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     windows = _read_window(config)
     if config.has("layer_types"):
         # transformers passes over layer_types in a Mistral: they may not say otherwise.
@@ -31,7 +31,7 @@ def read_mistral(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def read_ministral(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     if config.has("layer_types"):
         windows = read_layer_windows(config)
     else:
@@ -49,7 +49,7 @@ def _read(
 
 
 def _read_window(config: ConfigReader) -> tuple[int, ...]:
-    """The window of each layer, the same for all; empty where sliding_window is null."""
+    """Return the window of each layer, the same for all; empty where sliding_window is null."""
     if config.is_null("sliding_window"):
         return ()
     window = config.whole("sliding_window", 1, MAX_WINDOW, default=DEFAULT_WINDOW)

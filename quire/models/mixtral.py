@@ -19,7 +19,7 @@ TENSORS = ExpertTensors(block="block_sparse_moe", gate_proj="w1", up_proj="w3", 
 
 
 def read_mixtral(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     windows: tuple[int, ...] = ()
     if config.has("sliding_window"):

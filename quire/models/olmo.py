@@ -28,7 +28,7 @@ OLMO3_PATTERN = 4  # every fourth layer sees everything
 
 
 def read_olmo2(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     return read_decoder(
         config,
@@ -39,7 +39,7 @@ def read_olmo2(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def read_olmo3(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     config.require("rope_local_base_freq", (), "layers with a window turn by rope_theta too")
     theta = config.number("rope_theta", 2.0, 1e15, default=OLMO3_THETA)
@@ -76,7 +76,7 @@ def build_olmo(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:
-    """The window of each layer; the pattern of all OLMo 3 where layer_types is absent."""
+    """Return the window of each layer; the pattern of all OLMo 3 where layer_types is absent."""
     if config.has("layer_types"):
         return read_layer_windows(config)
     window = config.whole("sliding_window", 1, 2**27, default=OLMO3_WINDOW)

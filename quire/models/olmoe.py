@@ -18,7 +18,7 @@ from quire.program.tensors import DType, View
 
 
 def read_olmoe(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.require("clip_qkv", (), "queries, keys and values are not clipped; only null is allowed")
     has_bias = config.flag("attention_bias", default=False)
     num_layers = config.whole("num_hidden_layers", 1, 10_000)

@@ -27,7 +27,7 @@ PASSED_OVER = ("activation_dropout", "dropout", "init_std", "layerdrop", "output
 
 
 def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(PASSED_OVER)
     hidden_size = config.whole("hidden_size", 1, 2**20)
     num_heads = config.whole("num_attention_heads", 1, 2**16)
@@ -75,7 +75,7 @@ def read_opt(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def build_opt(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of an OPT; activations, products and cache in `dtype`, residual in f32."""
+    """Return the program of an OPT; activations, products and cache in `dtype`, residual in f32."""
     p = layers.begin(spec, dtype)
     x, head = _embed(p, spec)  # [T, H]
     positions = f"{SOURCE}embed_positions.weight"
@@ -109,7 +109,7 @@ def build_opt(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 
 
 def _embed(p: ProgramBuilder, spec: ModelSpec) -> tuple[View, str]:
-    """Embedded tokens [T, H], and the name of the head."""
+    """Return embedded tokens [T, H], and the name of the head."""
     tokens, head = layers.embed(p, spec, f"{SOURCE}embed_tokens.weight")  # [T, E]
     if not spec.embedding.size:
         return tokens, head
@@ -119,12 +119,13 @@ def _embed(p: ProgramBuilder, spec: ModelSpec) -> tuple[View, str]:
 
 
 def _norm_before(p: ProgramBuilder, spec: ModelSpec, x: View, source: str) -> View:
-    """What goes into a half of a layer: the normed stream, or the stream normed at its last sum."""
+    """Return what goes into a half of a layer: the normed stream, or the stream normed at its last
+    sum."""
     return p.rounded(x) if spec.norm.on_sums else layers.norm(p, spec, x, source)
 
 
 def _sum(p: ProgramBuilder, spec: ModelSpec, x: View, delta: View, source: str) -> View:
-    """The stream after a half of a layer."""
+    """Return the stream after a half of a layer."""
     if spec.norm.on_sums:
         return layers.norm(p, spec, x, source, delta, dtype=DType.F32)
     return p.add(x, delta)

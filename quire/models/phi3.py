@@ -25,7 +25,7 @@ PHI3_KINDS = MappingProxyType({kind: KINDS[kind] for kind in ("default", "longro
 
 
 def read_phi3(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(["embd_pdrop", "resid_pdrop"])  # dropout, which only training has
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         config.require(key, (False,), "biases are not supported for this architecture")
@@ -59,7 +59,7 @@ def build_phi3(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
 
 
 def _fused_qkv(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> tuple[View, View, View]:
-    """Queries [T, heads * D], keys and values [T, kv_heads * D]."""
+    """Return queries [T, heads * D], keys and values [T, kv_heads * D]."""
     queries, keys = spec.attention.query_size, spec.attention.kv_size
     source = f"model.layers.{layer}.self_attn.qkv_proj.weight"
     parts = layers.parts_of(source, [("q", queries), ("k", keys), ("v", keys)])
@@ -69,7 +69,7 @@ def _fused_qkv(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> tuple
 
 
 def _fused_mlp(p: ProgramBuilder, spec: ModelSpec, h: View, layer: int) -> View:
-    """What the gated feed-forward half adds to the residual stream [T, H]."""
+    """Return what the gated feed-forward half adds to the residual stream [T, H]."""
     source = f"model.layers.{layer}.mlp."
     halves = [("gate", spec.mlp.size), ("up", spec.mlp.size)]
     parts = layers.parts_of(f"{source}gate_up_proj.weight", halves)

@@ -18,12 +18,12 @@ DEFAULT_WINDOW, DEFAULT_WINDOW_LAYERS = 4_096, 28
 
 
 def read_qwen2(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     return _read(config, architecture, model_type="qwen2", attention={"qkv_bias": True})
 
 
 def read_qwen3(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     return _read(
         config,
@@ -51,7 +51,8 @@ def _read(
 
 
 def _read_windows(config: ConfigReader) -> tuple[int, ...]:
-    """The window of each layer: none without use_sliding_window, whatever else is written."""
+    """Return the window of each layer: none without use_sliding_window, whatever else is
+    written."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     if not config.flag("use_sliding_window", default=False):
         plain = ["full_attention"] * num_layers

@@ -17,7 +17,7 @@ from quire.models.spec import ExpertsSpec, ModelSpec
 
 
 def read_qwen2_moe(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     shared_size = config.whole("shared_expert_intermediate_size", 1, MAX_SIZE)
     return _read(
         config,
@@ -29,7 +29,7 @@ def read_qwen2_moe(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def read_qwen3_moe(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     has_bias = config.flag("attention_bias", default=False)
     return _read(
         config,
@@ -41,7 +41,7 @@ def read_qwen3_moe(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def _read_sparse(config: ConfigReader) -> ExpertsSpec:
-    """The experts of the layers that are not dense."""
+    """Return the experts of the layers that are not dense."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     dense = read_layer_list(config, "mlp_only_layers")
     step = config.whole("decoder_sparse_step", 1, 10_000, default=1)

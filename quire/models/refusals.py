@@ -72,7 +72,8 @@ _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def refusal(values: Mapping[str, Any], running: Iterable[str], mixtures: Sequence[str]) -> str:
-    """Why the model of this config.json does not run, and which architectures (`running`) do.
+    """Return why the model of this config.json does not run, and which architectures (`running`)
+    do.
 
     mixtures: those of them with experts.
     """
@@ -97,14 +98,14 @@ def with_head(name: object, running: Iterable[str]) -> str | None:
 
 
 def other_kind(values: Mapping[str, Any]) -> str | None:
-    """Why a model is none of those that run although its architecture is the name of one."""
+    """Return why a model is none of those that run although its architecture is the name of one."""
     described, keys, _ = _KINDS[0]
     found = next((key for key in keys if values.get(key)), None)
     return None if found is None else described.format(found=found)
 
 
 def code_problem(auto_map: Any, architecture: str) -> str | None:
-    """What is wrong with ignoring the code that auto_map names; None where nothing is.
+    """Return what is wrong with ignoring the code that auto_map names; None where nothing is.
 
     A family that runs here needs no code of the checkpoint's: checkpoints of some were published
     before others knew them. But classes that are named for something else may compute something
@@ -144,7 +145,7 @@ def quantization_problem(key: str, value: Any) -> str | None:
 
 
 def _class_paths(auto_map: Mapping[str, Any]) -> Iterable[Any]:
-    """The classes that are models or configurations; a tokenizer's code is another's concern."""
+    """Yield the classes of models and configurations; tokenizers have code of their own."""
     for key, path in auto_map.items():
         if not key.startswith(("AutoTokenizer", "AutoProcessor")):
             yield path

@@ -99,7 +99,7 @@ FAMILIES = MappingProxyType(
 
 
 def open_model(path: Path) -> ModelSpec:
-    """The spec of the model in folder `path`, or in the GGUF file `path`.
+    """Return the spec of the model in folder `path`, or in the GGUF file `path`.
 
     Raises ConfigError where there is no model, its architecture is not supported, or its
     configuration cannot be honoured as written (all problems listed); WeightsError where a GGUF
@@ -120,13 +120,14 @@ def open_model(path: Path) -> ModelSpec:
 
 
 def _read_values(values: dict[str, Any], where: str) -> ModelSpec:
-    """The spec that a family's reader makes of a config.json that is in no file."""
+    """Return the spec that a family's reader makes of a config.json that is in no file."""
     (architecture,) = values["architectures"]
     return FAMILIES[architecture].read(ConfigReader(values, where=where), architecture)
 
 
 def compute_dtype(spec: ModelSpec, asked: str = "auto") -> DType:
-    """What activations, weights and cache are held in: as asked, else as the checkpoint has it.
+    """Return what activations, weights and cache are held in: as asked, else as the checkpoint has
+    it.
 
     asked: "auto" or a DType's name. float16 checkpoints compute in float32, which holds them.
     """
@@ -136,7 +137,7 @@ def compute_dtype(spec: ModelSpec, asked: str = "auto") -> DType:
 
 
 def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Program:
-    """The program of `spec`, computing in `dtype`, for up to `max_positions` positions.
+    """Return the program of `spec`, computing in `dtype`, for up to `max_positions` positions.
 
     Raises ConfigError where max_positions is not between 1 and the model's own limit.
     """
@@ -149,8 +150,8 @@ def build_program(spec: ModelSpec, *, dtype: DType, max_positions: int) -> Progr
 
 
 def _architecture(values: Mapping[str, Any], where: Path) -> tuple[str, bool]:
-    """The one that config.json names, or that its model_type stands for where it names none; and
-    whether it has a head: a decoder alone ("Qwen3Model") counts as the model that adds one."""
+    """Return the one that config.json names, or that its model_type stands for where it names none;
+    and whether it has a head: a decoder alone ("Qwen3Model") counts as the model that adds one."""
     names = values.get("architectures")
     if names is None:
         by_type = {family.model_type: name for name, family in FAMILIES.items()}

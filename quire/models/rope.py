@@ -24,7 +24,7 @@ Float32s = NDArray[np.float32]
 
 
 def rope_spec(settings: RopeSettings, head_dim: int, max_positions: int) -> RopeSpec:
-    """The angles of a head's rotated columns, for requests of up to `max_positions`."""
+    """Return the angles of a head's rotated columns, for requests of up to `max_positions`."""
     head_dim = int(head_dim * settings.rotary_share)
     theta = settings.theta
     if settings.kind == "dynamic":
@@ -101,7 +101,7 @@ def _yarn(powers: Float32s, settings: RopeSettings, head_dim: int) -> Float32s:
 
 
 def _yarn_pair(turns: float, settings: RopeSettings, head_dim: int) -> float:
-    """The pair (a fraction) that makes `turns` full turns over the original length."""
+    """Return the pair (a fraction) that makes `turns` full turns over the original length."""
     length = settings.original_max_positions
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(settings.theta))
 
@@ -116,7 +116,7 @@ def _yarn_attention_scale(settings: RopeSettings) -> float:
 
 
 def yarn_attention_scale(factor: float, mscale: float = 1.0) -> float:
-    """The factor on cos and sin that YaRN gives angles stretched by `factor`."""
+    """Return the factor on cos and sin that YaRN gives angles stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

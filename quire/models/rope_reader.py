@@ -46,7 +46,7 @@ def read_rope(
     theta: float = DEFAULT_THETA,
     share: float = 1.0,
 ) -> RopeSettings:
-    """The settings; problems are noted in `config`.
+    """Return the settings; problems are noted in `config`.
 
     max_positions: max_position_embeddings. partial: the family rotates the part of a head that
     partial_rotary_factor says; others refuse any but the whole. kinds: those the family has.
@@ -69,7 +69,8 @@ def read_rope(
 def read_rope_by_layer(
     config: ConfigReader, max_positions: int, *, theta: float, local_theta: float
 ) -> tuple[RopeSettings, RopeSettings]:
-    """Settings of layers that see everything, and of those with a window, as Gemma 3 has them.
+    """Return settings of layers that see everything, and of those with a window, as Gemma 3 has
+    them.
 
     Old form: rope_theta and rope_scaling are the former's, rope_local_base_freq the latter's
     (which are never scaled). New form: rope_parameters {"full_attention", "sliding_attention"}.
@@ -241,7 +242,7 @@ def _read_longrope(
 
 
 def _read_factors(section: ConfigReader, key: str) -> tuple[float, ...]:
-    """A list of positive numbers; its length is checked where head_dim is known."""
+    """Return a list of positive numbers; its length is checked where head_dim is known."""
     listed = section.take(key)
     if isinstance(listed, list) and listed:
         for factor in listed:
@@ -294,7 +295,7 @@ def _read_yarn_attention_factor(section: ConfigReader, factor: float) -> float |
 
 
 def _read_attention_factor(section: ConfigReader) -> float | None:
-    """The factor on cos and sin, None where it follows from the other settings."""
+    """Return the factor on cos and sin, None where it follows from the other settings."""
     if not section.has("attention_factor"):
         return None
     return section.number("attention_factor", 1e-6, MAX_FACTOR)

@@ -21,7 +21,7 @@ INTERVAL = 4  # every fourth layer is not rotated, likewise
 
 
 def read_smollm3(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(["pretraining_tp", "max_window_layers"])  # left over from other families
     if not config.has("num_key_value_heads"):
         config.note("num_key_value_heads is missing; it has no sensible default in a SmolLM 3")
@@ -46,7 +46,8 @@ def read_smollm3(config: ConfigReader, architecture: str) -> ModelSpec:
 
 
 def _read_unrotated(config: ConfigReader) -> frozenset[int]:
-    """Layers without angles: zeros of no_rope_layers, else every no_rope_layer_interval'th."""
+    """Return layers without angles: zeros of no_rope_layers, else every
+    no_rope_layer_interval'th."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     interval = config.whole("no_rope_layer_interval", 1, 10_000, default=INTERVAL)
     listed = config.take("no_rope_layers")
@@ -63,7 +64,8 @@ def _read_unrotated(config: ConfigReader) -> frozenset[int]:
 
 
 def _read_windows(config: ConfigReader, unrotated: frozenset[int]) -> tuple[int, ...]:
-    """The window of each layer: of unrotated ones, where layer_types does not say otherwise."""
+    """Return the window of each layer: of unrotated ones, where layer_types does not say
+    otherwise."""
     num_layers = config.whole("num_hidden_layers", 1, 10_000)
     if not config.flag("use_sliding_window", default=False):
         plain = ["full_attention"] * num_layers

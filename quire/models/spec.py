@@ -73,11 +73,11 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     def window(self, layer: int) -> int:
-        """Positions that layer `layer` attends to, its own included; 0 for all."""
+        """Return positions that layer `layer` attends to, its own included; 0 for all."""
         return self.windows[layer] if self.windows else 0
 
     def score_scale(self, layer: int) -> float:
-        """The factor on q.k in layer `layer`."""
+        """Return the factor on q.k in layer `layer`."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return scale / (layer + 1) if self.scale_by_layer else scale
 

@@ -16,7 +16,7 @@ ROTARY_SHARE = 0.25  # where a configuration does not say
 
 
 def read_stablelm(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.require("qk_layernorm", (False,), "norms on queries and keys are not supported here")
     config.require("use_parallel_residual", (False,), "halves side by side are not supported")
     num_heads = config.whole("num_attention_heads", 1, 2**16)

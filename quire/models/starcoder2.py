@@ -18,7 +18,7 @@ from quire.program.tensors import DType, View
 
 
 def read_starcoder2(config: ConfigReader, architecture: str) -> ModelSpec:
-    """The spec; raises ConfigError with every problem of the file."""
+    """Return the spec; raises ConfigError with every problem of the file."""
     config.pass_over(["embedding_dropout", "residual_dropout"])  # which only training has
     config.require("mlp_type", ("default",), "only 'default' is supported")
     config.require("norm_type", ("layer_norm",), "only 'layer_norm' is supported")

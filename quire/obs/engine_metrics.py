@@ -219,7 +219,8 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _drafts(stats: EngineStats) -> Iterable[Metric]:
-    """Drafts by proposer: the engine's once it had some, and the texts that requests predict."""
+    """Yield drafts by proposer: the engine's once it had some, and the texts that requests
+    predict."""
     seconds = CounterMetricFamily(
         "quire_drafting_seconds",
         "Time in which drafts were computed, between steps: by a draft model, draft heads, or the "
@@ -322,7 +323,7 @@ def _transfers(stats: TransferStats) -> Iterable[Metric]:
 
 
 def _kv_store(stats: KVStoreStats) -> Iterable[Metric]:
-    """A KV store shared with other engines; only where there is one."""
+    """Yield the metrics of a KV store shared with other engines; only where there is one."""
     for name, text, value in (
         ("lookups", "Requests for which the shared store was asked", stats.lookups_total),
         ("hit_blocks", "KV blocks that were asked for and stored", stats.hit_blocks_total),

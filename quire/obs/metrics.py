@@ -35,7 +35,7 @@ class Metrics:
 
     shared: the folder in which several processes count (shared.py): `text` then shows the sums.
     sees_steps: whether this one observes the engine's steps, as one of them does. restarts: of API
-    processes; where there are several, their keeper counts them with a counter of its own.
+    processes; where there are several, their supervisor counts them with a counter of its own.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Metrics:
         output_tokens: int,
         terms: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> None:
-        """A choice ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
+        """Count a choice that ended. `prompt_tokens` is 0 for all but one choice of a prompt."""
         tenant = terms.tenant or "default"
         self._of(self._series.tenant_prompt_tokens, tenant).inc(prompt_tokens)
         self._of(self._series.tenant_generated_tokens, tenant).inc(output_tokens)
@@ -139,7 +139,7 @@ class Metrics:
         self._of(self._series.responses, route, str(status)).inc()
 
     def _of(self, counter: Counter, *labels: str) -> Counter:
-        """A labelled counter, found without its library's checks where it has counted before."""
+        """Return a labelled counter, without the library's checks where it counted before."""
         key = (counter, labels)
         found = self._labelled.get(key)
         if found is None:
@@ -147,7 +147,7 @@ class Metrics:
         return found
 
     def see(self, stats: EngineStats) -> None:
-        """The engine's latest counters. Each step is observed at most once."""
+        """Take in the engine's latest counters. Each step is observed at most once."""
         self._stats = stats
         if self._sees_steps and stats.steps_total != self._last_step:
             self._last_step = stats.steps_total
@@ -155,7 +155,7 @@ class Metrics:
             self._series.batch_tokens.observe(stats.step_tokens)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         other_names = b"" if self.vllm is None else self.vllm.text()
         return generate_latest(self._shown) + other_names
 
@@ -163,7 +163,7 @@ class Metrics:
 def missed_objectives(
     terms: SchedulingParams, times: RequestTimes | None, output_tokens: int, finish_reason: str
 ) -> list[str]:
-    """Which of its objectives a choice that ended has not met: all, where it was not completed."""
+    """Return the objectives that an ended choice has not met: all, if it was not completed."""
     objectives = [name for name in OBJECTIVES if getattr(terms, name) is not None]
     if not objectives or times is None or finish_reason not in _COMPLETED:
         return objectives

@@ -132,7 +132,7 @@ class Series:
 
 
 def restarts_counter() -> Counter:
-    """API processes that ended and were replaced; counted by the process that replaces them."""
+    """Return the counter of API processes that ended and were replaced, for their supervisor."""
     return Counter(
         "quire_api_process_restarts",
         "API processes that ended by themselves and were replaced",

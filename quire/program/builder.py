@@ -94,20 +94,21 @@ class ProgramBuilder:
     # ---- operations
 
     def embed(self, weight: str, *, ids: IdSource = IdSource.TOKENS) -> View:
-        """Rows of a table by token id (or by position), into a new f32 residual stream."""
+        """Return rows of a table by token id (or by position), into a new f32 residual stream."""
         name = "residual" if ids is IdSource.TOKENS else ids
         y = self._new(name, self._weights[weight].columns, DType.F32)
         self._ops.append(Embed(y=y, weight=weight, ids=ids))
         return y
 
     def feed(self, width: int, *, dtype: DType = DType.F32) -> View:
-        """The batch's features, a row per token."""
+        """Return the batch's features, a row per token."""
         y = self._new("features", width, dtype)
         self._ops.append(Feed(y=y))
         return y
 
     def space(self, name: str, width: int) -> View:
-        """A new buffer in the program's dtype, for operations that write parts of its columns."""
+        """Return a new buffer in the program's dtype, for operations that write parts of its
+        columns."""
         return self._new(name, width, self.dtype)
 
     def norm(
@@ -160,7 +161,7 @@ class ProgramBuilder:
         return y
 
     def parts(self, view: View, weight: str) -> tuple[View, ...]:
-        """The columns of a fused linear's output that belong to each part of its weight."""
+        """Return the columns of a fused linear's output that belong to each part of its weight."""
         views, offset = [], 0
         for part in self._weights[weight].parts:
             views.append(view.columns(offset, part.rows))
@@ -302,7 +303,7 @@ class ProgramBuilder:
         self._outputs[name] = view
 
     def build(self, *, vocab_size: int, max_positions: int) -> Program:
-        """The finished Program; raises ValueError where it contradicts itself."""
+        """Return the finished Program; raises ValueError where it contradicts itself."""
         return Program(
             name=self.name,
             buffers=tuple(self._buffers),

@@ -40,7 +40,7 @@ class ColumnExchange(Operation):
         return self.x.columns(start, end - start)
 
     def check(self, declared: Declarations) -> None:
-        """The rank is one of the ranks, and each of them has a column."""
+        """Check that the rank is one of the ranks, and that each of them has a column."""
         if not 0 <= self.rank < self.degree:
             raise ValueError(f"rank is {self.rank}; there are {self.degree} ranks")
         if self.unit < 1 or -(-self.x.width // self.unit) < self.degree:

@@ -46,11 +46,12 @@ class StepShape:
         }
 
     def rows(self, rows: Rows) -> int:
-        """The number behind a symbolic row count."""
+        """Return the number behind a symbolic row count."""
         return self._rows[rows]
 
     def attended_positions(self, window: int) -> int:
-        """Pairs of a token row and a position it attends to, over all rows (window 0: no limit)."""
+        """Return pairs of a token row and a position it attends to, over all rows (window 0: no
+        limit)."""
         reach = self.starts + self.counts
         seen = _triangle(reach) - _triangle(self.starts)
         if window:
@@ -59,8 +60,8 @@ class StepShape:
         return int(seen.sum())
 
     def attended_pieces(self, window: int, rank: int = 0, ranks: int = 1) -> int:
-        """Pairs of a token row and a piece of the cache that it attends to, over all rows; of the
-        pieces that `rank` of several ranks has."""
+        """Return pairs of a token row and a piece of the cache that it attends to, over all rows;
+        of the pieces that `rank` of several ranks has."""
         reach = self.starts + self.counts
         num = _own_pieces(reach, rank, ranks) - _own_pieces(self.starts, rank, ranks)
         if window:  # pieces before that of the first position that a row attends to
@@ -69,7 +70,7 @@ class StepShape:
         return int(num.sum())
 
     def read_positions(self, window: int) -> int:
-        """Cached positions that any row attends to, counted once per sequence."""
+        """Return cached positions that any row attends to, counted once per sequence."""
         first = np.maximum(self.starts - window + 1, 0) if window else np.zeros_like(self.starts)
         return int((self.starts + self.counts - first)[self.counts > 0].sum())
 
@@ -121,8 +122,8 @@ def _triangle(length: Int64s) -> Int64s:
 
 
 def _own_pieces(end: Int64s, rank: int, ranks: int) -> Int64s:
-    """The pieces that a rank has up to that of a position, summed over the positions before `end`;
-    piece p is rank p modulo `ranks`'."""
+    """Return the pieces that a rank has up to that of a position, summed over the positions before
+    `end`; piece p is rank p modulo `ranks`'."""
     piece, rest = np.divmod(end, PIECE_POSITIONS)
     turns, left = np.divmod(np.maximum(piece - rank, 0), ranks)
     whole = ranks * _triangle(turns) + left * (turns + 1)

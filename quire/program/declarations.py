@@ -134,7 +134,7 @@ class Weight:
         return self.rows * self.row_bytes
 
     def source_shape(self, part: WeightPart) -> tuple[int, ...]:
-        """Shape of the whole tensor that `part`, one of this weight's, is cut from."""
+        """Return shape of the whole tensor that `part`, one of this weight's, is cut from."""
         rows, columns = part.of_rows or part.rows, part.of_columns or self.columns
         if self.form is WeightForm.VECTOR:
             return (rows,)

@@ -214,7 +214,7 @@ class Experts(Operation):
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers as text, as in 0-3,7."""
+    """Return ascending numbers as text, as in 0-3,7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -126,7 +126,7 @@ def placement_by_load(
 
 
 def _by_load(loads: Sequence[int], degree: int, redundant: int, layer: int) -> tuple[int, ...]:
-    """The ranks of a mixture's experts."""
+    """Return the ranks of a mixture's experts."""
     experts = len(loads)
     copies = [1] * experts
     for _ in range(redundant):

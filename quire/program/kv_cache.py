@@ -23,7 +23,7 @@ KV_CACHE_DTYPES = (AUTO, *(dtype.value for dtype in DType), INT8_CACHE, FP8_CACH
 
 
 def with_kv_cache_dtype(program: Program, dtype: str) -> Program:
-    """The program with its caches in `dtype`, one of KV_CACHE_DTYPES; "auto" leaves them."""
+    """Return the program with its caches in `dtype`, one of KV_CACHE_DTYPES; "auto" leaves them."""
     if dtype not in KV_CACHE_DTYPES:
         raise ValueError(f"{dtype!r} is no precision of a KV cache: {', '.join(KV_CACHE_DTYPES)}")
     if dtype == AUTO:
@@ -35,7 +35,7 @@ def with_kv_cache_dtype(program: Program, dtype: str) -> Program:
 
 
 def kv_cache_text(program: Program) -> str:
-    """How keys and values are kept: "f32", "bf16", "int8" or "fp8"."""
+    """Return how keys and values are kept: "f32", "bf16", "int8" or "fp8"."""
     return ", ".join(dict.fromkeys(cache.precision for cache in program.caches))
 
 

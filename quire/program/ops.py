@@ -46,7 +46,7 @@ class Embed(Operation):
     ids: IdSource
 
     def check(self, declared: Declarations) -> None:
-        """The table is as wide as the output, which has a row per token."""
+        """Check that the table is as wide as the output, which has a row per token."""
         check_width("y", self.y, declared.weights[self.weight].columns)
         if self.y.buffer.rows is not Rows.TOKENS:
             raise ValueError(f"y has {self.y.buffer.rows} rows; an embedding has one per token")
@@ -72,7 +72,7 @@ class Feed(Operation):
     y: View
 
     def check(self, declared: Declarations) -> None:
-        """The output has a row per token."""
+        """Check that the output has a row per token."""
         if self.y.buffer.rows is not Rows.TOKENS:
             raise ValueError(f"y has {self.y.buffer.rows} rows; features have one per token")
 
@@ -104,7 +104,8 @@ class Norm(Operation):
         return (self.y,) if self.delta is None else (self.y, self.x)
 
     def check(self, declared: Declarations) -> None:
-        """Views have one width, which the group divides; vectors are as long as a group."""
+        """Check that views have one width, which the group divides, and vectors the length of a
+        group."""
         if self.weight is None and self.bias is not None:
             raise ValueError("a bias and no weight")
         for name, view in (("y", self.y), ("delta", self.delta)):
@@ -152,7 +153,8 @@ class Linear(Operation):
     bias: WeightName | None
 
     def check(self, declared: Declarations) -> None:
-        """The weight is a matrix [y's width, x's width], the bias as long as y is wide."""
+        """Check that the weight is a matrix [y's width, x's width], and the bias as long as y is
+        wide."""
         weight = declared.weights[self.weight]
         if weight.form is not WeightForm.MATRIX:
             raise ValueError(f"{weight.name} is a {weight.form}, not a matrix")
@@ -345,7 +347,7 @@ class Activation(Operation):
     form: ActivationForm
 
     def check(self, declared: Declarations) -> None:
-        """Views have one width, gate and up one dtype."""
+        """Check that views have one width, and gate and up one dtype."""
         check_width("y", self.y, self.gate.width)
         if self.up is not None:
             check_width("up", self.up, self.gate.width)
@@ -410,7 +412,7 @@ class SoftCap(Operation):
     cap: float
 
     def check(self, declared: Declarations) -> None:
-        """The cap is positive."""
+        """Check that the cap is positive."""
         if not self.cap > 0:
             raise ValueError(f"cap is {self.cap}; it must be above 0")
 

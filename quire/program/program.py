@@ -80,8 +80,8 @@ class Program:
         return tuple(at for at, op in enumerate(trunk) if isinstance(op, Attention))
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor the weights come from, by its name, in the order they are named;
-        then those that other ranks have."""
+        """Return shape of each tensor the weights come from, by its name, in the order they are
+        named; then those that other ranks have."""
         own = {
             part.source: weight.source_shape(part)
             for weight in self.weights.values()

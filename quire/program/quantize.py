@@ -34,7 +34,7 @@ def quantize(
     keep: Sequence[str] = (),
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """The program with schemes on its matrices.
+    """Return the program with schemes on its matrices.
 
     scheme: of all products, as scheme_names() lists them, or "auto": as `stored` says, schemes by
     the names of weights that are quantized in their file already, and none where it says nothing.
@@ -62,7 +62,8 @@ def quantize(
 
 
 def precision_text(program: Program) -> str:
-    """How the products of a program are kept: "none", "int8", or "int4-g64 (embed: int8)"."""
+    """Return how the products of a program are kept: "none", "int8", or "int4-g64 (embed:
+    int8)"."""
     products = _products(program)
     schemes = [weight.scheme or PLAIN for weight in products]
     most = max(dict.fromkeys(schemes), key=lambda name: _bytes_of(products, name))
@@ -89,7 +90,7 @@ def _products(program: Program) -> list[Weight]:
 
 
 def _heads(program: Program) -> set[str]:
-    """Names of the weights of the products that give the logits."""
+    """Return names of the weights of the products that give the logits."""
     logits = program.outputs.get("logits")
     return {
         op.weight
@@ -102,7 +103,7 @@ def _heads(program: Program) -> set[str]:
 
 
 def _routers(program: Program) -> set[str]:
-    """Names of the weights of the products that give a router's logits."""
+    """Return names of the weights of the products that give a router's logits."""
     ops = [op for ops in program.segments.values() for op in ops]
     logits = {op.x.buffer.index for op in ops if isinstance(op, Route)}
     return {op.weight for op in ops if isinstance(op, Linear) and op.y.buffer.index in logits}
@@ -116,7 +117,7 @@ def _head_default(rest: str) -> str:
 
 
 def _precision(program: Program, text: str, setting: str) -> str:
-    """The scheme that `text` names, "" for the program's own dtype."""
+    """Return the scheme that `text` names, "" for the program's own dtype."""
     own = {weight.dtype.value for weight in _products(program)}
     if text in own:
         return ""

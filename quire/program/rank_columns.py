@@ -111,8 +111,8 @@ class RankColumns:
         return heads
 
     def _narrowed(self) -> dict[int, list[Tile]]:
-        """Results of products that hold several heads' or both halves' columns, where all that
-        reads them needs the rank's columns only."""
+        """Return results of products that hold several heads' or both halves' columns, where all
+        that reads them needs the rank's columns only."""
         readers: dict[int, list[tuple[Op, View]]] = {}
         for op in self._source.operations():
             for view in op.inputs:
@@ -126,7 +126,8 @@ class RankColumns:
         return narrowed
 
     def _spans(self, y: View, readers: list[tuple[Op, View]]) -> list[Span] | None:
-        """The rank's columns of a product's result; None where something reads others too."""
+        """Return the rank's columns of a product's result; None where something reads others
+        too."""
         regions = sorted({region(view)[1:] for _, view in readers})
         ends = [offset + width for offset, width in regions]
         if not regions or [0, *ends] != [*(offset for offset, _ in regions), y.width]:

@@ -25,7 +25,7 @@ Plain = dict[str, Any]
 
 
 def to_plain(program: Program) -> Plain:
-    """The program as what JSON can hold."""
+    """Return the program as what JSON can hold."""
     plain: Plain = {
         "format": FORMAT,
         "name": program.name,
@@ -50,7 +50,8 @@ def to_plain(program: Program) -> Plain:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Program:
-    """The program `to_plain` wrote; raises ValueError for another format or contradictions."""
+    """Return the program `to_plain` wrote; raises ValueError for another format or
+    contradictions."""
     if plain.get("format") != FORMAT:
         raise ValueError(f"program format is {plain.get('format')!r}; {FORMAT} can be read")
     buffers = tuple(
@@ -103,7 +104,8 @@ def _op_to_plain(op: Op) -> Plain:
 
 
 def _attrs(op: Op) -> Plain:
-    """Parameters without those at their default: a field added with one changes no digest."""
+    """Return parameters without those at their default: a field added with one changes no
+    digest."""
     defaults = {field.name: field.default for field in fields(op)}
     return {name: value for name, value in op.parameters.items() if value != defaults[name]}
 

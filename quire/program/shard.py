@@ -157,8 +157,8 @@ class _Sharding:
         return op.with_views(self._over)
 
     def _linear(self, op: Linear) -> list[Linear]:
-        """The rank's product; one for each part of the weight where their columns are exchanged,
-        since every rank has rows of every tensor."""
+        """Return the rank's product; one for each part of the weight where their columns are
+        exchanged, since every rank has rows of every tensor."""
         self._whole(op.x)
         x, weight = self._over(op.x), self._source.weights[op.weight]
         tiles = self._columns.tiles.get(op.y.buffer.index)
@@ -189,7 +189,7 @@ class _Sharding:
         return is_own and is_whole and self._columns.unit(op.y.width) is not None
 
     def _row_parallel(self, op: Linear) -> AllReduce:
-        """The product of the rank's columns, added up over the ranks; a bias by rank 0."""
+        """Return the product of the rank's columns, added up over the ranks; a bias by rank 0."""
         (split,) = self._split.pop(op.x.buffer.index)
         self._used[op.x.buffer.index] = [split]
         self._weights.columns(op.weight, self._columns.share(op.x.width, split.unit))
@@ -256,7 +256,7 @@ class _Sharding:
         )
 
     def _expert_parallel(self, op: Experts, holders: tuple[int, ...]) -> Experts:
-        """The rank's experts, and its columns of the sum over all of them."""
+        """Return the rank's experts, and its columns of the sum over all of them."""
         unit = self._unit(op.y.width)
         self._note_split(op.y, unit)
         made = replace(op, rank=self._rank, degree=self._degree, unit=unit, holders=holders)
@@ -272,7 +272,7 @@ class _Sharding:
         )
 
     def _of_heads(self, op: Op) -> Op:
-        """An operation on heads: the rank's only."""
+        """Return an operation on heads: the rank's only."""
         made: Op = op.with_views(self._own_columns)
         if isinstance(made, Rope):
             made = replace(made, heads=made.x.width // made.head_dim)
@@ -319,12 +319,12 @@ class _Sharding:
         return self._columns.over(view)
 
     def _share(self, view: View, unit: int) -> View:
-        """The rank's columns of a view of a whole buffer."""
+        """Return the rank's columns of a view of a whole buffer."""
         start, end = self._columns.share(view.width, unit)
         return self._over(view).columns(start, end - start)
 
     def _own_columns(self, view: View) -> View:
-        """The rank's columns of a view that holds heads."""
+        """Return the rank's columns of a view that holds heads."""
         span = self._columns.heads[region(view)]
         if view.buffer.index in self._columns.tiles:
             return self._columns.tile_view(view, span)

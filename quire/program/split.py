@@ -104,7 +104,7 @@ def layers_of_stages(program: Program, stages: int) -> tuple[int, ...]:
 
 
 def _read_bytes(program: Program, ops: Sequence[Op]) -> int:
-    """Bytes of weights that a step reads whole."""
+    """Return bytes of weights that a step reads whole."""
     names = {name for op in ops if not isinstance(op, Embed) for name in op.weights}
     return sum(program.weights[name].num_bytes for name in names)
 
@@ -118,7 +118,8 @@ def _balanced(loads: tuple[int, ...], stages: int) -> tuple[int, ...]:
         sums.append(sums[-1] + load)
 
     def best(limit: float, *, is_squared: bool) -> tuple[float, tuple[int, ...]]:
-        """The least cost of runs of at most `limit`: the heaviest run, or the sum of squares."""
+        """Return the least cost of runs of at most `limit`: the heaviest run, or the sum of
+        squares."""
         none: tuple[float, tuple[int, ...]] = (float("inf"), ())
         found = [none] * (len(loads) + 1)  # of the first n loads, over the stages so far
         found[0] = (0, ())

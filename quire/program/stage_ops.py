@@ -27,7 +27,7 @@ class Send(Operation):
     stage: int
 
     def check(self, declared: Declarations) -> None:
-        """The first stage receives nothing."""
+        """Check that the first stage receives nothing."""
         if self.stage < 1:
             raise ValueError(f"stage is {self.stage}; stages after the first receive")
 
@@ -49,7 +49,7 @@ class Recv(Operation):
     stage: int
 
     def check(self, declared: Declarations) -> None:
-        """A stage has sent it."""
+        """Check that a stage has sent it."""
         if self.stage < 0:
             raise ValueError(f"stage is {self.stage}; stages count from 0")
 

@@ -25,7 +25,7 @@ MIN_HIDDEN = 4
 
 
 def format_program(program: Program, step: StepShape, *, all_layers: bool = False) -> str:
-    """The table, its totals, and a summary of weights and caches, as lines of text."""
+    """Return the table, its totals, and a summary of weights and caches, as lines of text."""
     blocks = [_title(program, step)]
     for segment in program.segments:
         blocks.append(_segment(program, segment, step, all_layers=all_layers))
@@ -34,7 +34,7 @@ def format_program(program: Program, step: StepShape, *, all_layers: bool = Fals
 
 
 def amount(number: float, unit: str = "") -> str:
-    """A count with a metric prefix: 1234567 is "1.23 M"; with unit "B", "1.23 MB"."""
+    """Write a count with a metric prefix: 1234567 is "1.23 M"; with unit "B", "1.23 MB"."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             digits = f"{number / size:.3g}" if number < 999.5 * size else f"{number / size:.0f}"
@@ -114,8 +114,8 @@ def _shape(view: View) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    """Columns padded to their widest cell; a row without shapes may run over the empty ones. The
-    last column is left out where it is empty: one process receives nothing."""
+    """Return columns padded to their widest cell; a row without shapes may run over the empty ones.
+    The last column is left out where it is empty: one process receives nothing."""
     if not any(line[-1] for line in lines[1:]):
         lines = [line[:-1] for line in lines]
     widths = [
@@ -152,7 +152,7 @@ def _signature(program: Program, op: Op) -> tuple[object, ...]:
 
 
 def _longest_repeat(signatures: Sequence[object]) -> _Repeat | None:
-    """The run of repeats that hides the most operations; the shortest unit, the earliest."""
+    """Return the run of repeats that hides the most operations; the shortest unit, the earliest."""
     best: _Repeat | None = None
     for length in range(1, len(signatures)):
         same = 0

@@ -62,7 +62,7 @@ class WeightShares:
 
 
 def _rows_of(weight: Weight, span: Span) -> Iterator[WeightPart]:
-    """The parts that rows [start, end) of a weight come from."""
+    """Yield the parts that rows [start, end) of a weight come from."""
     before = 0
     for part in weight.parts:
         start, end = max(span[0], before), min(span[1], before + part.rows)

@@ -225,7 +225,8 @@ class ConnectedPools:
                 raise self._lost(str(error)) from error
 
     def _part_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a rank's part of a block: layers, pool's blocks, heads, bytes of a head."""
+        """Return the shape of a rank's part of a block: layers, pool's blocks, heads, bytes of a
+        head."""
         layers, heads = self._shares[rank].layers, self._shares[rank].heads
         return layers[1] - layers[0], self._shape[2], heads[1] - heads[0], self._shape[4]
 

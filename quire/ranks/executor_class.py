@@ -95,8 +95,8 @@ class RankedExecutorClass:
         self.kind.check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory of all ranks together; where they have several machines, of as many of the
-        largest ones as share this machine; where each has a device, of the largest one."""
+        """Return the memory of all ranks together; where they have several machines, of as many of
+        the largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
         parts = [self.kind.memory_for(own, limits) for own in programs]
         # Shared memory is the host's, where ranks have a device each.
@@ -282,12 +282,12 @@ class RankedExecutorClass:
         return block_ends(group, sizes.total(self.num_ranks) + self._stage_link_bytes(sizes))
 
     def _link_bytes(self, sizes: SegmentSizes) -> int:
-        """Bytes of the segment beside what the group of ranks uses."""
+        """Return bytes of the segment beside what the group of ranks uses."""
         of_blocks = block_link_bytes(self.num_ranks) if self._links_blocks else 0
         return self._stage_link_bytes(sizes) + of_blocks
 
     def _stage_link_bytes(self, sizes: SegmentSizes) -> int:
-        """Bytes of the links between stages."""
+        """Return bytes of the links between stages."""
         return 0
 
     def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
@@ -339,7 +339,8 @@ def _end(others: OtherRanks, kind: RankKind, unbind: Callable[[], None] | None =
 
 
 def _slot_bytes(program: Program) -> int:
-    """Bytes of the largest part of a row, or more, so that several rows are exchanged at once."""
+    """Return bytes of the largest part of a row, or more, so that several rows are exchanged at
+    once."""
     parts = [_SLOT_BYTES]
     for ops in program.segments.values():
         for op in ops:

@@ -35,7 +35,7 @@ class RankKind(Protocol):
         """Raise ModelError listing what executors of this kind do not support."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory of one rank, by its program."""
+        """Return the memory of one rank, by its program."""
 
     def head_rows(self, max_sequences: int) -> int:
         """See ExecutorSizing."""
@@ -50,10 +50,10 @@ class RankKind(Protocol):
         """See ExecutorClass."""
 
     def class_beside(self) -> ExecutorClass:
-        """The class of executors of other models beside rank 0's: they are not divided."""
+        """Return the class of executors of other models beside rank 0's: they are not divided."""
 
     def start_fields(self, rank: int) -> dict[str, Any] | None:
-        """What a rank's start says of its executor; None for the native one."""
+        """Return what a rank's start says of its executor; None for the native one."""
 
     def leading(
         self,

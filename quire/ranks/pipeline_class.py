@@ -53,7 +53,7 @@ class PipelineExecutorClass(RankedExecutorClass):
         super().check_program(program)
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """The memory of all ranks together, and of the rows between stages."""
+        """Return the memory of all ranks together, and of the rows between stages."""
         memory = super().memory_for(program, limits)
         rows = row_sizes(split(program, self.stages), limits)
         links = len(self.layout.early_ranks) * rows.total if self.kind.shares_memory else 0

@@ -165,7 +165,7 @@ class RankExecutor(NativeExecutor):
                 raise AssertionError("Stop ends the loop")
 
     def _pool_array(self, num_blocks: int) -> HostArray:
-        """The pool by blocks of the engine."""
+        """Return the pool by blocks of the engine."""
         return HostArray(self._pool_bytes.reshape(len(self._pool_bytes), num_blocks, -1))
 
     def _place_pool(self, span: int) -> None:

@@ -126,5 +126,5 @@ class RankPools:
             self.pool_file = NONE
 
     def _sizes(self, share: PoolShare, num_blocks: int, head_bytes: Sequence[int]) -> list[int]:
-        """Bytes of the arrays of a rank's pool."""
+        """Return bytes of the arrays of a rank's pool."""
         return [self._sides * share.num_bytes(num_blocks, size) for size in head_bytes]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError, QuireError, WorkerError
@@ -143,11 +142,6 @@ def _layout_of(start: RankStart) -> StageLayout:
 
 def _rows_of(start: RankStart) -> LinkSizes:
     return LinkSizes(slot_bytes=start.row_slot_bytes, slots=start.row_slots)
-
-
-def checkpoint_of(start: RankStart) -> Path:
-    """Return the path of the weights."""
-    return Path(start.checkpoint)
 
 
 def ready_of(recipe: str, weights_digest: str) -> RankReady:

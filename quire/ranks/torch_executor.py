@@ -134,7 +134,7 @@ class TorchRank(TorchExecutor):
         return 1 if self.pieces is None else self.pieces.blocks_of_each
 
     def _pool_arrays(self) -> Sequence[PoolArray]:
-        """The arrays of the pool, by blocks of the engine."""
+        """Return the arrays of the pool, by blocks of the engine."""
         num_blocks = self._pool.num_blocks // self._blocks_of_each
         return self._pool.arrays(num_blocks)
 

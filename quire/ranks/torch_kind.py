@@ -21,7 +21,7 @@ from quire.comm.shared_memory import TIMEOUT_S, SharedMemoryRank
 from quire.config.machine import MachineMemory
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.gpu.device import device_after, device_of, num_cards_from
-from quire.execute.gpu.exchange import Exchange, HostExchange, HostLink, RankEnds
+from quire.execute.gpu.exchange import HostExchange, HostLink, RankEnds, TensorExchange
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.process_group import ProcessGroupExchange
@@ -90,7 +90,7 @@ class TorchSettings:
         target = None if links is None or links.target is None else HostLink(links.target)
         return RankEnds(exchange=self._exchange(group), source=source, target=target)
 
-    def _exchange(self, group: SharedMemoryRank) -> Exchange | None:
+    def _exchange(self, group: SharedMemoryRank) -> TensorExchange | None:
         members = group.native.members
         if members == 1:
             return None

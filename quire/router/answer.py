@@ -194,7 +194,7 @@ class Answer:
             state.parts.responses.note(state.client_key, id_, replica)
 
     def _note(self, replica: Replica, fault: ReplicaFault) -> None:
-        """A replica has failed."""
+        """Note that a replica has failed."""
         num_delivered, started = self._request.num_delivered, self._client.started
         self._metrics.faults.labels(replica.name).inc()
         self._fleet.log.warning(

@@ -52,7 +52,7 @@ class Continuation:
         return 0.0 if self._interruption is None else self._interruption.resumed_s(now_s)
 
     def end(self) -> None:
-        """The stream goes on, or has ended without that."""
+        """Note that the stream goes on, or has ended without that."""
         self._interruption = None
         self._leave()
 

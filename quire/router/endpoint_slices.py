@@ -7,7 +7,7 @@ changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 from msgspec import Struct, field
@@ -114,8 +114,3 @@ class EndpointSlices:
         if not self._port:
             return ports[0].port if len(ports) == 1 else None
         return next((port.port for port in ports if port.name == self._port), None)
-
-
-def parsed_slice(raw: Mapping[str, object] | msgspec.Raw) -> EndpointSlice:
-    """Return a slice of an event. Raises msgspec.MsgspecError."""
-    return msgspec.json.decode(bytes(raw), type=EndpointSlice)  # type: ignore[arg-type]

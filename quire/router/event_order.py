@@ -87,7 +87,7 @@ class EventOrder:
         return changes + self._take(number, raw)
 
     def replay_ended(self) -> tuple[list[Change], int | None]:
-        """The replay is complete: return as `begin` does."""
+        """Note that the replay is complete; return as `begin` does."""
         self._is_replaying, self._num_unanswered = False, 0
         if self._is_other or (self._next and not self._num_replayed):
             return self.begin()  # the publisher does not have our last batch

@@ -142,10 +142,10 @@ class Fleet:
         load.new_tokens = self.policy.new_tokens(replica, key) + output_tokens
         load.ahead_tokens = replica.queued_tokens
 
-    def began(self, replica: Replica, load: Load, seconds: float) -> None:
+    def note_first_token(self, replica: Replica, load: Load, seconds: float) -> None:
         """Let the policy learn from a first token, before it is counted as output."""
         if self.replicas.get(replica.name) is replica:  # else its number is another's
-            self.policy.began(replica, load.new_tokens, load.ahead_tokens, seconds)
+            self.policy.note_first_token(replica, load.new_tokens, load.ahead_tokens, seconds)
 
     def equals(self, replica: Replica) -> list[Replica]:
         """Return the others that take requests and give the same answers."""

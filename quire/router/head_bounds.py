@@ -36,7 +36,7 @@ class BoundedHeads(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Note that a request begins."""
         self._in_head, self._head_bytes = True, 0
         super().on_message_begin()
 

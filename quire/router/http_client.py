@@ -126,7 +126,7 @@ class Exchange:
         self._wake()
 
     def lost(self, why: str) -> None:
-        """The connection is gone."""
+        """Note that the connection is gone."""
         self._connection = None
         if self.is_complete or self._failure is not None:
             return

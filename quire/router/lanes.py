@@ -43,7 +43,7 @@ class Lanes:
         return prompt_tokens >= self._table.long_prompt_tokens
 
     def began_short(self, seconds: float) -> None:
-        """A short prompt has its first token after so long."""
+        """Note that a short prompt has its first token after so long."""
         if not self._table.ttft_ms:
             return
         self._num_short += 1

@@ -34,11 +34,12 @@ class Placement:
         self._is_refused = self._was_held = False
 
     def failed(self) -> None:
-        """A replica has failed: from now on another one is waited for as long as is allowed."""
+        """Note that a replica has failed: from now on another one is waited for as long as is
+        allowed."""
         self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
 
     def refused(self) -> None:
-        """The replica was full: the next one is not asked at once."""
+        """Note that the replica was full: the next one is not asked at once."""
         self._is_refused = True
 
     async def next(self) -> Replica | None:

@@ -55,7 +55,7 @@ class PrefillPairs:
                 exchange = await attempt.send(msgspec.json.encode({**body, **wanted}))
                 answer = await exchange.body()
                 if exchange.status == 200:  # with its only token
-                    self.fleet.began(replica, attempt.load, attempt.age_s)
+                    self.fleet.note_first_token(replica, attempt.load, attempt.age_s)
         except ReplicaFault as fault:
             self._outcomes.labels("failed").inc()
             self.fleet.log.warning(

@@ -204,7 +204,7 @@ class RoutedRequest:
         return _encode(fields)
 
     def delivered(self, cursor: CursorComment) -> None:
-        """The client has all events up to `cursor`."""
+        """Note that the client has all events up to `cursor`."""
         self.output_ids.extend(cursor.output_ids)
         self.num_delivered += len(cursor.output_ids)
         self.cursor = cursor.output_cursor

@@ -59,7 +59,7 @@ class StoredResponses:
         self._holders: OrderedDict[tuple[bytes, str], str] = OrderedDict()
 
     def note(self, key: bytes, id_: str, replica: Replica) -> None:
-        """A replica has created a response for a key."""
+        """Note that a replica has created a response for a key."""
         self._holders[key, id_] = replica.name
         self._holders.move_to_end((key, id_))
         while len(self._holders) > _MAX_IDS:

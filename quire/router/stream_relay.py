@@ -137,11 +137,11 @@ class StreamRelay:
         parts.metrics.tokens.inc(num_tokens)
 
     def _begin_output(self, attempt: Attempt) -> None:
-        """A stream has its first tokens."""
+        """Note that a stream has its first tokens."""
         request, fleet = self._request, self._state.parts.fleet
         load, lanes = attempt.load, self._features.lanes
         if not request.num_delivered and request.transfer is None:
-            fleet.began(attempt.replica, load, attempt.age_s)
+            fleet.note_first_token(attempt.replica, load, attempt.age_s)
         attempt.replica.gave_output(load)
         if attempt.replica.breaker.gave_output():
             fleet.became_available()

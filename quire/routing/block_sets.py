@@ -17,7 +17,7 @@ _EMPTY, _GONE = 0, 1
 _BITS, _FIRST_BITS = 64, 10
 _MAX_HASH = 2**_BITS - 1
 # Blocks of prompts that were sent and are not reported yet: they will be, unless evicted at once.
-_MAX_COMING = 4096
+_MAX_EXPECTED = 4096
 
 
 class BlockSet:
@@ -103,7 +103,7 @@ class _Blocks:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self.stored: dict[int, BlockSet] = {}
-        self.coming: OrderedDict[int, None] = OrderedDict()
+        self.expected: OrderedDict[int, None] = OrderedDict()
         self.block_size = 0
 
     def of_engine(self, engine: int) -> BlockSet:
@@ -118,13 +118,13 @@ class _Blocks:
         return max((self._matched(hashes, one) for one in self.stored.values()), default=0)
 
     def _matched(self, hashes: Sequence[int], stored: BlockSet) -> int:
-        coming = self.coming
-        if not (hashes and (hashes[0] in stored or hashes[0] in coming)):
+        expected = self.expected
+        if not (hashes and (hashes[0] in stored or hashes[0] in expected)):
             return 0  # as most replicas
         low, high = 1, len(hashes)  # hashes[:low] are there; hashes[high:] are not
         while low < high:
             middle = (low + high) // 2
-            if hashes[middle] in stored or hashes[middle] in coming:
+            if hashes[middle] in stored or hashes[middle] in expected:
                 low = middle + 1
             else:
                 high = middle
@@ -163,7 +163,7 @@ class BlockSets:
         stored = blocks.of_engine(engine)
         for one in hashes:
             stored.add(one)
-            blocks.coming.pop(one, None)
+            blocks.expected.pop(one, None)
 
     def remove(self, number: int, hashes: Iterable[int], *, engine: int = 0) -> None:
         """Remove blocks that an engine of replica `number` has evicted."""
@@ -172,28 +172,29 @@ class BlockSets:
             stored = blocks.of_engine(engine)
             for one in hashes:
                 stored.discard(one)
-                blocks.coming.pop(one, None)
+                blocks.expected.pop(one, None)
 
     def clear(self, number: int, *, engine: int = 0) -> None:
         """Remove all blocks of an engine of replica `number`."""
         blocks = self._of.get(number)
         if blocks is not None:
             blocks.of_engine(engine).clear()
-            blocks.coming.clear()
+            blocks.expected.clear()
 
     def forget(self, number: int) -> None:
         """Forget all blocks of replica `number`."""
         self._of.pop(number, None)
 
     def sent(self, number: int, hashes: Sequence[int]) -> None:
-        """A prompt of these blocks was sent to replica `number`, which will report them."""
+        """Note that a prompt of these blocks was sent to replica `number`, which will report
+        them."""
         blocks = self._of.get(number)
         if blocks is None:
             return
         for one in hashes[blocks.matched(hashes) :]:
-            blocks.coming[one] = None
-        while len(blocks.coming) > _MAX_COMING:
-            blocks.coming.popitem(last=False)
+            blocks.expected[one] = None
+        while len(blocks.expected) > _MAX_EXPECTED:
+            blocks.expected.popitem(last=False)
 
     def matched_tokens(
         self, hashes: Sequence[int], block_size: int, numbers: Iterable[int] | None = None

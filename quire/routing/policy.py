@@ -81,7 +81,9 @@ class RoutingPolicy(Protocol):
     def new_tokens(self, replica: Replica, key: RouteKey) -> int:
         """Return how many tokens of the prompt the replica has to compute, as far as is known."""
 
-    def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:
+    def note_first_token(
+        self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float
+    ) -> None:
         """Note when a first token came. new_tokens: of its prompt, as `new_tokens` had said;
         queued_tokens: that the replica had to compute when the request was sent there."""
 
@@ -104,7 +106,9 @@ class PlainPolicy:
         """Return all of them: this policy does not know what is cached."""
         return key.prompt_tokens
 
-    def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:
+    def note_first_token(
+        self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float
+    ) -> None:
         """Learn nothing."""
 
     def forget(self, replica: Replica) -> None:

@@ -32,10 +32,10 @@ class History(Protocol):
         """Return how many blocks each replica of `mask` has, by its number; none is left out."""
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
 
 
 class PrefixHistory:
@@ -62,7 +62,7 @@ class PrefixHistory:
         return found
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
         blocks, bit = self._of_replica.setdefault(number, OrderedDict()), 1 << number
         for name in names:
             if name in blocks:
@@ -74,7 +74,7 @@ class PrefixHistory:
             self._drop(blocks.popitem(last=False)[0], bit)
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
         for name in self._of_replica.pop(number, ()):
             self._drop(name, 1 << number)
 

@@ -46,7 +46,7 @@ class SharedHistory:
         }
 
     def note(self, names: Sequence[int], number: int) -> None:
-        """A prompt with these blocks was sent to replica `number`."""
+        """Note that a prompt with these blocks was sent to replica `number`."""
         table = self._tables[number]
         for name in names:
             at = name % self._num_sets * _WAYS
@@ -56,7 +56,7 @@ class SharedHistory:
                 table[at : at + 1 + len(others)] = memoryview(array("Q", (name, *others)))
 
     def forget(self, number: int) -> None:
-        """Replica `number` has an empty cache now, or is gone."""
+        """Note that replica `number` has an empty cache now, or is gone."""
         table = self._tables[number]
         table[:] = memoryview(array("Q", bytes(8 * len(table))))
 

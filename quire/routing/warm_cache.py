@@ -135,7 +135,9 @@ class WarmCache:
             self.blocks_total += len(key.blocks)
             self._history.note(key.blocks, replica.number)
 
-    def began(self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float) -> None:
+    def note_first_token(
+        self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float
+    ) -> None:
         """Learn from a first token how fast the replica is."""
         model = self._models.get(replica.number)
         if model is None:
@@ -174,7 +176,7 @@ class WarmCache:
         )
 
     def forget(self, replica: Replica) -> None:
-        """Its cache is empty."""
+        """Note that its cache is empty."""
         self._history.forget(replica.number)
         self._models.pop(replica.number, None)
         self._learned.pop(replica.number, None)

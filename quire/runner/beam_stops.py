@@ -74,7 +74,7 @@ class BeamStops:
         self._watches = watches
 
     def admit(self, admission: Admission) -> None:
-        """A request takes a slot; its watch catches up when the slot is first asked for."""
+        """Give a request its slot; its watch catches up when the slot is first asked for."""
         sampling, slot = admission.sampling, admission.slot
         if not admission.num_candidates or not (sampling.stop or sampling.structured_outputs):
             return
@@ -133,7 +133,7 @@ class BeamStops:
         ]
 
     def _caught_up(self, row: _Row, slot: int, position: int) -> Watch:
-        """The row's watch, having read all tokens before `position`."""
+        """Return the row's watch, having read all tokens before `position`."""
         first = row.admission.num_prompt_tokens
         known = self._tokens.tokens[slot, first:position].tolist()
         if known[: len(row.taken)] != row.taken:

@@ -31,7 +31,7 @@ class BlockTransport:
             self._late.begin_moving(most)
 
     def buffers(self, count: int) -> list[Bytes]:
-        """Memory for so many blocks, which the device reads and writes by itself."""
+        """Return memory for so many blocks, which the device reads and writes by itself."""
         size = self._executor.block_bytes
         if self._late is None:
             return [np.empty(size, np.uint8) for _ in range(count)]

@@ -110,7 +110,7 @@ class GrammarRows:
         self.wait: Callable[[Future[Masks]], None] = wait_for_masks
 
     def admit(self, admission: Admission) -> None:
-        """A request takes a slot; its matcher catches up when the slot is first asked for."""
+        """Give a request its slot; its matcher catches up when the slot is first asked for."""
         grammar, slot = admission.sampling.structured_outputs, admission.slot
         if grammar is None:
             return
@@ -351,8 +351,8 @@ def _has_mask(matcher: Matcher) -> bool:
 
 
 def _may_jump(admission: Admission) -> bool:
-    """Whether each step of the request, left with one token, would choose just that, with nothing
-    else to return and no state to move."""
+    """Return whether each step of the request, left with one token, would choose just that, with
+    nothing else to return and no state to move."""
     sampling: SamplingParams = admission.sampling
     bans = (
         admission.rules.banned_sequences

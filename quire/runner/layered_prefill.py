@@ -32,8 +32,8 @@ class LayeredPrefillRun:
         self._last: PartLayers | None = None
 
     def compute(self, layers: PartLayers) -> None:
-        """The layers of a plan that was applied. Raises LayeredPrefillLost where they do not
-        follow the last, WorkerError where the executor computes no layers by themselves."""
+        """Compute the layers of a plan that was applied. Raises LayeredPrefillLost where they do
+        not follow the last, WorkerError where the executor computes no layers by themselves."""
         if not isinstance(self._executor, LayeredExecutor):
             raise WorkerError(
                 f"a plan computes layers {layers.first_layer} to {layers.end_layer} of a prompt's "
@@ -63,7 +63,7 @@ def _follows(layers: PartLayers, last: PartLayers | None) -> bool:
 
 
 def _batch_of(layers: PartLayers, tables: SlotTables) -> ForwardBatch:
-    """The part as the only row of a plan."""
+    """Return the part as the only row of a plan."""
     plan = StepPlan(
         step=0,
         slots=np.array([layers.slot], np.int32),

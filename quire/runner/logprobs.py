@@ -47,7 +47,7 @@ class ScoredRows:
 
 
 def scores_some(plan: StepPlan, tables: SlotTables) -> bool:
-    """Whether rows of `plan` compute what their requests want scored."""
+    """Return whether rows of `plan` compute what their requests want scored."""
     return bool(_to_score(plan, tables)[1].any())
 
 
@@ -110,13 +110,13 @@ def _with_all(logits: Float32s, targets: Int32s, num_top: Int32s, executor: Exec
         listed = np.arange(logits.shape[1], dtype=np.int32)
     starts = np.zeros(1 + len(targets), np.int32)
     np.cumsum(has_all * len(listed), out=starts[1:])
-    wishes = ScoreBatch(
+    score_batch = ScoreBatch(
         targets=targets,
         num_top=np.maximum(num_top, 0),
         listed_starts=starts,
         listed_ids=np.tile(listed, int(has_all.sum())),
     )
-    found = executor.score(logits, wishes)
+    found = executor.score(logits, score_batch)
     if not len(listed):
         return found
     table = stacked(
@@ -138,13 +138,13 @@ def listed_logprobs(
         every = np.arange(logits.shape[1], dtype=np.int32)
         ids = [every if of_row[0] < 0 else of_row for of_row in ids]
     listed = ragged(ids, np.arange(len(rows)), len(rows))
-    wishes = ScoreBatch(
+    score_batch = ScoreBatch(
         targets=np.full(len(rows), -1, np.int32),
         num_top=np.zeros(len(rows), np.int32),
         listed_starts=listed.starts,
         listed_ids=listed.ids,
     )
-    found = executor.score(logits if len(rows) == len(slots) else logits[rows], wishes)
+    found = executor.score(logits if len(rows) == len(slots) else logits[rows], score_batch)
     lengths = np.zeros(len(slots), np.int32)
     lengths[rows] = np.diff(listed.starts)
     table = np.full((len(slots), lengths.max()), np.nan, np.float32)
@@ -153,7 +153,7 @@ def listed_logprobs(
 
 
 def stacked(parts: list[NDArray[_Number]], fill: _Number) -> NDArray[_Number]:
-    """Tables [rows, width] one below the other, as wide as the widest, filled up."""
+    """Return tables [rows, width] one below the other, as wide as the widest, filled up."""
     width = max((part.shape[1] for part in parts), default=0)
     table = np.full((sum(map(len, parts)), width), fill, fill.dtype)
     row = 0
@@ -228,7 +228,7 @@ def _firsts(sizes: Sequence[int]) -> list[int]:
 
 
 def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
-    """The first position that each row scores or pools, and how many."""
+    """Return the first position that each row scores or pools, and how many."""
     slots = plan.slots
     firsts = np.maximum(plan.starts, tables.scores_from[slots])
     last = tables.tokens.prompt_lengths[slots] - 1 + tables.pooled[slots]
@@ -237,7 +237,7 @@ def _to_score(plan: StepPlan, tables: SlotTables) -> tuple[Int32s, Int32s]:
 
 
 def _kept(parts: list[Scores], counts: Int32s, row_of: NDArray[np.intp]) -> ScoredRows:
-    """Slices of the head put together, without the entries of rows that failed."""
+    """Return slices of the head put together, without the entries of rows that failed."""
     ranks = np.concatenate([part.ranks for part in parts])
     logprobs = np.concatenate([part.logprobs for part in parts])
     top_ids = stacked([part.top_ids for part in parts], np.int32(-1))

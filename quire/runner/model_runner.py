@@ -107,7 +107,7 @@ class ModelRunner:
         return job
 
     def collect(self, handle: Handle) -> StepResult:
-        """The result of a plan; raises what the executor raised."""
+        """Return the result of a plan; raises what the executor raised."""
         return handle.outcome()
 
     def end_thread(self) -> None:

@@ -16,7 +16,7 @@ from quire.runner.step_run import RunnerResources, StepRun
 
 
 def computed_by_halves(plan: StepPlan, resources: RunnerResources) -> Computed:
-    """What comes of the rows of a plan that did not fit as a whole."""
+    """Return what comes of the rows of a plan that did not fit as a whole."""
     half = len(plan.slots) // 2
     halves = [_rows(plan, 0, half), _rows(plan, half, len(plan.slots))]
     parts = [part for part in halves if len(part.slots)]
@@ -36,7 +36,7 @@ def _computed(plan: StepPlan, resources: RunnerResources) -> Computed:
 
 
 def _rows(plan: StepPlan, first: int, end: int) -> StepPlan:
-    """Rows of a plan without what is applied once: nothing but what computing them reads."""
+    """Return rows of a plan without what is applied once: nothing but what computing them reads."""
     rows = np.s_[first:end]
     return StepPlan(
         step=plan.step,

@@ -177,7 +177,7 @@ def failed_row(plan: StepPlan, message: str) -> Computed:
 
 
 def joined_rows(plans: Sequence[StepPlan], parts: Sequence[Computed]) -> Computed:
-    """What came of the rows of several plans, one after the other."""
+    """Return what came of the rows of several plans, one after the other."""
     no_mask: dict[int, str] = {}
     broken: dict[int, str] = {}
     num_rows = num_samples = 0

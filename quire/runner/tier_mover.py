@@ -38,7 +38,7 @@ MAX_BUFFERS = {Tier.DISK: 32, Tier.HOST: 128}
 
 
 def num_buffers(block_bytes: int, tier: Tier) -> int:
-    """Blocks that may be on their way to the tier at once."""
+    """Return blocks that may be on their way to the tier at once."""
     return max(1, min(MAX_BUFFERS[tier], BUFFER_BYTES[tier] // block_bytes))
 
 
@@ -176,7 +176,7 @@ class TierMover:
                 self._changed.wait_for(lambda: self._pending.isdisjoint(blocks.tolist()))
 
     def ended(self) -> CopiesEnded | None:
-        """What has ended since this was asked last; None for nothing."""
+        """Return what has ended since this was asked last; None for nothing."""
         if not self._ended.tiers and self._is_broken == self._broken_told:
             return None
         with self._changed:
@@ -279,7 +279,7 @@ class TierMover:
                 return
 
     def _next(self) -> _Save | list[_Fetch] | None:
-        """A save, or fetches: one, or several queued together where places are memory."""
+        """Return a save, or fetches: one, or several queued together where places are memory."""
         if self._fetches:
             most = self._max_fetched if self._is_memory else 1
             queued = self._fetches[0].queued
@@ -343,7 +343,7 @@ class TierMover:
             self.wake()
 
     def _read(self, fetch: _Fetch) -> Bytes | None:
-        """What lies there, if it is whole."""
+        """Return what lies there, if it is whole."""
         raw = self.store.room(fetch.place) if self._incoming is None else self._incoming
         assert raw is not None, "a place is memory, or there are buffers"
         is_whole = False
@@ -361,7 +361,8 @@ class TierMover:
         self._ended.arrived.append(arrived)
 
     def _ask(self, call: Callable[[], None]) -> bool:
-        """Whether store or device did as they were asked; not asked where one failed before."""
+        """Return whether store or device did as they were asked; not asked where one failed
+        before."""
         if self._is_broken:
             return False
         try:

@@ -229,7 +229,8 @@ def _pick(edited: Float32s, batch: SampleBatch, row: int) -> Picked:
 def _filtered(
     values: Float32s, order: Int32s, edited: Float32s, batch: SampleBatch, row: int
 ) -> Int32s:
-    """What the filters before XTC leave of `order`. edited: the values before the temperature."""
+    """Return what the filters before XTC leave of `order`. edited: the values before the
+    temperature."""
     largest, truncation = values[order[0]], batch.truncation
     few = None if batch.rare is None else batch.rare.truncation
     if few is not None and few.top_n_sigma[row] > 0:

@@ -51,7 +51,7 @@ class Scores:
 
     @classmethod
     def empty(cls, batch: ScoreBatch) -> Scores:
-        """Arrays for the results of `batch`: nothing asked for, so far."""
+        """Return arrays for the results of `batch`: nothing asked for, so far."""
         num_rows, width = len(batch.targets), int(batch.num_top.max(initial=0))
         return cls(
             logprobs=np.full(num_rows, np.nan, np.float32),

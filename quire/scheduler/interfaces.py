@@ -153,7 +153,7 @@ class BlockLoads(Protocol):
     def forget(self, sequence: SequenceState) -> None:
         """Note that `sequence` runs or has ended."""
 
-    def release_kept(self, keeper: SequenceState | None = None) -> bool:
+    def release_kept(self, spared: SequenceState | None = None) -> bool:
         """Give back blocks kept for waiting requests; return whether there were any."""
 
 

@@ -238,15 +238,15 @@ class RequestTable:
         if self._leaders.get(request.group_id) is sequence:
             del self._leaders[request.group_id]
             if sequence.forks:
-                self._hand_over(sequence)
+                self._replace_leader(sequence)
 
-    def _hand_over(self, leader: SequenceState) -> None:
+    def _replace_leader(self, leader: SequenceState) -> None:
         """Let a fork take the place of a leader that ended before its prompt was computed."""
         waiting = [fork for fork in leader.forks if fork.alive and not fork.was_admitted]
         if not waiting or not math.isnan(leader.times.first_token_ms):
             return  # the forks find the prompt's blocks, or compute it side by side
-        heir = waiting.pop(0)
-        heir.leader, heir.forks = None, waiting
+        successor = waiting.pop(0)
+        successor.leader, successor.forks = None, waiting
         for fork in waiting:
-            fork.leader = heir
-        self._leaders[heir.request.group_id] = heir
+            fork.leader = successor
+        self._leaders[successor.request.group_id] = successor

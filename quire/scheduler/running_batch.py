@@ -195,7 +195,7 @@ class RunningBatch:
         return starts < self._scored_until[index] if self._num_scored else None
 
     def append(self, index: Index, token_ids: Int32s, now_ms: float) -> Int32s:
-        """One more known token for each of slots `index`; returns the new lengths."""
+        """Add one more known token for each of slots `index`; return the new lengths."""
         if index is not self._placed[0]:
             self._placed = (index, index * self.tokens.tokens.shape[1])
         known = self.tokens.lengths

@@ -59,7 +59,7 @@ class Scheduler:
 
     cost: needed where limits.step_budget_ms is set.
     speed: initial prices of steps; it learns with each update, and all predictions come from it.
-    tenants: all there are; none: there is one, whatever requests call it. bring_back: when blocks
+    tenants: all there are; none: there is one, whatever requests call it. restore_mode: when blocks
     are loaded from a tier. draft_source: proposes tokens for requests that speculate; None: none
     are proposed.
     """
@@ -73,11 +73,11 @@ class Scheduler:
         cost: CostModel | None = None,
         speed: SpeedEstimate | None = None,
         tenants: Sequence[TenantLimits] = (),
-        bring_back: RestoreMode = RestoreMode.CHEAPER,
+        restore_mode: RestoreMode = RestoreMode.CHEAPER,
         draft_source: DraftSource | None = None,
     ) -> None:
         self.speed = SpeedEstimate() if speed is None else speed
-        parts = wire(limits, cache, policy, cost, self.speed, tenants, bring_back, draft_source)
+        parts = wire(limits, cache, policy, cost, self.speed, tenants, restore_mode, draft_source)
         self._limits, self._cache, self._policy, self._cost = limits, cache, policy, cost
         self._batch, self._tenants = parts.batch, parts.shares
         self._requests, self._queue = parts.requests, parts.requests.queue

@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 # A power of two: the scheduler packs where a step's number is a multiple.
 PACK_STEPS = 256
-DEFAULT_STEPS = 65_536
 # Packs take no more bytes than these for each step that is to be kept; long ones keep fewer steps.
 BYTES_PER_STEP = 256
 # Of a pack beside the contents of its arrays.

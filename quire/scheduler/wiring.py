@@ -100,7 +100,7 @@ def wire(
     cost: CostModel | None,
     speed: SpeedEstimate,
     tenants: Sequence[TenantLimits],
-    bring_back: RestoreMode,
+    restore_mode: RestoreMode,
     draft_source: DraftSource | None = None,
 ) -> Parts:
     """Build and connect the parts of a scheduler. Arguments as of Scheduler."""
@@ -111,7 +111,7 @@ def wire(
     shares = BlockShares(cache, limits.max_num_seqs)
     if tenants:
         shares = TenantUsage(tenants, batch, cache)
-    loads = KVLoads(cache, transfer := _transfer_cost(cache, speed, bring_back))
+    loads = KVLoads(cache, transfer := _transfer_cost(cache, speed, restore_mode))
     beams = BeamGroups(batch, cache, policy, shares)
     requests = RequestTable(
         limits, batch, cache, policy, shares, groups=beams, loads=loads, lengths=lengths
@@ -209,13 +209,13 @@ def _check_budget(limits: SchedulerLimits, cost: CostModel | None) -> None:
 
 
 def _transfer_cost(
-    cache: CacheManager, speed: SpeedEstimate, bring_back: RestoreMode
+    cache: CacheManager, speed: SpeedEstimate, restore_mode: RestoreMode
 ) -> TransferCost | None:
     """Return the cost of moving blocks; None without a tier."""
     if cache.tiers is None:
         return None
     block_ms = cache.tiers.tier.block_ms
-    return TransferCost(speed, cache.block_size, block_ms=block_ms, choice=bring_back)
+    return TransferCost(speed, cache.block_size, block_ms=block_ms, choice=restore_mode)
 
 
 def _length_gates(limits: SchedulerLimits) -> list[Gate]:

@@ -1,6 +1,6 @@
 """EngineEnds: the sources of KV blocks outside a simulated engine, on its virtual clock.
 
-Exchange, StoreClient and OutsideBlocks are the engine's own; threads, connections and copies are
+KVExchange, StoreClient and OutsideBlocks are the engine's own; threads, connections and copies are
 virtual. Knows no other engine but by `HandingSide`. Always holds: what is due by the engine's time
 has happened when the engine takes its messages; a copy between host memory and the pool takes no
 time of a step.
@@ -24,7 +24,7 @@ from quire.engine.kv_store.costs import StoreSettings
 from quire.engine.kv_store.store_client import StoreClient
 from quire.engine.outside_blocks import BlockSource, OutsideBlocks
 from quire.engine.process.messages import FromEngine, Outputs, Refused, ToEngine
-from quire.engine.transfer.exchange import Exchange
+from quire.engine.transfer.exchange import KVExchange
 from quire.engine.transfer.fetching import Fetching, FetchTerms
 from quire.engine.transfer.handing import Handing
 from quire.engine.transfer.own_load import OwnLoad
@@ -197,7 +197,7 @@ class EngineEnds:
     def _pass(self, message: FromEngine) -> None:
         self._passed = message
 
-    def _exchange(self, link: LinkSpec) -> Exchange:
+    def _exchange(self, link: LinkSpec) -> KVExchange:
         """Return the exchange with other engines, of which the prices are known."""
         hand_overs, events, outside = self._scheduler.hand_overs, self._events, self._outside
         assert hand_overs is not None, "the scheduler has an ExchangeMap"
@@ -227,7 +227,7 @@ class EngineEnds:
             events, outside.others or {}, latency_ms=link.latency_ms, block_ms=block_ms
         )
         self.side = HandingSide(handing=handing, leases=leases, events=events)
-        return Exchange(handing=handing, fetching=fetching, block_bytes=outside.block_bytes)
+        return KVExchange(handing=handing, fetching=fetching, block_bytes=outside.block_bytes)
 
     def _client(self, store: VirtualStore, spec: StoreSpec) -> StoreClient:
         """Return the use of a shared store, of which the prices are known."""

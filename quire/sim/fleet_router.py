@@ -264,7 +264,9 @@ class VirtualRouter:
             side = next((side for side in Side if replica in self._sides[side]), None)
             if side is not None:  # else it changes its role
                 seconds = (self._now_ms - load.sent_ms) / 1e3
-                self._policies[side].began(replica, load.new_tokens, load.ahead_tokens, seconds)
+                self._policies[side].note_first_token(
+                    replica, load.new_tokens, load.ahead_tokens, seconds
+                )
         replica.progressed(request_id, num_tokens)
 
     def _go_on(self, number: int, replica: SimReplica) -> None:

@@ -150,7 +150,7 @@ class LayoutPlanner:
         return True
 
     def _largest_share(self, tensor: int, experts: bool, context: int) -> Program:
-        """The program of rank 0, which has the units that do not divide."""
+        """Return the program of rank 0, which has the units that do not divide."""
         program = self._sized.program
         placement = even_placement(program, tensor) if experts else SPLIT_EXPERTS
         return shard(
@@ -194,7 +194,7 @@ class LayoutPlanner:
     # ---- memory
 
     def _needs(self, layout: Layout) -> MemoryNeeds:
-        """The needs of the fullest device."""
+        """Return the needs of the fullest device."""
         share = self._share_of(layout)
         weights = _stage_weight_bytes(share, layout.stages, self._part(layout))
         token_bytes = sum(
@@ -215,14 +215,14 @@ class LayoutPlanner:
         return self._share(layout.tensor, layout.experts, layout.context)
 
     def _part(self, layout: Layout) -> float:
-        """The share of the layers that the largest stage has."""
+        """Return the share of the layers that the largest stage has."""
         layers = max(len(self._sized.program.layer_starts), 1)
         return -(-layers // layout.stages) / layers
 
     # ---- time
 
     def _segment_ms(self, layout: Layout, segment: str, rows: int) -> float:
-        """Milliseconds of a segment that all ranks of a stage compute together."""
+        """Return milliseconds of a segment that all ranks of a stage compute together."""
         return self._costs(layout.tensor, layout.experts, layout.context, segment, rows)
 
     def _cost_ms(self, tensor: int, experts: bool, context: int, segment: str, rows: int) -> float:
@@ -244,15 +244,16 @@ class LayoutPlanner:
         return computed_ms + received_ms + waited_ms
 
     def _stage_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds of the slowest stage; the last one has the head."""
+        """Return milliseconds of the slowest stage; the last one has the head."""
         ms = self._segment_ms(layout, "trunk", rows) * self._part(layout)
         if layout.stages > 1:
             ms += self._message_ms(layout, rows)
         return ms + self._segment_ms(layout, "head", rows)
 
     def _prefill_s(self, layout: Layout) -> float:
-        """Seconds of a prompt of num_tokens alone, in steps of the largest size: these grow with
-        their depth, so that a first, a middle and a last one give the mean (Simpson's rule)."""
+        """Return seconds of a prompt of num_tokens alone, in steps of the largest size: these grow
+        with their depth, so that a first, a middle and a last one give the mean (Simpson's
+        rule)."""
         size = min(self._sized.step_tokens, self.num_tokens)
         num_steps, last = -(-self.num_tokens // size), self.num_tokens - size
         first_ms, middle_ms, last_ms = (
@@ -266,12 +267,12 @@ class LayoutPlanner:
         return stage_ms * (num_steps + layout.stages - 1) / 1e3
 
     def _token_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds of a step through all stages."""
+        """Return milliseconds of a step through all stages."""
         ms = self._segment_ms(layout, "trunk", rows) + self._segment_ms(layout, "head", rows)
         return ms + (layout.stages - 1) * self._message_ms(layout, rows)
 
     def _message_ms(self, layout: Layout, rows: int) -> float:
-        """Milliseconds to send a stage's rows on: each rank sends its columns."""
+        """Return milliseconds to send a stage's rows on: each rank sends its columns."""
         row_bytes = self._row_bytes() / layout.ranks
         crosses = layout.devices > self.links.per_node
         rate = self.links.network_gb_per_s if crosses else self.links.node_gb_per_s
@@ -290,7 +291,8 @@ class LayoutPlanner:
 
 
 def _stage_weight_bytes(share: Program, stages: int, part: float) -> int:
-    """The weights of the fullest stage: a part of the layers, and the embedding or the head."""
+    """Return the weights of the fullest stage: a part of the layers, and the embedding or the
+    head."""
     if stages == 1:
         return share.weight_bytes
     embeds = {op.weight for op in share.segments["trunk"] if isinstance(op, Embed)}

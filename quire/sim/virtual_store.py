@@ -19,7 +19,7 @@ from quire.base.errors import SettingError
 from quire.base.report import Report
 from quire.engine.kv_store.claims import Claims
 from quire.engine.kv_store.job_threads import Ended, JobThreads, Workers
-from quire.engine.kv_store.jobs import FetchJob, Lookup
+from quire.engine.kv_store.jobs import Lookup, StoreFetch
 from quire.kv_store.entry import SEAL_BYTES, EntryFormat
 from quire.kv_store.level import Bytes, SharedLevel
 from quire.kv_store.shared_store import Parts
@@ -214,7 +214,7 @@ class VirtualThreads(JobThreads):
         ends_ms = self._events.now_ms() + self._latency_ms
         self._events.call_at(ends_ms, partial(self._look_up, lookup))
 
-    def fetch(self, job: FetchJob, room: Callable[[int], Bytes]) -> None:
+    def fetch(self, job: StoreFetch, room: Callable[[int], Bytes]) -> None:
         """See JobThreads."""
         now_ms = self._events.now_ms()
         at_ms = max(now_ms + self._latency_ms, self._fetched_ms)
@@ -229,7 +229,7 @@ class VirtualThreads(JobThreads):
         self._put_ms = max(self._events.now_ms(), self._put_ms) + self._block_ms
         self._events.call_at(self._put_ms, partial(self._put, key, raw))
 
-    def _end_read(self, job: FetchJob, first: int, end: int, read: Call) -> None:
+    def _end_read(self, job: StoreFetch, first: int, end: int, read: Call) -> None:
         read()
         if job.end_slice(first, end, self._events.now_ms()):
             self._end(job)

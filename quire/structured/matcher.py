@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Words = NDArray[np.uint32]
 # Most forced tokens returned at once: a step computes no more for one row.
 MAX_FORCED = 64
+# Every DeadEnd begins so.
+NO_TOKEN_LEFT = "the grammar leaves no token"
 
 
 class MatcherError(Exception):
@@ -51,6 +53,10 @@ class Tracker(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+    @property
+    def dead_end(self) -> str:
+        """Return why `narrowed` leaves nothing of a mask, and what to do."""
 
     def copy(self) -> Tracker: ...
 
@@ -139,9 +145,12 @@ class Matcher:
             words = self._grammar_mask()
             for tracker in self._trackers:
                 with _failing_alone():
-                    words = tracker.narrowed(words)
+                    narrowed = tracker.narrowed(words)
+                if words.any() and not narrowed.any():
+                    raise DeadEnd(f"{NO_TOKEN_LEFT}: {tracker.dead_end}")
+                words = narrowed
             if not words.any():
-                raise DeadEnd("the grammar leaves no token to go on with, and no end")
+                raise DeadEnd(f"{NO_TOKEN_LEFT} to go on with, and no end")
             words.setflags(write=False)
             self._mask = words
         return self._mask

@@ -164,17 +164,30 @@ class _InBody:
 
 
 class ThinkingTracker:
-    """A Tracker (matcher.py) of one answer. texts: of each token, as the answer has it."""
+    """A Tracker (matcher.py) of one answer.
+
+    texts: of each token, as the answer has it. closes: the mark that ends the reasoning.
+    """
 
     num_bytes = 0
 
-    def __init__(self, first: Position, texts: Sequence[bytes], num_words: int) -> None:
-        self._texts, self._num_words = texts, num_words
+    def __init__(
+        self, first: Position, texts: Sequence[bytes], num_words: int, *, closes: str
+    ) -> None:
+        self._texts, self._num_words, self._closes = texts, num_words, closes
         self._positions = [first]
+
+    @property
+    def dead_end(self) -> str:
+        """See Tracker."""
+        return (
+            f"the budget of reasoning is spent, and the grammar forbids {self._closes}, which ends "
+            "the reasoning; allow it in the grammar, or raise the budget"
+        )
 
     def copy(self) -> ThinkingTracker:
         """Return an independent copy."""
-        twin = ThinkingTracker(AFTER, self._texts, self._num_words)
+        twin = ThinkingTracker(AFTER, self._texts, self._num_words, closes=self._closes)
         twin._positions = self._positions.copy()
         return twin
 
@@ -254,13 +267,13 @@ def thinking_tracker(budget: ThinkingBudget, vocabulary: LoadedVocabulary) -> Th
             raise too_small(budget, len(end_ids))
         others = tuple({vocabulary.ids_of(name)[0] for name in ("final", "commentary")})
         first: Position = _InHeader(_Channels(budget.max_tokens, end_ids[0], others))
-        return ThinkingTracker(first, texts, vocabulary.num_words)
+        return ThinkingTracker(first, texts, vocabulary.num_words, closes=END)
     close_ids = vocabulary.ids_of(budget.closes)
     if budget.max_tokens < len(close_ids):
         raise too_small(budget, len(close_ids))
     shared = _Marks(budget.max_tokens, budget.opens.encode(), budget.closes.encode(), close_ids)
     first = _Inside(shared) if budget.is_open else _Before(shared)
-    return ThinkingTracker(first, texts, vocabulary.num_words)
+    return ThinkingTracker(first, texts, vocabulary.num_words, closes=budget.closes)
 
 
 def without_ends(vocabulary: LoadedVocabulary) -> LoadedVocabulary:

@@ -35,7 +35,6 @@ _UNFOLLOWED = (
     *("patternProperties", "prefixItems", "propertyNames", "then", "unevaluatedItems"),
     "unevaluatedProperties",
 )
-_SCALARS = frozenset({"null", "boolean", "number", "string"})
 # Keywords of arrays and objects, and annotations: they say nothing about scalars.
 _BESIDE_SCALARS = frozenset(
     {

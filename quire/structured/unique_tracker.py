@@ -38,6 +38,14 @@ class UniqueTracker:
         """Return the approximate memory of what the items remember, shared by all copies."""
         return sum(items.num_bytes for items in self._items)
 
+    @property
+    def dead_end(self) -> str:
+        """See Tracker (matcher.py)."""
+        return (
+            "each would repeat an item of an array with uniqueItems; allow more values of an item, "
+            "or fewer items"
+        )
+
     def take(self, token_ids: Sequence[int]) -> bool:
         """Advance by these tokens; return whether no item is repeated."""
         for token_id in token_ids:

@@ -208,7 +208,7 @@ def _looked(context: Context, value: Any) -> Any:
 
 @pass_context
 def _held(context: Context, value: Any) -> Any:
-    """What something is looked for in: an object finds a key without walking its values."""
+    """Return what something is looked for in: an object finds a key without walking its values."""
     if not isinstance(value, dict):
         work = work_of(context)
         work.looked(value)

@@ -84,7 +84,7 @@ class Work:
             raise LimitExceeded(f"more than {self.limits.time_s:g} seconds")
 
     def made(self, value: Any) -> Any:
-        """The value itself, charged as newly made; what is inside it has been charged before."""
+        """Charge a value as newly made and return it; what is inside it was charged before."""
         if isinstance(value, str):
             self.check_chars(len(value))
         elif isinstance(value, list | tuple | dict):
@@ -102,7 +102,7 @@ class Work:
         self.add(1 + num_bytes // _BYTES_A_ROUND)
 
     def looked(self, value: Any) -> Extent:
-        """The extent of a value that is about to be walked as a whole, charged."""
+        """Charge a value that is about to be walked as a whole, and return its extent."""
         if isinstance(value, str):
             self.check_chars(len(value))
             self.add(1 + len(value) // _CHARS_A_ROUND)
@@ -130,22 +130,22 @@ class Work:
         return self.consumed(items)
 
     def check_chars(self, num_chars: int, what: str = "a text") -> None:
-        """Raises LimitExceeded if a text of so many characters may not be made."""
+        """Raise LimitExceeded if a text of so many characters may not be made."""
         if num_chars > self.limits.text_chars:
             raise LimitExceeded(f"{what} of more than {self.limits.text_chars} characters")
 
     def check_width(self, value: Any) -> None:
-        """Raises LimitExceeded for a number that asks for more room than `width`."""
+        """Raise LimitExceeded for a number that asks for more room than `width`."""
         if isinstance(value, int) and abs(value) > self.limits.width:
             raise LimitExceeded(f"a width of more than {self.limits.width}")
 
     def check_number(self, value: Any) -> None:
-        """Raises LimitExceeded for a whole number that is too long to reckon with."""
+        """Raise LimitExceeded for a whole number that is too long to reckon with."""
         if isinstance(value, int) and value.bit_length() > self.limits.number_bits:
             raise LimitExceeded(f"a number of more than {self.limits.number_bits} bits")
 
     def check_entries(self, num_entries: int) -> None:
-        """Raises LimitExceeded if a list of so many entries may not be made."""
+        """Raise LimitExceeded if a list of so many entries may not be made."""
         if num_entries > self.limits.list_entries:
             raise LimitExceeded(f"a list of more than {self.limits.list_entries} entries")
 
@@ -182,7 +182,7 @@ class Work:
 
 
 def _own_chars(item: Any) -> int:
-    """Characters an item adds to the text of what holds it, those of its entries aside."""
+    """Return characters an item adds to the text of what holds it, those of its entries aside."""
     if isinstance(item, str):
         return len(item) + 4
     if isinstance(item, int):

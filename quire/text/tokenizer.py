@@ -105,7 +105,7 @@ class Tokenizer:
                 raise TokenizerError(f"{source.file}: {error}") from error
 
     def min_num_tokens(self, text: str) -> int:
-        """Fewer tokens than this `text` cannot have; 0 where its length says nothing."""
+        """Return the fewest tokens `text` can have; 0 where its length says nothing."""
         if self._max_token_bytes is None:
             return 0
         return -(-len(text.encode(errors="surrogatepass")) // self._max_token_bytes)

@@ -137,10 +137,10 @@ def _locked(folder: Path) -> int:
     path = folder / LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        said = os.pread(descriptor, _MAX_LOCK_BYTES, 0)
-        if said and not re.fullmatch(rb"\d+\n", said):
+        content = os.pread(descriptor, _MAX_LOCK_BYTES, 0)
+        if content and not re.fullmatch(rb"\d+\n", content):
             raise _not_ours(path)
-        _lock(descriptor, folder, said.decode("ascii").strip() or "unknown")
+        _lock(descriptor, folder, content.decode("ascii").strip() or "unknown")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except (OSError, SettingError):

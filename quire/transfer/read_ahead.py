@@ -61,7 +61,7 @@ class ReadAhead:
         return digest
 
     def forget(self, place: int | None = None) -> None:
-        """This place, or every place, is about to change: what was read of it is of no use."""
+        """Drop what was read of this place, or of every place, which is about to change."""
         places = list(self._begun) if place is None else [place]
         if place is None:
             self._announced.clear()
@@ -85,5 +85,5 @@ class ReadAhead:
 
 
 def _pages(num_bytes: int) -> Bytes:
-    """Memory that begins with a page, as reads past the page cache want it."""
+    """Return memory that begins with a page, as reads past the page cache want it."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)

@@ -85,7 +85,7 @@ class SafetensorsFile:
         return tuple(self._entries)
 
     def tensor(self, name: str) -> StoredTensor:
-        """The tensor `name`, which must be one of `names`."""
+        """Return the tensor `name`, which must be one of `names`."""
         entry = self._entries[name]
         raw = self._bytes[entry.start : entry.end]
         return StoredTensor(name=name, dtype=entry.dtype, shape=entry.shape, raw=raw)

@@ -565,7 +565,7 @@ def make_core(
             limits,
             cache,
             make_policy(settings.policy),
-            bring_back=RestoreMode.MOVE,
+            restore_mode=RestoreMode.MOVE,
             tenants=settings.tenants,
             draft_source=draft_source,
         ),

@@ -32,7 +32,7 @@ from quire.api.http.request_io import (
 )
 from quire.api.server_state import ServerState
 from quire.api.streaming.event_stream import abort_connection
-from quire.api.workers.relay import Exchange, SiblingGone
+from quire.api.workers.relay import SiblingExchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.errors import InvalidParameter, OverloadedError, ShuttingDown
 from quire.base.show import show
@@ -42,7 +42,7 @@ from quire.obs.recording import HEARTBEAT_S, IDLE_S, VERSION, RecordingHeader, e
 MEDIA_TYPE = "application/x-ndjson"
 MAX_RECORDERS = 4
 MAX_SECONDS = 7 * 24 * 3600.0
-OpenOthers = Callable[[ExitStack], Awaitable[list[Exchange]]]
+OpenOthers = Callable[[ExitStack], Awaitable[list[SiblingExchange]]]
 _RETRY_AFTER_S = 10.0
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _KEY_HEADER, _CONTENT_HEADER, _SECONDS_HEADER = (
@@ -88,7 +88,7 @@ class RecordRoutes:
             _SECONDS_HEADER: str(seconds),
         }
 
-        async def open_others(closing: ExitStack) -> list[Exchange]:
+        async def open_others(closing: ExitStack) -> list[SiblingExchange]:
             if self._siblings is None:
                 return []
             num_others = self._server_state.config.api_processes - 1
@@ -103,7 +103,7 @@ class RecordRoutes:
         recorder = self._recorder(key, content=_FLAGS[request.headers[_CONTENT_HEADER]])
         seconds = float(request.headers[_SECONDS_HEADER])
 
-        async def open_others(_: ExitStack) -> list[Exchange]:
+        async def open_others(_: ExitStack) -> list[SiblingExchange]:
             return []
 
         return _RecordingResponse(self._server_state, recorder, open_others, b"", seconds)
@@ -239,7 +239,7 @@ def _attached(server_state: ServerState, recorder: Recorder) -> Iterator[None]:
             server_state.serve_through(None)
 
 
-async def _whole_lines(exchange: Exchange) -> AsyncGenerator[bytes, None]:
+async def _whole_lines(exchange: SiblingExchange) -> AsyncGenerator[bytes, None]:
     """Yield the whole lines of another process, and its heartbeats. Raises SiblingGone."""
     rest, pieces = b"", exchange.pieces()
     while True:

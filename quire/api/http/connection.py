@@ -199,7 +199,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser for each header."""
+        """Take a header; the parser calls this for each."""
         super().on_header(name, value)
         if not self._ignores_input and len(self.headers) > MAX_HEADERS:
             self._refuse_head()
@@ -230,7 +230,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser; a refused request has no body."""
+        """Take a piece of the body from the parser; a refused request has none."""
         if not self._ignores_input:
             super().on_body(body)
 
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
-        """Called by the cycle when the response is written."""
+        """Go on after a response was written; its cycle calls this."""
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
             # uvicorn's timer closes the connection, which waits for unread data to be sent.
@@ -255,7 +255,7 @@ class Connection(HttpToolsProtocol):
         OPEN_CONNECTIONS.move(self, ConnectionState.IDLE if is_between else ConnectionState.HEAD)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
-        """Called by uvicorn for each request; HTTP/1.0 has no chunked encoding."""
+        """Start a request, for uvicorn; HTTP/1.0 has no chunked encoding."""
         self._is_close_delimited = cycle.scope["http_version"] in ("0.9", "1.0")
         if self._is_close_delimited:
             cycle.keep_alive = False

@@ -46,7 +46,7 @@ class OrderedSuccessors:
         self._loop = loop
 
     def ended(self, exit_code: int, failure: bytes) -> None:
-        """The engine has ended."""
+        """Note that the engine has ended."""
         if self.engine is not None:  # else it was none of ours
             self.engine.ended(exit_code, failure)
 

@@ -21,7 +21,7 @@ class SiblingGone(Exception):
     """The other process has ended, or does not answer."""
 
 
-class Exchange:
+class SiblingExchange:
     """A sent request and its response: status and headers first, then the body."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,12 +42,12 @@ class Exchange:
         headers: Mapping[str, str] | None = None,
         body: bytes = b"",
         limit_s: float,
-    ) -> Exchange:
+    ) -> SiblingExchange:
         """Send a request and wait for the head of its response. Raises SiblingGone."""
         lines = [f"{method} {target} HTTP/1.1", "host: localhost", "connection: close"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         lines += [f"content-length: {len(body)}", "", ""]
-        exchange: Exchange | None = None
+        exchange: SiblingExchange | None = None
         try:
             async with asyncio.timeout(limit_s):
                 exchange = cls(*await asyncio.open_unix_connection(socket, limit=_MAX_BUFFERED))

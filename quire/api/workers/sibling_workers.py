@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
 from quire.api.server_state import ServerState
-from quire.api.workers.relay import Exchange, SiblingGone
+from quire.api.workers.relay import SiblingExchange, SiblingGone
 from quire.api.workers.worker_job import SOCKET_PREFIX, socket_path
 
 KEY_HEADER = "x-quire-key"
@@ -123,7 +123,7 @@ class SiblingWorkers:
             headers["last-event-id"] = last_id
         for sibling in self._others():
             try:
-                exchange = await Exchange.open(
+                exchange = await SiblingExchange.open(
                     sibling, request.method, target, headers=headers, limit_s=_ANSWER_S
                 )
             except SiblingGone:
@@ -135,7 +135,7 @@ class SiblingWorkers:
 
     async def record(
         self, options: Mapping[str, str], *, num_others: int, closing: ExitStack
-    ) -> list[Exchange]:
+    ) -> list[SiblingExchange]:
         """Return an exchange with each of the `num_others` other processes, in which it sends the
         lines of its recording; `closing` closes them.
 
@@ -145,8 +145,8 @@ class SiblingWorkers:
         if len(others) < num_others:
             raise SiblingGone(f"{len(others)} of {num_others} other API processes are ready")
 
-        async def opened(sibling: Path) -> Exchange:
-            exchange = await Exchange.open(
+        async def opened(sibling: Path) -> SiblingExchange:
+            exchange = await SiblingExchange.open(
                 sibling, "GET", RECORD_PATH, headers=options, limit_s=_ANSWER_S
             )
             closing.callback(exchange.close)
@@ -154,7 +154,7 @@ class SiblingWorkers:
                 raise SiblingGone(f"{sibling.name}: its response has status {exchange.status}")
             return exchange
 
-        exchanges: list[Exchange] = []
+        exchanges: list[SiblingExchange] = []
         for one in await asyncio.gather(*map(opened, others), return_exceptions=True):
             if isinstance(one, BaseException):
                 raise one
@@ -176,7 +176,7 @@ class SiblingWorkers:
 
 
 async def _state_of(sibling: Path, method: str, body: bytes) -> WorkerState:
-    exchange = await Exchange.open(sibling, method, STATE_PATH, body=body, limit_s=_ANSWER_S)
+    exchange = await SiblingExchange.open(sibling, method, STATE_PATH, body=body, limit_s=_ANSWER_S)
     try:
         return msgspec.json.decode(await exchange.read(), type=WorkerState)
     except msgspec.MsgspecError as error:  # an error response
@@ -188,7 +188,7 @@ async def _state_of(sibling: Path, method: str, body: bytes) -> WorkerState:
 class _Relayed(Response):
     """The response of another process, streamed. If it breaks off, so does this one."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: SiblingExchange) -> None:
         super().__init__(status_code=exchange.status)
         self.raw_headers = [pair for pair in exchange.headers if pair[0] not in _NOT_RELAYED]
         self._exchange = exchange

@@ -6,9 +6,9 @@ The supervisor serves no request. All processes inherit one listening socket, so
 a connection, and none waits for a process that has ended. When one ends by itself, the engines are
 notified and end its requests, and another replaces it under a new number. SIGTERM or SIGINT: all
 drain; a second signal ends everything at once. SIGHUP: all reload their files. If the last engine
-dies, all end; with --restart-engine it is started again (engine_keeper.py), and all continue with
-the next one. Always holds: each wait during shutdown has a limit; when this process ends, in any
-way, all others do.
+dies, all end; with --restart-engine it is started again (engine_supervisor.py), and all continue
+with the next one. Always holds: each wait during shutdown has a limit; when this process ends, in
+any way, all others do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
-from quire.api.workers.engine_keeper import EngineKeeper
+from quire.api.workers.engine_supervisor import EngineSupervisor
 from quire.api.workers.worker_job import (
     FAILED,
     RELOAD,
@@ -117,8 +117,8 @@ class _Supervisor:
         self._for_admins = for_admins
         self._log = log
         self._on_loading = on_loading
-        self._keepers = [
-            EngineKeeper(
+        self._engines = [
+            EngineSupervisor(
                 number,
                 process,
                 config,
@@ -132,7 +132,7 @@ class _Supervisor:
         # The directory of the only engine may be ours too, unless another engine follows it.
         is_own = server.restart_engine or len(engines) > 1
         self._own_home = SocketDirectory() if is_own else None
-        self._home = self._keepers[0].folder if self._own_home is None else self._own_home.path
+        self._home = self._engines[0].folder if self._own_home is None else self._own_home.path
         self._routing = self._new_routing()
         self._counts = self._home / _COUNTS
         self._children: dict[int, _Worker] = {}  # by slot
@@ -147,9 +147,9 @@ class _Supervisor:
 
     def _new_routing(self) -> SharedRouting | None:
         """Make what API processes choose engines by; None for one engine."""
-        if len(self._keepers) == 1:
+        if len(self._engines) == 1:
             return None
-        path, num_engines = self._home / _ROUTING, len(self._keepers)
+        path, num_engines = self._home / _ROUTING, len(self._engines)
         create_shared_routing(path, num_processes=self._num, num_engines=num_engines)
         return SharedRouting(path, 0)
 
@@ -161,8 +161,8 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self.order_all, RELOAD)
-        for keeper in self._keepers:
-            keeper.open()
+        for engine in self._engines:
+            engine.open()
         tasks: list[asyncio.Future[None]] = []
         try:
             for slot in range(self._num):
@@ -174,7 +174,7 @@ class _Supervisor:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end_children()
-            await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+            await asyncio.gather(*(engine.close() for engine in self._engines))
             if self._own_home is not None:
                 self._own_home.remove()
 
@@ -190,7 +190,7 @@ class _Supervisor:
             await asyncio.wait({server_state, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if server_state.done() and not (died.done() or unable.done()):
                 problems = server_state.result()
-                ready = [keeper.ready for keeper in self._keepers if keeper.ready is not None]
+                ready = [engine.ready for engine in self._engines if engine.ready is not None]
                 self.announced = True
                 announce(
                     sum_of_cards([one.card for one in ready]),
@@ -269,7 +269,7 @@ class _Supervisor:
             number=number,
             slot=slot,
             home=str(self._home),
-            engines=[job for keeper in self._keepers if (job := keeper.job()) is not None],
+            engines=[job for engine in self._engines if (job := engine.job()) is not None],
             routing="" if self._routing is None else str(self._home / _ROUTING),
             counts=str(self._counts),
             listening=listening.fileno(),
@@ -280,8 +280,8 @@ class _Supervisor:
         child = _Worker(number, slot, process, asyncio.get_running_loop().create_future())
         assert process.stdin is not None, "created with a pipe"
         process.stdin.write(job_line(job))
-        for keeper in self._keepers:
-            keeper.join(number)  # else it joins with the others
+        for engine in self._engines:
+            engine.join(number)  # else it joins with the others
         return child
 
     async def _supervise_slot(self, slot: int) -> None:
@@ -347,9 +347,9 @@ class _Supervisor:
                     child.fault = Fault(kind=value[0], message=value[1])
                     self._log.error("an API process cannot serve", reason=value[1])
                 elif what == STALLED:
-                    for keeper in self._keepers:
-                        if keeper.folder == Path(value[0]):
-                            keeper.end_stalled(value[1])
+                    for engine in self._engines:
+                        if engine.folder == Path(value[0]):
+                            engine.end_stalled(value[1])
 
     def _forget(self, child: _Worker) -> None:
         """Remove a process that has ended; the engines end its requests."""
@@ -357,8 +357,8 @@ class _Supervisor:
         forget_process(self._counts, child.process.pid)
         if self._routing is not None:
             self._routing.forget_process(child.slot)
-        for keeper in self._keepers:
-            keeper.leave(child.number)
+        for engine in self._engines:
+            engine.leave(child.number)
 
     def _give_up(self, child: _Worker, reason: str) -> None:
         """Fail: one of the first processes did not start, and a replacement would not either."""
@@ -393,31 +393,31 @@ class _Supervisor:
 
     # ---- the engines, and signals
 
-    def engine_ready(self, keeper: EngineKeeper) -> None:
+    def engine_ready(self, engine: EngineSupervisor) -> None:
         """See Owner."""
         for child in self._children.values():
             if child.process.returncode is None:
-                keeper.join(child.number)
+                engine.join(child.number)
 
     def engine_loading(self) -> None:
         """See Owner."""
-        done, total = zip(*(keeper.loaded for keeper in self._keepers), strict=True)
+        done, total = zip(*(engine.loaded for engine in self._engines), strict=True)
         self._on_loading(sum(done), sum(total))
 
-    def engine_changed(self, keeper: EngineKeeper) -> None:
+    def engine_changed(self, engine: EngineSupervisor) -> None:
         """See Owner. Until the server is announced, it needs all engines; then, one."""
-        if any(one.is_there for one in self._keepers):
+        if any(one.is_there for one in self._engines):
             self._any_engine.set()
         else:
             self._any_engine.clear()
-        if keeper.fault is None:
+        if engine.fault is None:
             return
-        left = sum(one.fault is None for one in self._keepers)
+        left = sum(one.fault is None for one in self._engines)
         if not left or not self.announced:
-            self._die(keeper.fault)
+            self._die(engine.fault)
         else:
             self._log.error(
-                "an engine is gone", engine=keeper.number, reason=keeper.fault.message, left=left
+                "an engine is gone", engine=engine.number, reason=engine.fault.message, left=left
             )
 
     def _die(self, fault: Fault) -> None:

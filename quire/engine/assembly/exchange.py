@@ -30,7 +30,7 @@ from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, h
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
-from quire.engine.transfer.exchange import Exchange, Shared
+from quire.engine.transfer.exchange import KVExchange, Shared
 from quire.engine.transfer.fetching import Fetching, FetchTerms
 from quire.engine.transfer.handing import Handing
 from quire.engine.transfer.own_load import OwnLoad
@@ -145,7 +145,7 @@ class ExchangePort:
         fingerprint: bytes,
         clock: Clock,
         report: Report,
-    ) -> tuple[Exchange, ModelCard]:
+    ) -> tuple[KVExchange, ModelCard]:
         """Connect memory, scheduler and sockets; return the exchange, and the card that names it.
 
         opened: by open_tier.
@@ -189,7 +189,7 @@ def _started(
     fingerprint: bytes,
     clock: Clock,
     report: Report,
-) -> tuple[Exchange, ModelCard]:
+) -> tuple[KVExchange, ModelCard]:
     addresses = [peer_address(peer) for peer in settings.kv_transfer_peer]
     engine_id = secrets.token_hex(8)
     ways = _ways(settings, opened, engine_id)
@@ -219,7 +219,7 @@ def _started(
         now_ms=clock.now_ms,
         report=report,
     )
-    exchange = Exchange(
+    exchange = KVExchange(
         handing=handing,
         fetching=fetching,
         block_bytes=card.block_bytes,

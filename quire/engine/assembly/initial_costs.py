@@ -16,7 +16,7 @@ _FAR = 1024
 
 
 def initial_step_costs(program: Program) -> LinearCost:
-    """What a step's parts would cost: arithmetic and traffic, one after the other."""
+    """Return what a step's parts would cost: arithmetic and traffic, one after the other."""
 
     def cost_of(count: int, start: int, num_samples: int) -> Cost:
         return program.step_cost(StepShape([count], [start], num_samples=num_samples))

@@ -15,7 +15,7 @@ from quire.models.model_folder import box_path
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The model's folder, or its GGUF file; the built-in model where none is named."""
+    """Return the model's folder, or its GGUF file; the built-in model where none is named."""
     return user_path(config.model) if config.model else box_path()
 
 

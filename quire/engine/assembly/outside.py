@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quire.engine.assembly.exchange import ExchangePort
     from quire.engine.assembly.kv_store import StorePort
     from quire.engine.kv_store.store_client import StoreClient
-    from quire.engine.transfer.exchange import Exchange
+    from quire.engine.transfer.exchange import KVExchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Outside:
 
     blocks: OutsideBlocks
     card: ModelCard
-    exchange: Exchange | None
+    exchange: KVExchange | None
     store_client: StoreClient | None
 
 

@@ -54,7 +54,7 @@ def with_precision(
     keep: Sequence[str] = (),
     static: bool = False,
 ) -> Program:
-    """The program with the weights' precision that the settings ask for.
+    """Return the program with the weights' precision that the settings ask for.
 
     quantization: a scheme, "none", or "auto": as the checkpoint has them (None: it is not there
     yet). static: its config.json says that it fixes the scales of activations; where fp8 is asked
@@ -108,8 +108,8 @@ def warn_of_coarse(log: Log, program: Program, coarse_rows: Mapping[str, int]) -
 
 
 def _holds(scheme: str, stored: str) -> bool:
-    """Does the scheme leave what is stored in another as it is? Fixed scales of activations may be
-    left unused."""
+    """Return whether a scheme leaves what is stored in another as it is. Fixed scales of
+    activations may be left unused."""
     return scheme in ("", stored) or (stored == FP8_STATIC and scheme == FP8)
 
 
@@ -135,8 +135,8 @@ def _check_input_scales(program: Program, checkpoint: Checkpoint) -> None:
 
 
 def _as_stored(weight: Weight, types: set[str], *, static: bool) -> str:
-    """The scheme that is nearest to what a weight's parts are stored in, "" where there is none:
-    parts of plain numbers, of several kinds of fp8, or that begin inside a block."""
+    """Return the scheme that is nearest to what a weight's parts are stored in, "" where there is
+    none: parts of plain numbers, of several kinds of fp8, or that begin inside a block."""
     if not types or "" in types:
         return ""
     if not types & {FP8, FP8_BLOCK}:
@@ -151,7 +151,8 @@ def _as_stored(weight: Weight, types: set[str], *, static: bool) -> str:
 
 
 def _types_of_products(program: Program, checkpoint: Checkpoint) -> dict[str, set[str]]:
-    """The types of blocks that each matrix is made of, "" where a part is of plain numbers."""
+    """Return the types of blocks that each matrix is made of, "" where a part is of plain
+    numbers."""
     held = set(checkpoint.names)
     return {
         weight.name: {

@@ -116,6 +116,6 @@ def make_scheduler(
         cost=cost,
         speed=None if prices is None else SpeedEstimate(prices),
         tenants=tenants,
-        bring_back=RestoreMode(config.cache.kv_tier_fetch),
+        restore_mode=RestoreMode(config.cache.kv_tier_fetch),
         draft_source=draft_source,
     )

@@ -114,7 +114,8 @@ def open_tier(
 
 
 def moving_bytes(block_bytes: int, config: CacheConfig, *, beside_host: bool) -> int:
-    """Memory of what computes that moving takes beside the pool. beside_host: it has its own."""
+    """Return memory of what computes that moving takes beside the pool. beside_host: it has its
+    own."""
     tier = Tier.DISK if config.kv_tier_path is not None else Tier.HOST
     if beside_host:
         return 2 * num_buffers(block_bytes, tier) * block_bytes

@@ -25,7 +25,7 @@ def model_tokenizer(config: ModelConfig, *, vocab_size: int) -> Tokenizer:
 
 
 def model_vocabulary(tokenizer: Tokenizer, *, eos_ids: Sequence[int]) -> Vocabulary:
-    """The tokens of a model."""
+    """Return the tokens of a model."""
     return Vocabulary(
         token_bytes=[tokenizer.token_bytes(id_) for id_ in range(tokenizer.vocab_size)],
         special_ids=tokenizer.special_ids,

@@ -47,7 +47,8 @@ def warm_up(runner: ModelRunner, limits: SchedulerLimits, *, num_blocks: int) ->
 def measure_cost(
     runner: ModelRunner, limits: SchedulerLimits, num_blocks: int, clock: Clock
 ) -> LinearCost:
-    """Milliseconds a step, a token, an attended position and a score take: the best of three runs.
+    """Return milliseconds a step, a token, an attended position and a score take: the best of three
+    runs.
 
     From one token; a chunk from depth 0; the same chunk at depth; and scored.
     """
@@ -78,7 +79,7 @@ def measure_cost(
 
 
 def _room(runner: ModelRunner, limits: SchedulerLimits, num_blocks: int) -> int:
-    """Tokens one chunk may have, leaving room for the one it yields."""
+    """Return tokens one chunk may have, leaving room for the one it yields."""
     held_tokens = min(limits.max_model_len, num_blocks * runner.tables.block_size)
     return max(min(limits.max_num_batched_tokens, held_tokens - 1), 1)
 

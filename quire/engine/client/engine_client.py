@@ -142,7 +142,7 @@ class EngineClient:
         *,
         watchdog_s: float = 60.0,
     ) -> EngineClient:
-        """A client of a process that was launched with `config`, perhaps one of several."""
+        """Return a client of a process that was launched with `config`, perhaps one of several."""
         from quire.engine.client.process_link import (
             ProcessLink,  # zmq: the in-process engine needs none
         )
@@ -188,7 +188,7 @@ class EngineClient:
             self._state = "ready"
 
     def default_sampling(self) -> SamplingParams:
-        """Sampling parameters with the model's generation defaults."""
+        """Return sampling parameters with the model's generation defaults."""
         if self._defaults is None:
             self._defaults = default_sampling(self.card)
         return self._defaults
@@ -245,15 +245,15 @@ class EngineClient:
                 raise _not_sent()
             num_open = len(requests)
             while num_open:
-                said = await unread.get()
-                if isinstance(said, Fault):
-                    raise error_of(said)
-                if said.finish_reason is not None:
+                item = await unread.get()
+                if isinstance(item, Fault):
+                    raise error_of(item)
+                if item.finish_reason is not None:
                     num_open -= 1
                 if ranking is None:
-                    yield said
+                    yield item
                     continue
-                for delta in ranking.take(said):
+                for delta in ranking.take(item):
                     yield delta
         finally:
             del self._callers[request_id], self._unread[request_id]
@@ -269,7 +269,7 @@ class EngineClient:
         self._send_abort(self._callers.get(request_id, ()))
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
-        """What the prefix cache holds, with the prefixes that spared most tokens."""
+        """Return what the prefix cache holds, with the prefixes that spared most tokens."""
         return (await self._ask_cache(num_prefixes=num_prefixes)).report
 
     async def flush_cache(self) -> int:
@@ -351,8 +351,8 @@ class EngineClient:
             self.stats = message.stats
             if self.on_stats is not None:
                 self.on_stats(self.stats)
-            said, past_end = self._streams.take(message)
-            for unread, delta in said:
+            deltas, past_end = self._streams.take(message)
+            for unread, delta in deltas:
                 unread.put(delta)
             self._send_abort(past_end)
         elif isinstance(message, Beat):
@@ -463,7 +463,7 @@ class EngineClient:
 
 
 def id_in_use(request_id: str) -> InvalidParameter:
-    """The error of a request with the id of one that runs."""
+    """Return the error of a request with the id of one that runs."""
     return InvalidParameter(
         f"request id {request_id!r} is in use by a request that still runs; use another",
         param="request_id",

@@ -95,7 +95,7 @@ class EngineProcess:
         return self._popen.pid
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code (negative: the signal that ended it); None where it still runs."""
+        """Return the exit code (negative: the signal that ended it); None where it still runs."""
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -152,7 +152,7 @@ class SharedEngine:
         return self._failure
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code (negative: the signal that ended it); None where it still runs."""
+        """Return the exit code (negative: the signal that ended it); None where it still runs."""
         self._has_ended.wait(timeout_s)
         return self._exit_code
 
@@ -161,12 +161,12 @@ class SharedEngine:
 
 
 def config_to_json(config: EngineConfig) -> str:
-    """The config as one line."""
+    """Return the config as one line."""
     return json.dumps(asdict(config))
 
 
 def config_from_json(text: str) -> EngineConfig:
-    """The config of a line made by config_to_json; each group checks its values again."""
+    """Return the config of a line made by config_to_json; each group checks its values again."""
     groups: dict[str, Any] = json.loads(text)
     hints = get_type_hints(EngineConfig)
     return EngineConfig(

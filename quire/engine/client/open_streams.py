@@ -21,7 +21,7 @@ from quire.engine.process.messages import Outputs
 from quire.text.tokenizer import Tokenizer
 
 Owner = TypeVar("Owner")
-Said = TypeVar("Said")
+Item = TypeVar("Item")
 
 # Maximum items taken in a row before yielding to other tasks of the event loop.
 _IN_A_ROW = 16
@@ -45,7 +45,7 @@ class OpenStreams(Generic[Owner]):
         return (owner for _, owner in self._open.values())
 
     def fresh_id(self, request_id: str) -> str:
-        """An id for the engine: the caller's may come again, the number in it never does."""
+        """Return an id for the engine: the caller's may come again, the number in it never does."""
         self._num_requests += 1
         return f"{self._prefix}{request_id}#{self._num_requests}"
 
@@ -67,15 +67,15 @@ class OpenStreams(Generic[Owner]):
 
         The caller must abort the latter. Outputs of streams that are not open are dropped.
         """
-        said: list[tuple[Owner, TextDelta]] = []
+        deltas: list[tuple[Owner, TextDelta]] = []
         past_end: list[str] = []
         outputs, step_ms = message.outputs, message.stats.last_step_ms
         if outputs is None:
-            return said, ()
+            return deltas, ()
         for output in outputs.events:
             found = self._open.get(output.request_id)
             if found is not None:
-                self._take(output, *found, step_ms, said, past_end)
+                self._take(output, *found, step_ms, deltas, past_end)
         token_ids = outputs.token_ids.tolist()
         for row, request_id in enumerate(outputs.request_ids):
             found = self._open.get(request_id)
@@ -83,7 +83,7 @@ class OpenStreams(Generic[Owner]):
                 continue
             stream, owner = found
             if not stream.is_plain:
-                self._take(outputs.row(row), stream, owner, step_ms, said, past_end)
+                self._take(outputs.row(row), stream, owner, step_ms, deltas, past_end)
                 continue
             # What most rows of most steps are: no object but the delta is made for it.
             try:
@@ -91,8 +91,8 @@ class OpenStreams(Generic[Owner]):
             except Exception as error:  # noqa: BLE001  as in _pushed
                 delta = self._failed(request_id, stream, error, past_end)
             if delta is not None:
-                said.append((owner, delta))
-        return said, tuple(past_end)
+                deltas.append((owner, delta))
+        return deltas, tuple(past_end)
 
     def _take(
         self,
@@ -100,14 +100,14 @@ class OpenStreams(Generic[Owner]):
         stream: OutputStream,
         owner: Owner,
         step_ms: float,
-        said: list[tuple[Owner, TextDelta]],
+        deltas: list[tuple[Owner, TextDelta]],
         past_end: list[str],
     ) -> None:
         delta = _pushed(stream, output, step_ms)
         if stream.finished:
             self._close(output.request_id, stream, past_end)
         if delta is not None:
-            said.append((owner, delta))
+            deltas.append((owner, delta))
 
     def _failed(
         self, request_id: str, stream: OutputStream, error: Exception, past_end: list[str]
@@ -144,36 +144,36 @@ def _pushed(stream: OutputStream, output: RequestOutput, step_ms: float) -> Text
         return stream.fail(error, engine_knows=output.finish_reason is not None)
 
 
-class UnreadQueue(Generic[Said]):
-    """most: how many may wait before `on_hold(True)` is called; `on_hold(False)` when few do.
+class UnreadQueue(Generic[Item]):
+    """max_items: how many may wait before `on_hold(True)` is called; `on_hold(False)` when few do.
 
     is_held: whether the last call was the first of these. All in the event loop's thread.
     """
 
-    def __init__(self, most: int, on_hold: Callable[[bool], None]) -> None:
-        self._most = most
+    def __init__(self, max_items: int, on_hold: Callable[[bool], None]) -> None:
+        self._max_items = max_items
         self._on_hold = on_hold
         self._loop = asyncio.get_running_loop()
-        self._said: deque[Said] = deque()
+        self._items: deque[Item] = deque()
         self._waiting: asyncio.Future[None] | None = None
         self.is_held = False
         self._num_in_a_row = 0
 
     def __len__(self) -> int:
-        return len(self._said)
+        return len(self._items)
 
-    def put(self, said: Said) -> None:
-        """Something more was said."""
-        self._said.append(said)
+    def put(self, item: Item) -> None:
+        """Queue one more item for the reader."""
+        self._items.append(item)
         waiting = self._waiting
         if waiting is not None:
             self._waiting = None
             if not waiting.done():  # its reader was cancelled, if it is
                 waiting.set_result(None)
-        if not self.is_held and len(self._said) > self._most:
-            self._tell(True)
+        if not self.is_held and len(self._items) > self._max_items:
+            self._set_held(True)
 
-    async def get(self) -> Said:
+    async def get(self) -> Item:
         """Wait for the next item and return it.
 
         Yields to the event loop even where many items are queued, so that the engine's messages
@@ -183,15 +183,15 @@ class UnreadQueue(Generic[Said]):
         if self._num_in_a_row > _IN_A_ROW:
             self._num_in_a_row = 0
             await asyncio.sleep(0)
-        while not self._said:
+        while not self._items:
             self._num_in_a_row = 0
             self._waiting = self._loop.create_future()
             await self._waiting
-        said = self._said.popleft()
-        if self.is_held and len(self._said) <= self._most // 4:
-            self._tell(False)
-        return said
+        item = self._items.popleft()
+        if self.is_held and len(self._items) <= self._max_items // 4:
+            self._set_held(False)
+        return item
 
-    def _tell(self, is_held: bool) -> None:
+    def _set_held(self, is_held: bool) -> None:
         self._on_hold(is_held)
         self.is_held = is_held

@@ -21,7 +21,7 @@ class PendingQueries(Generic[Answer]):
         self._last = before
 
     def open(self) -> tuple[int, asyncio.Future[Answer]]:
-        """A new question: its number, and its answer to come."""
+        """Return a new question: its number, and its answer to come."""
         self._last += 1
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._open[self._last] = answer

@@ -19,7 +19,7 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.client.logprob_numbers import check_all_logprobs
 from quire.engine.client.output_ids import check_output_ids
 from quire.engine.client.pooling_checks import check_task
-from quire.engine.client.speculation import NO_WISHES, speculation_of
+from quire.engine.client.speculation import NO_SPECULATION, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
 from quire.engine.model_card import ModelCard
 from quire.structured.stop_patterns import check_patterns
@@ -39,7 +39,7 @@ def make_requests(
     shown_ids: Collection[int] = (),
     output_ids: Sequence[int] = (),
 ) -> tuple[Request, ...]:
-    """The streams of one caller's request; stream i has the id "<request_id>/<i>".
+    """Return the streams of one caller's request; stream i has the id "<request_id>/<i>".
 
     There are n, or best_of where the best of them are to be found; beams have n: the scheduler
     knows how many it needs. All have the same seed; their noise differs by stream, numbered from
@@ -68,7 +68,7 @@ def make_requests(
         check_patterns(sampling.stop_regex)
     speculation = None
     if terms.speculation is not None or card.speculates:
-        speculation = speculation_of(card, terms.speculation or NO_WISHES)
+        speculation = speculation_of(card, terms.speculation or NO_SPECULATION)
     limit = room_tokens if sampling.max_tokens is None else sampling.max_tokens
     if ALL_LOGPROBS in (sampling.logprobs, sampling.prompt_logprobs):
         sizes = {"prompt_tokens": len(prompt), "max_tokens": limit}

@@ -12,32 +12,34 @@ from quire.base.rare_records import Speculation
 from quire.base.speculation_params import SpeculationParams
 from quire.engine.model_card import ModelCard
 
-NO_WISHES = SpeculationParams()
+NO_SPECULATION = SpeculationParams()
 
 
-def speculation_of(card: ModelCard, wishes: SpeculationParams = NO_WISHES) -> Speculation | None:
+def speculation_of(
+    card: ModelCard, params: SpeculationParams = NO_SPECULATION
+) -> Speculation | None:
     """Return how tokens of a request are proposed; None: not at all.
 
     Raises InvalidParameter for what the server does not offer.
     """
-    asks = bool(wishes.is_on or wishes.prediction_ids)
+    asks = bool(params.is_on or params.prediction_ids)
     if asks and not card.max_draft_tokens:
         raise InvalidParameter(
-            f"{'speculation' if wishes.is_on else 'prediction'} is given, and this server verifies "
+            f"{'speculation' if params.is_on else 'prediction'} is given, and this server verifies "
             'no draft tokens (--max-draft-tokens is 0); leave it out or send "speculation": "off"',
-            param="speculation" if wishes.is_on else "prediction",
+            param="speculation" if params.is_on else "prediction",
         )
-    if wishes.max_drafts is not None and wishes.max_drafts > card.max_draft_tokens:
+    if params.max_drafts is not None and params.max_drafts > card.max_draft_tokens:
         raise InvalidParameter(
-            f"speculation has max_draft_tokens {wishes.max_drafts}; this server allows at most "
+            f"speculation has max_draft_tokens {params.max_drafts}; this server allows at most "
             f"{card.max_draft_tokens} (--max-draft-tokens)",
             param="speculation",
         )
-    uses_proposer = card.speculates if wishes.is_on is None else wishes.is_on
-    if not (uses_proposer or wishes.prediction_ids) or not card.max_draft_tokens:
+    uses_proposer = card.speculates if params.is_on is None else params.is_on
+    if not (uses_proposer or params.prediction_ids) or not card.max_draft_tokens:
         return None
     return Speculation(
-        max_drafts=wishes.max_drafts or card.max_draft_tokens,
+        max_drafts=params.max_drafts or card.max_draft_tokens,
         uses_proposer=uses_proposer,
-        prediction_ids=np.array(wishes.prediction_ids, np.int32),
+        prediction_ids=np.array(params.prediction_ids, np.int32),
     )

@@ -31,7 +31,7 @@ class Encoder(Protocol):
 def token_rules(
     sampling: SamplingParams, encoder: Encoder | None, banned_sequences: Sequences = ()
 ) -> TokenRules:
-    """The rules of a request; banned_sequences are those of its model.
+    """Return the rules of a request; banned_sequences are those of its model.
 
     Raises InvalidParameter where words are given and there is no encoder, or where a word has no
     tokens.

@@ -111,7 +111,7 @@ def _check_objects(name: str, given: object) -> None:
 def rendered(
     text_side: TokenizerSide, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> str:
-    """A conversation as the model's template writes it. settings: as LLM.chat takes them.
+    """Return a conversation as the model's template writes it. settings: as LLM.chat takes them.
 
     Raises InvalidParameter for what the template refuses or does not know, TokenizerError where
     there is none that can be used.
@@ -138,7 +138,7 @@ def rendered(
     for argument in ("tools", "documents"):
         if given.get(argument):
             template.check_reads(argument, tools=tools, chat_template=name)
-    said = template.with_argument_objects(
+    converted = template.with_argument_objects(
         checked_messages(messages), tools=tools, chat_template=name
     )
-    return template.render(said, **given, **variables)
+    return template.render(converted, **given, **variables)

@@ -114,7 +114,7 @@ class DataParallelEngine(CallEngine):
         self._see()
 
     def default_sampling(self) -> SamplingParams:
-        """Sampling parameters with the model's generation defaults."""
+        """Return sampling parameters with the model's generation defaults."""
         return self._members[0].engine.default_sampling()
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -138,7 +138,7 @@ class DataParallelEngine(CallEngine):
         return 0 if member is None else member.engine.num_waiting(request_id)
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
-        """What the prefix caches hold together."""
+        """Return what the prefix caches hold together."""
         reports = [
             await member.engine.cache_report(num_prefixes=num_prefixes) for member in self._alive()
         ]
@@ -245,13 +245,13 @@ class DataParallelEngine(CallEngine):
         return member
 
     def began(self, member: Member, request_id: str) -> None:
-        """A request has its first output there: learn from how long that took."""
+        """Learn from the time that a request took to its first output there."""
         before = member.gave_output(request_id)
         seconds = (self._clock.now_ms() - before.came_ms) / 1000
-        self._policy.began(member, before.new_tokens, before.ahead_tokens, seconds)
+        self._policy.note_first_token(member, before.new_tokens, before.ahead_tokens, seconds)
 
     def forget(self, member: Member, request_id: str) -> None:
-        """A request has ended there."""
+        """Note that a request has ended there."""
         del self._open[request_id]
         member.end(request_id)
 
@@ -451,7 +451,7 @@ class _Route:
             self._member.reduce(request_id, len(delta.token_ids))
 
     def leave(self) -> None:
-        """It is computed there no more."""
+        """Note that it is computed there no more."""
         if self._member is not None:
             self._engine.forget(self._member, self._call.request_id)
             self._member = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire.cache.store_map import StoreMap
 from quire.engine.kv_store.job_threads import JobThreads
-from quire.engine.kv_store.jobs import FetchJob
+from quire.engine.kv_store.jobs import StoreFetch
 from quire.kv_store.level import Fetched
 from quire.transfer.host import HostStore
 
@@ -23,8 +23,8 @@ class Fetches:
     ) -> None:
         self._tier, self._store = tier, store
         self._threads, self._now_ms = threads, now_ms
-        self._jobs: set[FetchJob] = set()
-        self._job_of: dict[bytes, FetchJob] = {}  # by the digest of a block on its way
+        self._jobs: set[StoreFetch] = set()
+        self._job_of: dict[bytes, StoreFetch] = {}  # by the digest of a block on its way
 
     def __len__(self) -> int:
         """How many jobs there are."""
@@ -35,20 +35,20 @@ class Fetches:
         """Places that cannot be used for anything else now."""
         return self._tier.num_kept + sum(len(job.keys) for job in self._jobs)
 
-    def live(self, jobs: set[FetchJob]) -> set[FetchJob]:
+    def live(self, jobs: set[StoreFetch]) -> set[StoreFetch]:
         """Return those that have not ended."""
         return jobs & self._jobs
 
-    def num_left(self, jobs: set[FetchJob]) -> int:
+    def num_left(self, jobs: set[StoreFetch]) -> int:
         """Return how many blocks of these jobs have not come."""
         return sum(job.num_left for job in self.live(jobs))
 
-    def begin(self, keys: Sequence[bytes], levels: Sequence[int]) -> tuple[set[FetchJob], int]:
+    def begin(self, keys: Sequence[bytes], levels: Sequence[int]) -> tuple[set[StoreFetch], int]:
         """Fetch blocks from these levels, as far as there is room.
 
         Return the jobs that bring them, and how many keys are here or on their way.
         """
-        jobs: set[FetchJob] = set()
+        jobs: set[StoreFetch] = set()
         own_keys: list[bytes] = []
         places: list[int] = []
         own_levels: list[int] = []
@@ -65,14 +65,14 @@ class Fetches:
                 own_levels.append(level)
             count += 1
         if own_keys:
-            job = FetchJob(own_keys, places, own_levels, self._now_ms())
+            job = StoreFetch(own_keys, places, own_levels, self._now_ms())
             self._jobs.add(job)
             self._job_of |= dict.fromkeys(own_keys, job)
             jobs.add(job)
             self._threads.fetch(job, self._store.room)
         return jobs, count
 
-    def end(self, job: FetchJob, holders: Iterable[list[int]]) -> None:
+    def end(self, job: StoreFetch, holders: Iterable[list[int]]) -> None:
         """Enter what a job brought into the map, kept for each of the holders."""
         self._jobs.discard(job)
         holders = [*holders]

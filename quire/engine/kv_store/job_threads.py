@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from quire.base.report import Report
-from quire.engine.kv_store.jobs import FetchJob, Lookup, PutEnded
+from quire.engine.kv_store.jobs import Lookup, PutEnded, StoreFetch
 from quire.kv_store.level import Bytes, Level, SharedLevel
 
 FETCH_THREADS = 3
 _LOOKUP_THREADS = 2
 _CLOSE_S = 1.0
 
-Ended = Lookup | FetchJob | PutEnded
+Ended = Lookup | StoreFetch | PutEnded
 
 
 class Workers:
@@ -103,7 +103,7 @@ class JobThreads:
         """Run a lookup."""
         self.lookers.put(partial(self._look_up, lookup))
 
-    def fetch(self, job: FetchJob, room: Callable[[int], Bytes]) -> None:
+    def fetch(self, job: StoreFetch, room: Callable[[int], Bytes]) -> None:
         """Read the blocks of a job. room: returns the memory of a place."""
         for first, end in job.slices():
             self._fetchers.put(partial(self._read, job, first, end, room))
@@ -129,7 +129,7 @@ class JobThreads:
             lookup.ended_ms = self._now_ms()
             self._end(lookup)
 
-    def _read(self, job: FetchJob, first: int, end: int, room: Callable[[int], Bytes]) -> None:
+    def _read(self, job: StoreFetch, first: int, end: int, room: Callable[[int], Bytes]) -> None:
         try:
             job.read(first, end, self._levels, room, self._now_ms())
         finally:

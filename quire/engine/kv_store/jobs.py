@@ -1,9 +1,9 @@
 """Jobs of the engine's thread for the threads that talk to stores: lookups, fetches and puts.
 
 A Lookup finds how far the levels hold a chain, and claims what they lack, unless another engine is
-computing it. A FetchJob reads blocks into places of the host memory, in slices that several threads
-share. Knows levels and keys; no scheduler and no thread. Always holds: each part of a job ends
-exactly once.
+computing it. A StoreFetch reads blocks into places of the host memory, in slices that several
+threads share. Knows levels and keys; no scheduler and no thread. Always holds: each part of a job
+ends exactly once.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Lookup:
 
 
 @dataclass(slots=True, eq=False)
-class FetchJob:
+class StoreFetch:
     """Blocks `keys` into `places`. levels: the number of the level that has each.
 
     outcomes: filled by threads, slice by slice; None: not read. is_cancelled: nothing that was not

@@ -19,7 +19,7 @@ from quire.engine.kv_store.costs import FetchCosts, StoreSettings
 from quire.engine.kv_store.disk_level import DiskLevel
 from quire.engine.kv_store.fetches import Fetches
 from quire.engine.kv_store.job_threads import JobThreads
-from quire.engine.kv_store.jobs import FetchJob, Lookup
+from quire.engine.kv_store.jobs import Lookup, StoreFetch
 from quire.engine.kv_store.publishing import Publishing
 from quire.engine.kv_store.waiting import WaitingRequests
 from quire.engine.process.message_routing import id_prefix
@@ -192,7 +192,7 @@ class StoreClient:
         for ended in self.threads.ended():
             if isinstance(ended, Lookup):
                 self.waiting.looked_up(ended)
-            elif isinstance(ended, FetchJob):
+            elif isinstance(ended, StoreFetch):
                 self.waiting.fetched(ended)
             else:
                 self.publishing.note_put(ended)

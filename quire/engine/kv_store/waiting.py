@@ -27,7 +27,7 @@ from quire.engine.kv_store.claims import Claims
 from quire.engine.kv_store.costs import FetchCosts
 from quire.engine.kv_store.fetches import Fetches
 from quire.engine.kv_store.job_threads import JobThreads
-from quire.engine.kv_store.jobs import ENGINE_ID_BYTES, FetchJob, Lookup
+from quire.engine.kv_store.jobs import ENGINE_ID_BYTES, Lookup, StoreFetch
 from quire.engine.kv_store.publishing import Publishing
 from quire.engine.outside_blocks import Link, can_use_outside_blocks
 from quire.kv_store.level import Fetched
@@ -65,7 +65,7 @@ class _Waiting:
     num_seen: int = 0
     num_asked: int = 0
     num_linked: int = 0
-    jobs: set[FetchJob] = field(default_factory=set)
+    jobs: set[StoreFetch] = field(default_factory=set)
     num_left: int = 0
     since_ms: float = 0.0
     held: list[int] = field(default_factory=list)
@@ -400,7 +400,7 @@ class WaitingRequests:
             ):
                 job.is_cancelled = True
 
-    def fetched(self, job: FetchJob) -> None:
+    def fetched(self, job: StoreFetch) -> None:
         """Enter what a job brought into the map, kept for the requests that wait for it."""
         users = [waiting for waiting in self._waiting.values() if job in waiting.jobs]
         self._fetches.end(job, [waiting.held for waiting in users])

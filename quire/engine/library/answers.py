@@ -108,18 +108,18 @@ class Embedding:
 
 
 class GenerateCall:
-    """One prompt on its way: its streams and what they said so far."""
+    """One prompt on its way: its streams and what they have output so far."""
 
     def __init__(
         self,
         prompt: str | None,
         requests: tuple[Request, ...],
         sampling: SamplingParams,
-        hearing: AnswerReading | None,
+        reading: AnswerReading | None,
     ) -> None:
         self.requests = requests
         self._prompt = prompt
-        self._hearing = hearing
+        self._reading = reading
         self._ranking = Ranking(sampling, 0) if sampling.is_ranked else None
         self._deltas: tuple[list[TextDelta], ...] = tuple([] for _ in range(sampling.n))
         self._num_open = len(requests)
@@ -132,11 +132,11 @@ class GenerateCall:
         return self._num_open == 0
 
     def text_rules(self, tokenizer: Tokenizer) -> TextRules:
-        """What has to be seen of its answers."""
-        return PLAIN_TEXT if self._hearing is None else self._hearing.text_rules(tokenizer)
+        """Return what has to be seen of its answers."""
+        return PLAIN_TEXT if self._reading is None else self._reading.text_rules(tokenizer)
 
     def take(self, delta: TextDelta) -> None:
-        """Keep what a stream said."""
+        """Keep what a stream has output."""
         for one in (delta,) if self._ranking is None else self._ranking.take(delta):
             self._deltas[one.index].append(one)
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
@@ -145,7 +145,7 @@ class GenerateCall:
             self._last = delta
 
     def embedding(self, pooling: PoolingSpec, dimensions: int | None) -> Embedding:
-        """The vector of a prompt that was pooled, once no stream is open."""
+        """Return the vector of a prompt that was pooled, once no stream is open."""
         last = self._last
         assert last is not None, "a finished stream has a last delta"
         vector = None
@@ -160,11 +160,11 @@ class GenerateCall:
         )
 
     def answer(self) -> Answer:
-        """All of it, once no stream is open."""
+        """Return all of it, once no stream is open."""
         return Answer(
             prompt=self._prompt,
             prompt_ids=tuple(self.requests[0].prompt_ids.tolist()),
-            outputs=tuple(_completion(deltas, self._hearing) for deltas in self._deltas),
+            outputs=tuple(_completion(deltas, self._reading) for deltas in self._deltas),
             prompt_logprobs=self._prompt_logprobs,
         )
 
@@ -181,7 +181,7 @@ def check_any_succeeded(answers: Sequence[Answer]) -> None:
     raise StepRowError(f"{several}{outputs[0].error}")
 
 
-def _completion(deltas: Sequence[TextDelta], hearing: AnswerReading | None) -> Completion:
+def _completion(deltas: Sequence[TextDelta], reading: AnswerReading | None) -> Completion:
     last = deltas[-1]
     assert last.finish_reason is not None, "a finished stream says why"
     text = "".join(delta.text for delta in deltas)
@@ -197,5 +197,5 @@ def _completion(deltas: Sequence[TextDelta], hearing: AnswerReading | None) -> C
         cache_use=last.cache_use,
         error=last.error,
         score=last.score,
-        message=None if hearing is None else hearing.message(text),
+        message=None if reading is None else reading.message(text),
     )

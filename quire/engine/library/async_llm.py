@@ -97,8 +97,8 @@ class AsyncLLM:
         # A template is a stranger's program, and may take its time.
         text = await asyncio.to_thread(rendered, text_side, messages, template_settings)
         ids = self._client.tokenizer.encode(text, add_special_tokens=False)
-        hearing = answer_reading_of(text_side, text, template_settings)
-        rules = hearing.text_rules(text_side.tokenizer)
+        reading = answer_reading_of(text_side, text, template_settings)
+        rules = reading.text_rules(text_side.tokenizer)
         stream = self._stream(ids, sampling_params, terms, request_id, rules)
         async with aclosing(stream) as deltas:
             async for delta in deltas:

@@ -155,9 +155,9 @@ class LLM:
         one = isinstance(messages, str) or (len(messages) > 0 and isinstance(messages[0], Mapping))
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         texts = [rendered(self._text, messages, template_settings) for messages in conversations]
-        hearings = [answer_reading_of(self._text, text, template_settings) for text in texts]
+        readings = [answer_reading_of(self._text, text, template_settings) for text in texts]
         return self._generate(
-            texts, sampling_params, terms, progress, special_tokens=False, hearings=hearings
+            texts, sampling_params, terms, progress, special_tokens=False, readings=readings
         )
 
     def embed(
@@ -169,7 +169,7 @@ class LLM:
         terms: SchedulingParams | Sequence[SchedulingParams] | None = None,
         progress: bool | None = None,
     ) -> list[Embedding]:
-        """Vectors of the prompts, in their order. A prompt is text or a list of token ids.
+        """Return vectors of the prompts, in their order. A prompt is text or a list of token ids.
 
         dimensions: keep the first so many numbers, where the model allows it. prompt_name: of the
         model's prompts, which precedes each text; None: its default, "": none. Raises RequestError
@@ -223,10 +223,10 @@ class LLM:
         progress: bool | None,
         *,
         special_tokens: bool,
-        hearings: Sequence[AnswerReading] | None = None,
+        readings: Sequence[AnswerReading] | None = None,
     ) -> list[Answer]:
         jobs = self._jobs(
-            prompts, sampling_params, terms, special_tokens=special_tokens, hearings=hearings
+            prompts, sampling_params, terms, special_tokens=special_tokens, readings=readings
         )
         self._run(jobs, progress, "generating")
         answers = [job.answer() for job in jobs]
@@ -240,7 +240,7 @@ class LLM:
         terms: SchedulingParams | Sequence[SchedulingParams] | None,
         *,
         special_tokens: bool,
-        hearings: Sequence[AnswerReading] | None = None,
+        readings: Sequence[AnswerReading] | None = None,
     ) -> list[GenerateCall]:
         """Return a call for each prompt. Raises RequestError."""
         all_ids = [self._ids(prompt, special_tokens=special_tokens) for prompt in prompts]
@@ -258,17 +258,17 @@ class LLM:
                     arrival_ms=self._clock.now_ms(),
                     terms=of_prompt,
                     encoder=self._text.tokenizer,
-                    shown_ids=hearing.text_rules(self._text.tokenizer).shown_ids if hearing else (),
+                    shown_ids=reading.text_rules(self._text.tokenizer).shown_ids if reading else (),
                 ),
                 sampling,
-                hearing,
+                reading,
             )
-            for prompt, ids, sampling, of_prompt, hearing in zip(
+            for prompt, ids, sampling, of_prompt, reading in zip(
                 prompts,
                 all_ids,
                 samplings,
                 each,
-                [None] * len(prompts) if hearings is None else hearings,
+                [None] * len(prompts) if readings is None else readings,
                 strict=True,
             )
         ]
@@ -303,7 +303,7 @@ class LLM:
                     tokenizer = self._text.tokenizer
                     streams.open(tokenizer, job.requests, job, job.text_rules(tokenizer))
                     self._engine.send(Submit(requests=job.requests))
-                for job, delta in self._said(self._next_message()):
+                for job, delta in self._deltas_of(self._next_message()):
                     job.take(delta)
                     if job.is_done:
                         yield job
@@ -312,17 +312,17 @@ class LLM:
             if left:
                 self._engine.send(Abort(request_ids=left))
 
-    def _said(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
+    def _deltas_of(self, message: FromEngine) -> list[tuple[GenerateCall, TextDelta]]:
         """Return each call's deltas of a message.
 
         Raises where a request cannot be served at all; one that cannot be served in time ends with
         an error delta, and the others go on.
         """
         if isinstance(message, Outputs):
-            said, past_end = self._streams.take(message)
+            deltas, past_end = self._streams.take(message)
             if past_end:
                 self._engine.send(Abort(request_ids=past_end))
-            return said
+            return deltas
         if isinstance(message, Refused):
             error = error_of(message.fault)
             if isinstance(error, OverloadedError):
@@ -332,7 +332,7 @@ class LLM:
         return []
 
     def _has_room_for(self, job: GenerateCall) -> bool:
-        """Whether to hand it in now; one that is larger than the room goes alone."""
+        """Return whether to hand it in now; one that is larger than the room goes alone."""
         num_open = len(self._streams)
         return not num_open or num_open + len(job.requests) <= self._max_streams
 

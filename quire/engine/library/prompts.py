@@ -52,7 +52,7 @@ def misplaced_sampling(method: str, named: Mapping[str, object]) -> None:
 
 
 def one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> Sequence[_Kind]:
-    """What was given for all prompts or for each, for each."""
+    """Return what was given for all prompts or for each, for each."""
     if isinstance(given, kind):
         return [given] * num_prompts
     if not isinstance(given, Sequence) or not all(isinstance(one, kind) for one in given):
@@ -70,7 +70,7 @@ def one_each(name: str, kind: type[_Kind], given: object, num_prompts: int) -> S
 
 
 def prompts_of(given: object) -> Sequence[Prompt]:
-    """One prompt or several, as several."""
+    """Return one prompt or several, as several."""
     if isinstance(given, str):
         return [given]
     entries = list(listed(given))
@@ -84,7 +84,8 @@ def _prompt(given: object) -> Prompt:
 
 
 def listed(given: object) -> Sequence[Any]:
-    """A list of whatever, or an array. Raises InvalidParameter for what a prompt cannot be."""
+    """Return a list of whatever, or an array. Raises InvalidParameter for what a prompt cannot
+    be."""
     is_listed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_listed or isinstance(given, str | bytes | bytearray | Mapping):
         raise InvalidParameter(

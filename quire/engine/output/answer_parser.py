@@ -1,7 +1,7 @@
 """Hearing: how the answers to one conversation are read: their reasoning, content and calls.
 
-    hearing = answer_reading_of(text_side, prompt, settings)
-    hearing.message(text).calls
+    reading = answer_reading_of(text_side, prompt, settings)
+    reading.message(text).calls
 
 Knows the template and the tools that the conversation was rendered with, and quire/output_parsers;
 no JSON of any API. Always holds: a text is parsed as by the server.
@@ -31,11 +31,11 @@ class AnswerReading:
     prompt: str
 
     def text_rules(self, tokenizer: Tokenizer) -> TextRules:
-        """What has to be seen of answers."""
+        """Return what has to be seen of answers."""
         return TextRules(shown_ids=shown_ids(self.reading, self.tools, tokenizer))
 
     def message(self, text: str) -> Reply:
-        """What a whole text says."""
+        """Return what a whole text says."""
         return parse_answer(text, self.reading, self.tools, self.prompt)
 
 
@@ -60,7 +60,7 @@ def shown_ids(
 
 
 def _tools(listed: Any) -> Tools:
-    """Functions as OpenAI writes them, or as schemas alone."""
+    """Return functions as OpenAI writes them, or as schemas alone."""
     functions = [tool.get("function", tool) for tool in listed if isinstance(tool, Mapping)]
     return Tools(
         {

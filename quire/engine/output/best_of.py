@@ -28,18 +28,18 @@ class Ranking:
         self._num_open = sampling.num_sequences
 
     def take(self, delta: TextDelta) -> list[TextDelta]:
-        """Keep what a stream said; when all have ended, one delta each of the n best."""
+        """Keep what a stream has output; when all have ended, one delta each of the n best."""
         self._deltas[delta.index].append(delta)
         self._num_open -= delta.finish_reason is not None
         return [] if self._num_open else self._best()
 
     def _best(self) -> list[TextDelta]:
         """Return the n best, failed last; the first has the number of tokens of the others."""
-        ranked = sorted(self._deltas.values(), key=lambda said: -_mean_logprob(said))
-        best = [_joined(said) for said in ranked[: self._sampling.n]]
-        unseen = sum(said[-1].num_output_tokens for said in ranked[self._sampling.n :])
+        ranked = sorted(self._deltas.values(), key=lambda deltas: -_mean_logprob(deltas))
+        best = [_joined(deltas) for deltas in ranked[: self._sampling.n]]
+        unseen = sum(deltas[-1].num_output_tokens for deltas in ranked[self._sampling.n :])
         prompt_logprobs = next(
-            (d.prompt_logprobs for said in ranked for d in said if d.prompt_logprobs), ()
+            (d.prompt_logprobs for deltas in ranked for d in deltas if d.prompt_logprobs), ()
         )
         shows_logprobs = self._sampling.logprobs is not None
         return [
@@ -54,19 +54,19 @@ class Ranking:
         ]
 
 
-def _mean_logprob(said: Iterable[TextDelta]) -> float:
+def _mean_logprob(deltas: Iterable[TextDelta]) -> float:
     """Return the mean of a stream; -inf if it failed or has no tokens."""
-    logprobs = [token.logprob for delta in said for token in delta.logprobs]
-    failed = any(delta.error is not None for delta in said)
+    logprobs = [token.logprob for delta in deltas for token in delta.logprobs]
+    failed = any(delta.error is not None for delta in deltas)
     return math.fsum(logprobs) / len(logprobs) if logprobs and not failed else -math.inf
 
 
-def _joined(said: list[TextDelta]) -> TextDelta:
-    """A stream's deltas as one."""
+def _joined(deltas: list[TextDelta]) -> TextDelta:
+    """Return a stream's deltas as one."""
     return structs.replace(
-        said[-1],
-        text="".join(delta.text for delta in said),
-        token_ids=tuple(id_ for delta in said for id_ in delta.token_ids),
-        logprobs=tuple(token for delta in said for token in delta.logprobs),
-        token_chars=tuple(number for delta in said for number in delta.token_chars),
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(id_ for delta in deltas for id_ in delta.token_ids),
+        logprobs=tuple(token for delta in deltas for token in delta.logprobs),
+        token_chars=tuple(number for delta in deltas for number in delta.token_chars),
     )

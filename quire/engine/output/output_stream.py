@@ -125,7 +125,7 @@ class OutputStream:
         return self.end_with(f"the tokens cannot be decoded: {type(error).__name__}: {error}")
 
     def end_with(self, why: str) -> TextDelta:
-        """End the stream with an error; what was said stands."""
+        """End the stream with an error; what was output stands."""
         self._waiting_logprobs.clear()
         return self._last("", self._num_delivered, FinishReason.ERROR, None, why)
 
@@ -210,7 +210,7 @@ class OutputStream:
         stop_reason: str | int | None = None,
         error: str | None = None,
     ) -> TextDelta:
-        """A delta that brings the stream's delivered tokens to `num_tokens`."""
+        """Return a delta that brings the stream's delivered tokens to `num_tokens`."""
         num_new = num_tokens - self._num_delivered
         token_ids = tuple(self._waiting_ids[:num_new])
         del self._waiting_ids[:num_new]

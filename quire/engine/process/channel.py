@@ -47,12 +47,12 @@ _RECONNECT_MS = 5
 
 
 def to_engine_wire() -> Wire:
-    """What a client may say."""
+    """Return what a client may say."""
     return Wire(Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines, Join, Leave, Stop)
 
 
 def from_engine_wire() -> Wire:
-    """What an engine may say."""
+    """Return what an engine may say."""
     return Wire(
         *(
             Hello,
@@ -166,7 +166,7 @@ class _ClientEnd:
 
 
 def received_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """All frames that have come; does not wait."""
+    """Return all frames that have come; does not wait."""
     frames = []
     while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         frames.append(socket.recv(zmq.NOBLOCK))
@@ -174,7 +174,7 @@ def received_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket without limits on its queues that finds its other end within milliseconds."""
+    """Return a socket without limits on its queues that finds its other end within milliseconds."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)

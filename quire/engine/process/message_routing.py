@@ -78,7 +78,7 @@ def _outputs_by_client(outputs: StepOutputs | None) -> dict[int, StepOutputs]:
 
 
 def _some(outputs: StepOutputs, rows: list[int], events: tuple[RequestOutput, ...]) -> StepOutputs:
-    """The rows given, in their order, and these events."""
+    """Return the rows given, in their order, and these events."""
     at = np.array(rows, np.intp)
 
     def taken(values: np.ndarray[Any, Any]) -> Any:

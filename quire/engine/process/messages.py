@@ -206,7 +206,7 @@ FromEngine = (
 
 
 def fault_of(error: BaseException) -> Fault:
-    """An error as it is sent. What is not of quire's tree becomes a WorkerError."""
+    """Return an error as it is sent. What is not of quire's tree becomes a WorkerError."""
     if not isinstance(error, QuireError):
         return Fault(kind=WorkerError.__name__, message=f"{type(error).__name__}: {error}")
     return Fault(
@@ -218,7 +218,7 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def error_of(fault: Fault) -> QuireError:
-    """The error a fault stands for."""
+    """Return the error a fault stands for."""
     kind = getattr(errors, fault.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, QuireError)):
         return WorkerError(fault.message)

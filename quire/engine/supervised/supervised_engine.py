@@ -117,7 +117,7 @@ class SupervisedEngine(CallEngine):
         self._supervising = asyncio.ensure_future(self._supervise())
 
     def default_sampling(self) -> SamplingParams:
-        """Sampling parameters with the model's generation defaults."""
+        """Return sampling parameters with the model's generation defaults."""
         return self._life.client.default_sampling()
 
     def check(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -139,7 +139,7 @@ class SupervisedEngine(CallEngine):
         return self._life.client.num_waiting(request_id)
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
-        """What the prefix cache of the running engine holds."""
+        """Return what the prefix cache of the running engine holds."""
         return await self._running().cache_report(num_prefixes=num_prefixes)
 
     async def flush_cache(self) -> int:

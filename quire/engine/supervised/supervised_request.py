@@ -100,7 +100,7 @@ class SupervisedRequest:
                     await self._wait_for_room(error)
 
     def _count_death(self, error: QuireError) -> None:
-        """Raises PoisonRequest at the second death without a token between."""
+        """Raise PoisonRequest at the second death without a token between."""
         if not self._was_sent:
             return
         self._num_deaths = 1 if self._has_moved else self._num_deaths + 1

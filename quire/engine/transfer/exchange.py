@@ -1,4 +1,4 @@
-"""Exchange: KV blocks that this engine hands over or fetches, as the engine's loop sees it.
+"""KVExchange: KV blocks that this engine hands over or fetches, as the engine's loop sees it.
 
 Notices transfers as requests pass the inbox, follows them in the outputs, and passes both on to the
 side that they concern (handing.py, fetching.py). Knows messages and both sides; no block. Always
@@ -38,7 +38,7 @@ class Shared(Protocol):
         """Share or read nothing any more."""
 
 
-class Exchange:
+class KVExchange:
     """A BlockSource. server: of connections, where blocks are handed over; shared: closed with the
     exchange, after all connections."""
 

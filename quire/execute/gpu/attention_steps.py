@@ -48,14 +48,14 @@ class Geometry:
     wide: int
 
     def max_partials(self, max_positions: int, max_sequences: int) -> int:
-        """Pieces that there is room for: no more than all sequences can have."""
+        """Return pieces that there is room for: no more than all sequences can have."""
         each = self.kv_heads * self.group * (self.head_dim + 2) * 4
         needed = max_sequences * -(-max_positions // PIECE_POSITIONS)
         return max(min(PARTIAL_BYTES // each, needed), 1)
 
     def max_wide(self, tokens: int, chunks: int) -> int:
-        """Wide tiles of so many token rows in so many chunks, at most: each may end in a part of a
-        tile."""
+        """Return wide tiles of so many token rows in so many chunks, at most: each may end in a
+        part of a tile."""
         return tokens // (self.wide // self.group) + chunks
 
 
@@ -80,7 +80,7 @@ class AttentionSteps:
         self._counts: dict[str, int] = {}
 
     def sizes(self) -> dict[str, int]:
-        """Elements of each place in the step's buffers, by name."""
+        """Return elements of each place in the step's buffers, by name."""
         found: dict[str, int] = {}
         for group, geometry in self.geometries.items():
             wide = geometry.max_wide(self._max_tokens, self._max_sequences)
@@ -103,7 +103,8 @@ class AttentionSteps:
             )
 
     def plan(self, batch: ForwardBatch, *, size: Size | None = None) -> dict[str, Int32s]:
-        """What goes to the places of `sizes` for a step; padded for a captured one's `size`."""
+        """Return what goes to the places of `sizes` for a step; padded for a captured one's
+        `size`."""
         tokens = np.diff(batch.seq_starts)
         at = np.minimum(batch.seq_starts[:-1], max(len(batch.positions) - 1, 0))
         firsts = batch.positions[at]
@@ -164,7 +165,7 @@ class AttentionSteps:
             self._tiles[group] = tiles
 
     def tiles(self, group: int) -> Sequence[DeviceTiles]:
-        """The launches of an attention operation in this step."""
+        """Return the launches of an attention operation in this step."""
         return self._tiles[group]
 
     def _written(self, group: int, narrow: TileItems, wide: TileItems) -> dict[str, Int32s]:
@@ -200,7 +201,7 @@ def geometries(program: Program, *, exact: bool) -> dict[int, Geometry]:
 
 
 def partial_bytes(program: Program, limits: StepLimits, *, exact: bool) -> int:
-    """Bytes of room for partials."""
+    """Return bytes of room for partials."""
     return sum(
         geometry.max_partials(program.max_positions, limits.max_sequences)
         * geometry.kv_heads

@@ -69,7 +69,7 @@ class Chosen:
 def choose(
     logits: torch.Tensor, batch: SampleBatch, on_host: HostChoice, stream: Stream = CPU_STREAM
 ) -> TokenChoice:
-    """A token for each row of logits f32 [R, V], side by side, which are only read."""
+    """Return a token for each row of logits f32 [R, V], side by side, which are only read."""
     if len(logits) == 0:
         return on_host(np.empty(tuple(logits.shape), np.float32), batch)
     choice = choose_later(logits, batch, stream).wait()
@@ -118,7 +118,7 @@ def choose_later(
 
 
 def score(logits: torch.Tensor, batch: ScoreBatch, stream: Stream = CPU_STREAM) -> Scores:
-    """Scores of logits f32 [R, V], tokens side by side."""
+    """Return scores of logits f32 [R, V], tokens side by side."""
     scoring.check_shapes(np.broadcast_to(np.float32(0), tuple(logits.shape)), batch)
 
     def moved(values: NDArray[Any]) -> torch.Tensor:
@@ -142,7 +142,7 @@ def score(logits: torch.Tensor, batch: ScoreBatch, stream: Stream = CPU_STREAM) 
 
 
 def _no_candidates(batch: SampleBatch) -> Candidates | None:
-    """Room for those of beams; None where no row is one."""
+    """Return room for those of beams; None where no row is one."""
     if batch.num_candidates is None:
         return None
     shape = len(batch.num_candidates), int(batch.num_candidates.max())

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.execute.gpu.exchange import Exchange
+from quire.execute.gpu.exchange import TensorExchange
 from quire.execute.gpu.kernels.attention import (
     DeviceTiles,
     Partials,
@@ -96,7 +96,7 @@ class ContextSteps:
                 self._some(op, shape, tiles, exchange, counts)
 
     def _some(
-        self, op: Attention, shape: _Shape, tiles: _Tiles, exchange: Exchange, counts: Counts
+        self, op: Attention, shape: _Shape, tiles: _Tiles, exchange: TensorExchange, counts: Counts
     ) -> None:
         place, step = self._place, self._place.step
         y, q = place.of(op.y, counts), place.of(op.q, counts)
@@ -222,8 +222,8 @@ def context_bytes(program: Program, *, exact: bool) -> int:
 
 
 def _by_heads(partials: Partials, shape: _Shape) -> Tensor:
-    """Parts [heads, slots, tokens, D + 2], from those of rows that are tokens by heads of a KV
-    head."""
+    """Return parts [heads, slots, tokens, D + 2], from those of rows that are tokens by heads of a
+    KV head."""
     group = shape.heads // shape.kv_heads
     joined = torch.cat([partials.y, partials.sums], dim=-1)
     split = joined.view(len(joined), shape.kv_heads, shape.tokens, group, joined.shape[-1])

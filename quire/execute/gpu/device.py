@@ -95,8 +95,8 @@ def look() -> Machine:
 
 
 def choose(wanted: str, machine: Machine) -> torch.device:
-    """The device meant by auto, cpu, cuda or cuda:N. auto: the first card, else the CPU; but where
-    a card shows and cannot be used an error, since a slow start would not be what was meant.
+    """Return the device meant by auto, cpu, cuda or cuda:N. auto: the first card, else the CPU; but
+    where a card shows and cannot be used an error, since a slow start would not be what was meant.
 
     Raises SettingError: what was found, and what to do.
     """
@@ -122,7 +122,7 @@ def choose(wanted: str, machine: Machine) -> torch.device:
 
 
 def reason(wanted: str, device: torch.device, machine: Machine) -> str:
-    """Why this device, for a line of the log."""
+    """Return why this device, for a line of the log."""
     if device.type == "cpu" and wanted == "cpu":
         return "--device cpu"
     if device.type == "cpu":
@@ -136,7 +136,7 @@ def reason(wanted: str, device: torch.device, machine: Machine) -> str:
 
 
 def has_fp8(device: torch.device, machine: Machine) -> bool:
-    """Whether its kernels know e4m3; on the CPU plain PyTorch does."""
+    """Return whether its kernels know e4m3; on the CPU plain PyTorch does."""
     if device.type == "cpu":
         return True
     card = machine.cards[device.index or 0]
@@ -144,24 +144,25 @@ def has_fp8(device: torch.device, machine: Machine) -> bool:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name like "cpu" or "cuda:1"."""
+    """Return the device of a name like "cpu" or "cuda:1"."""
     return torch.device(name)
 
 
 def device_after(name: str, rank: int) -> str:
-    """The name of a rank's device, where rank 0 has `name`: the CPU for all, or a card each."""
+    """Return the name of a rank's device, where rank 0 has `name`: the CPU for all, or a card
+    each."""
     device = torch.device(name)
     return name if device.type == "cpu" else f"{device.type}:{(device.index or 0) + rank}"
 
 
 def num_cards_from(device: torch.device) -> int:
-    """How many cards there are from this one on."""
+    """Return how many cards there are from this one on."""
     return torch.cuda.device_count() - (device.index or 0)
 
 
 @contextmanager
 def device_errors(doing: str) -> Iterator[None]:
-    """Turns PyTorch's errors into ours: memory that a step lacks makes it smaller, a device that is
+    """Turn PyTorch's errors into ours: memory that a step lacks makes it smaller, a device that is
     lost ends the engine."""
     try:
         yield
@@ -182,14 +183,14 @@ def device_errors(doing: str) -> Iterator[None]:
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether it says that the device, or the host for it, had no memory left."""
+    """Return whether it says that the device, or the host for it, had no memory left."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return _says(error, OF_DRIVER) and _says(error, OF_MEMORY)
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether it says that the device can be used no more."""
+    """Return whether it says that the device can be used no more."""
     return _says(error, OF_DRIVER) and not _says(error, (*OF_MEMORY, *REFUSED))
 
 
@@ -204,7 +205,8 @@ def _says(error: Exception, words: Iterable[str]) -> bool:
 
 
 def _triton_trouble() -> str:
-    """What stands in its way. It builds a part of itself at first use, by the system's compiler."""
+    """Return what stands in its way. It builds a part of itself at first use, by the system's
+    compiler."""
     if find_spec("triton") is None:
         return "it is not installed"
     from triton import __version__ as version
@@ -294,5 +296,5 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first; its kind where it says nothing."""
+    """Return what an error says first; its kind where it says nothing."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -29,7 +29,7 @@ SMALLEST_BLOCK, SMALLEST_GPU_BLOCK = 4, 16
 def attention_steps(
     program: Program, limits: StepLimits, device: torch.device, exact: bool
 ) -> AttentionSteps:
-    """Room for what attention launches of a step plan and leave to be merged."""
+    """Return room for what attention launches of a step plan and leave to be merged."""
     from quire.execute.gpu.attention_steps import AttentionSteps, num_programs
 
     steps = AttentionSteps(program, limits=limits, exact=exact, programs=num_programs(device))
@@ -50,7 +50,8 @@ def step_sizes(program: Program, limits: StepLimits, device: torch.device) -> di
 
 
 def _columns(program: Program, cache: CacheSpec, smallest: int) -> int:
-    """Columns of a table of blocks; where ranks divide positions, those of other ranks too."""
+    """Return columns of a table of blocks; where ranks divide positions, those of other ranks
+    too."""
     if cache.ranks == 1:
         return -(-program.max_positions // smallest) + 1
     of_engine = cache.ranks * PIECE_POSITIONS
@@ -60,7 +61,7 @@ def _columns(program: Program, cache: CacheSpec, smallest: int) -> int:
 def step_arena(
     program: Program, limits: StepLimits, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """One arena, and each buffer's place in it as [max rows, width]."""
+    """Return one arena, and each buffer's place in it as [max rows, width]."""
     layout = lay_out(program, limits)
     arena = torch.zeros(max(layout.arena_bytes, 1), dtype=torch.uint8, device=device)
     buffers = []
@@ -72,7 +73,7 @@ def step_arena(
 
 
 def rope_angles(spec: RopeSpec, max_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions; in whole chunks, as the table grows."""
+    """Return cosines and sines of all positions; in whole chunks, as the table grows."""
     table = RopeTable(spec)
     table.reserve(-(-max_positions // CHUNK_POSITIONS) * CHUNK_POSITIONS)
     cos, sin = (np.ascontiguousarray(part[:max_positions]) for part in (table.cos, table.sin))

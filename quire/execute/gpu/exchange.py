@@ -21,7 +21,7 @@ from quire.comm.communicator import Communicator, RowLink
 Bytes = NDArray[np.uint8]
 
 
-class Exchange(Protocol):
+class TensorExchange(Protocol):
     """One rank's end; calls are queued in the current stream. is_captured: whether they can be part
     of a captured graph."""
 
@@ -66,7 +66,7 @@ class TensorLink(Protocol):
 class RankEnds:
     """What one rank exchanges through; None: there is no such other rank."""
 
-    exchange: Exchange | None = None
+    exchange: TensorExchange | None = None
     source: TensorLink | None = None
     target: TensorLink | None = None
 
@@ -82,7 +82,7 @@ ALONE = RankEnds()
 
 
 class HostExchange:
-    """An Exchange over a Communicator: tensors of a device pass through host memory."""
+    """A TensorExchange over a Communicator: tensors of a device pass through host memory."""
 
     is_captured = False
 
@@ -90,29 +90,29 @@ class HostExchange:
         self._group, self.rank, self.degree = group, rank, degree
 
     def connect(self) -> None:
-        """See Exchange: the group has met already."""
+        """See TensorExchange: the group has met already."""
 
     def all_gather(self, own: Tensor, every: Tensor) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if own.numel():
             gathered = self._group.all_gather(_bytes_of(own))
             every.copy_(torch.from_numpy(gathered).view(own.dtype).view(every.shape))
 
     def all_to_all(self, own: Tensor, every: Tensor) -> None:
-        """See Exchange; the parts for other ranks come too, since groups only gather."""
+        """See TensorExchange; the parts for other ranks come too, since groups only gather."""
         if own.numel():
             gathered = torch.from_numpy(self._group.all_gather(_bytes_of(own)))
             parts = gathered.view(own.dtype).view(self.degree, *own.shape)
             every.copy_(parts[:, self.rank])
 
     def broadcast(self, values: Tensor) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if values.numel():
             first = self._group.all_gather(_bytes_of(values))[0]
             values.copy_(torch.from_numpy(first).view(values.dtype).view(values.shape))
 
     def close(self) -> None:
-        """See Exchange: the group belongs to the executor's maker."""
+        """See TensorExchange: the group belongs to the executor's maker."""
 
 
 class HostLink:
@@ -134,7 +134,7 @@ class HostLink:
             rows.copy_(here)
 
 
-def exchange_first(exchange: Exchange, device: torch.device) -> None:
+def exchange_first(exchange: TensorExchange, device: torch.device) -> None:
     """Let the library of an exchange take its own memory of a device, before the KV pool takes
     the rest."""
     own = torch.zeros(1, dtype=torch.int32, device=device)
@@ -143,6 +143,6 @@ def exchange_first(exchange: Exchange, device: torch.device) -> None:
 
 
 def _bytes_of(values: Tensor) -> Bytes:
-    """The bytes of contiguous values: the same memory on the CPU, a copy of a device's."""
+    """Return the bytes of contiguous values: the same memory on the CPU, a copy of a device's."""
     flat: Bytes = values.cpu().view(-1).view(torch.uint8).numpy()
     return flat

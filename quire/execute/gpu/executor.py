@@ -212,7 +212,7 @@ class TorchExecutor:
                 self._run("trunk", self._counts)
 
     def run_head(self, batch: ForwardBatch, first: int, count: int) -> Any:
-        """Logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
+        """Return logits of batch.sample_rows[first:first+count]: an array on the CPU; on another
         device a tensor, to be handed to `sample` and `score`. Valid until the next call."""
         self._check_fits(Rows.SAMPLES, count)
         assert self._counts is not None, "the trunk runs before the head"
@@ -318,7 +318,7 @@ class TorchExecutor:
         return wait
 
     def score(self, logits: Any, batch: ScoreBatch) -> Scores:
-        """How likely known tokens are, by the rows of `logits` (which are only read)."""
+        """Return how likely known tokens are, by the rows of `logits` (which are only read)."""
         if isinstance(logits, np.ndarray):
             self._stream.mark().wait()
             return score_on_host(logits, batch)
@@ -379,8 +379,8 @@ class TorchExecutor:
         return counts
 
     def _replayed(self, graphs: Graphs, size: Size, batch: ForwardBatch, head_rows: int) -> Counts:
-        """A step as one of a size; with its head where that is one slice: a row a sequence, or all
-        rows where sequences sample several, as those with draft tokens do."""
+        """Return a step as one of a size; with its head where that is one slice: a row a sequence,
+        or all rows where sequences sample several, as those with draft tokens do."""
         samples = 0
         if 0 < head_rows == len(batch.sample_rows):
             fitting = (rows for rows in size.sample_rows if rows <= self._limits.max_samples)
@@ -492,8 +492,8 @@ class TorchExecutor:
 
 
 def recipe_of(device: torch.device, *, exact: bool) -> str:
-    """What bits depend on beside the program: the device's kind, its libraries and the compiler of
-    its kernels, the mode."""
+    """Return what bits depend on beside the program: the device's kind, its libraries and the
+    compiler of its kernels, the mode."""
     mode = "exact" if exact else "fast"
     if device.type != "cuda":  # elementwise: see plain_curves.py
         return f"torch-{device.type}-elementwise-{torch.__version__}-{mode}"

@@ -68,8 +68,8 @@ class TorchExecutorClass:
             )
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """Weights and cache as the program says, without what is in host memory; buffers share one
-        arena."""
+        """Return weights and cache as the program says, without what is in host memory; buffers
+        share one arena."""
         whole = self._whole_memory(program, limits)
         saved = self._offloaded(program, limits).saved_bytes
         return replace(whole, weights_bytes=whole.weights_bytes - saved)

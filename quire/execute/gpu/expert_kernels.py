@@ -61,7 +61,7 @@ class ExpertScratch:
 
     @classmethod
     def of(cls, program: Program, limits: StepLimits, device: torch.device) -> ExpertScratch:
-        """Room for the largest mixture of a program."""
+        """Return room for the largest mixture of a program."""
         sizes = _Sizes.of(program, limits)
         ids, owners, places = (
             torch.empty(sizes.slots, dtype=torch.int32, device=device) for _ in range(3)
@@ -132,7 +132,7 @@ class _Sizes:
 
 
 def _padded(num_bytes: int) -> int:
-    """Whole elements of any type."""
+    """Return whole elements of any type."""
     return num_bytes + -num_bytes % 8
 
 

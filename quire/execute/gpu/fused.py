@@ -49,7 +49,7 @@ Step = Op | HeadsToCache | BytesToProduct
 
 
 def launches(program: Program, segment: str) -> Iterator[Step]:
-    """The segment's operations in order, those that are taken together as one."""
+    """Yield the segment's operations in order, those that are taken together as one."""
     ops = program.segments.get(segment, ())
     at = 0
     while at < len(ops):
@@ -59,7 +59,7 @@ def launches(program: Program, segment: str) -> Iterator[Step]:
 
 
 def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
-    """What begins at an operation, and how many operations it is."""
+    """Return what begins at an operation, and how many operations it is."""
     ops = program.segments[segment]
     heads = _heads_at(program, ops, first)
     if heads is not None and not _is_read(program, segment, first + heads[1], heads[0].k):
@@ -74,7 +74,7 @@ def _step_at(program: Program, segment: str, first: int) -> tuple[Step, int]:
 
 
 def _takes_bytes(program: Program, rows: View, product: Linear) -> bool:
-    """Whether a product takes these rows, and in bytes."""
+    """Return whether a product takes these rows, and in bytes."""
     return product.x == rows and program.weights[product.weight].quantized is not None
 
 
@@ -120,7 +120,7 @@ def _is_head_norm(op: Norm, head_dim: int) -> bool:
 
 
 def _is_read(program: Program, segment: str, first: int, view: View) -> bool:
-    """Whether these columns are read from the segment's operation `first` on."""
+    """Return whether these columns are read from the segment's operation `first` on."""
     names = list(program.segments)
     later = [
         *program.segments[segment][first:],

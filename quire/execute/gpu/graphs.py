@@ -64,7 +64,8 @@ class Graphs:
 
 
 def capture_of(device: torch.device) -> Capture | None:
-    """How steps are captured on a device; None on the CPU, where there is nothing to be gained."""
+    """Return how steps are captured on a device; None on the CPU, where there is nothing to be
+    gained."""
     return None if device.type == "cpu" else CudaCapture(device)
 
 

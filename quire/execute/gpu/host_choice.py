@@ -20,7 +20,7 @@ Float32s = NDArray[np.float32]
 
 
 def choose_on_host(logits: Float32s, batch: SampleBatch) -> TokenChoice:
-    """A token for each row."""
+    """Return a token for each row."""
     pool = _pool()
     if pool is None:
         return reference.choose(logits, batch)
@@ -30,7 +30,7 @@ def choose_on_host(logits: Float32s, batch: SampleBatch) -> TokenChoice:
 
 
 def score_on_host(logits: Float32s, batch: ScoreBatch) -> Scores:
-    """How likely known tokens are."""
+    """Return how likely known tokens are."""
     pool = _pool()
     if pool is None:
         return scoring.score(logits, batch)
@@ -41,7 +41,7 @@ def score_on_host(logits: Float32s, batch: ScoreBatch) -> Scores:
 
 @cache
 def _pool() -> Any:
-    """One thread of the compiled module, or None where it was not compiled."""
+    """Return one thread of the compiled module, or None where it was not compiled."""
     try:
         from quire import _native
     except ImportError:

@@ -62,7 +62,7 @@ class KernelOps:
     context: ContextSteps
 
     def bind_segment(self, segment: str) -> list[Call]:
-        """A segment's operations as launches, some of them together."""
+        """Return a segment's operations as launches, some of them together."""
         return [self._bind(step) for step in launches(self.place.program, segment)]
 
     def _bind(self, step: Op | HeadsToCache | BytesToProduct) -> Call:

@@ -47,7 +47,7 @@ class KvPool:
         return int(self.blocks().values.shape[-2])
 
     def blocks(self) -> CachePool:
-        """All of them, as kernels take them."""
+        """Return all of them, as kernels take them."""
         if self._blocks is None:
             raise WorkerError("the cache has not been allocated, or the executor is closed")
         return self._blocks
@@ -96,10 +96,10 @@ class KvPool:
         self._blocks = None
 
     def arrays(self, num_blocks: int) -> list[DeviceArray]:
-        """The parts of a pool by blocks of which each may be several of the pool's."""
+        """Return the parts of a pool by blocks of which each may be several of the pool's."""
         return [DeviceArray(part, num_blocks, self._stream) for part in self.parts()]
 
     def parts(self) -> list[Tensor]:
-        """Values and, where there are, scales: [layers, blocks, ...] each."""
+        """Return values and, where there are, scales: [layers, blocks, ...] each."""
         pool = self.blocks()
         return [pool.values] if pool.scales is None else [pool.values, pool.scales]

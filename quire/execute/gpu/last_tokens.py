@@ -45,11 +45,12 @@ class LastTokens:
             ids.copy_(torch.where(slots >= 0, last, ids))
 
     def keep(self, slots: Int32s, token_ids: Tensor) -> None:
-        """These slots' tokens, which the device has; of a slot with several rows, any of them."""
+        """Keep these slots' tokens, which the device has; of a slot with several rows, any of
+        them."""
         from quire.execute.gpu.kernels.last_tokens import keep_last_tokens
 
         keep_last_tokens(self._tokens, self._stream.to_device(slots), token_ids)
 
     def put(self, slots: Int32s, token_ids: Int32s) -> None:
-        """These slots' tokens, on CPU tensors."""
+        """Put these slots' tokens there, on CPU tensors."""
         self._tokens[torch.from_numpy(slots).long()] = torch.from_numpy(token_ids)

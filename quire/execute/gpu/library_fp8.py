@@ -36,7 +36,8 @@ def scales_for(
     y_is_whole: bool,
     has_bias: bool,
 ) -> str:
-    """How the library would be given the scales, BY_TENSOR or BY_ROW; "" where it is not asked.
+    """Return how the library would be given the scales, BY_TENSOR or BY_ROW; "" where it is not
+    asked.
 
     capability: of the card, None of what is none of NVIDIA's. x_scaled: block, token or tensor;
     w_scaled: block, channel or tensor. y_is_whole: its rows follow one another.
@@ -52,7 +53,8 @@ def scales_for(
 def product_for(
     weight: ByteWeight, rows: ByteRows, y: Tensor, *, has_bias: bool, exact: bool
 ) -> LibraryProduct | None:
-    """The library's product of rows like these into the first rows of y; None: it has none."""
+    """Return the library's product of rows like these into the first rows of y; None: it has
+    none."""
     device, outputs = weight.values.device, len(weight.values)
     capability = _capability(device)
     if exact or capability is None:
@@ -77,7 +79,7 @@ def product_for(
 
 
 def bound(weight: ByteWeight, rows: ByteRows, form: str) -> LibraryProduct:
-    """The library's product with a weight, of rows like these."""
+    """Return the library's product with a weight, of rows like these."""
     turned, outputs = weight.values.T, len(weight.values)
     if form == BY_TENSOR:
         one = weight.scales[:1]
@@ -99,7 +101,7 @@ def multiply(x: Tensor, turned: Tensor, x_scales: Tensor, scales: Tensor, y: Ten
 
 @cache
 def is_known(form: str, device: torch.device) -> bool:
-    """Whether the installed PyTorch multiplies so on a device, and rightly."""
+    """Return whether the installed PyTorch multiplies so on a device, and rightly."""
     x, w = (torch.ones(16, 128, device=device).to(E4M3) for _ in range(2))
     size = 1 if form == BY_TENSOR else 16
     scales = torch.full((size,), 0.5, device=device)

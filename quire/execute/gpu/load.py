@@ -57,7 +57,7 @@ class IntWeight:
 
     @classmethod
     def of(cls, matrix: IntMatrix, device: torch.device) -> IntWeight:
-        """An integer weight on a device."""
+        """Return an integer weight on a device."""
         return cls(
             scheme=matrix.scheme,
             values=torch.from_numpy(matrix.values.astype(np.int8)).to(device),
@@ -65,7 +65,7 @@ class IntWeight:
         )
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows by id in float32, as the products use them."""
+        """Return rows by id in float32, as the products use them."""
         columns = self.values.shape[1]
         scales = self.scales[ids].repeat_interleave(self.scheme.group or columns, dim=1)
         return self.values[ids].float() * scales[:, :columns]
@@ -95,7 +95,7 @@ class Fp8Weight:
         return cls(scheme=scheme, values=codes.view(E4M3), scales=torch.cat(scales))
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows by id in float32."""
+        """Return rows by id in float32."""
         values, group = self.values[ids].float(), self.scheme.group
         if not group:
             return values * self.scales[ids, None]
@@ -139,9 +139,11 @@ def load(
     stream: Stream | None = None,
     kept: Kept = lambda name, weight: weight,
 ) -> Loaded:
-    """Raises torch.OutOfMemoryError where the device has no room. kept: what becomes of each weight
-    once it is on the device. stream: of the device, where a
-    test has its own."""
+    """Put the weights of a program on a device.
+
+    kept: what becomes of each weight once it is there. stream: of the device, where a test has its
+    own. Raises torch.OutOfMemoryError where the device has no room.
+    """
     plain: dict[str, Tensor] = {}
     few: dict[str, Any] = {}
     coarse: dict[str, int] = {}
@@ -171,8 +173,8 @@ def load(
 def _integers(
     weight: Weight, binding: Binding, device: torch.device, pack: Pack, stack: Stack
 ) -> tuple[Any, int]:
-    """A weight of integers, those of experts put together in host memory; and how many of its rows
-    8 bits are too coarse for."""
+    """Return a weight of integers, those of experts put together in host memory; and how many of
+    its rows 8 bits are too coarse for."""
     packed, coarse = [], 0
     for one in weight.by_expert() or [weight]:
         matrix, count = quantize_weight(one, binding)
@@ -200,11 +202,11 @@ class _Digesting:
         self._threads.shutdown(cancel_futures=True)
 
     def add(self, part: WeightPart) -> None:
-        """A part with its tensor already read for its weight."""
+        """Add a part with its tensor already read for its weight."""
         self._add(self._binding.content(part), lambda: self._binding.release(part))
 
     def add_source(self, source: str) -> None:
-        """A tensor that no weight here is made of."""
+        """Add a tensor that no weight here is made of."""
         self._add(self._binding.content_of(source), lambda: self._binding.release_source(source))
 
     def text(self, *, is_part: bool) -> str:
@@ -232,7 +234,7 @@ class _Digesting:
 def _fp8(
     weight: Weight, scheme: Scheme, binding: Binding, device: torch.device, upload: Upload
 ) -> Fp8Weight:
-    """The checkpoint's own codes and scales; or made from its elements, whatever the program
+    """Return the checkpoint's own codes and scales; or made from its elements, whatever the program
     computes in."""
     assert not weight.experts, f"{weight.name}: blocks of scales would span experts"
     if (stored := stored_fp8(weight, binding)) is not None:
@@ -275,7 +277,7 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
 
 
 def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
-    """Bytes of the part's rows where the file has them just as they are wanted."""
+    """Return bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
     is_cut = part.transposed or part.of_columns
     if not wanted or is_cut or weight.offset or binding.content(part).dtype != "bf16":

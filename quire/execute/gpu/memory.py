@@ -27,7 +27,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> MachineMemory:
-    """What an engine may take there."""
+    """Return what an engine may take there."""
     if device.type == "cpu":
         return machine_memory()
     give_back(device)  # what an engine before this one had in this process
@@ -50,7 +50,7 @@ def give_back(device: torch.device) -> None:
 
 
 def planned(memory: DeviceMemory) -> MachineMemory:
-    """A device's free memory as the sum takes it."""
+    """Return a device's free memory as the sum takes it."""
     return MachineMemory(
         available_bytes=max(memory.free_bytes - GPU_RESERVE_BYTES, 0),
         limit=f"{memory.limit} without {mib(GPU_RESERVE_BYTES)} for libraries and graphs",

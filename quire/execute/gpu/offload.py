@@ -131,7 +131,7 @@ def _field(weight: Any) -> str:
 
 
 def _moving(weight: Any) -> Tensor:
-    """The tensor of a weight that is copied."""
+    """Return the tensor of a weight that is copied."""
     moving: Tensor = weight if isinstance(weight, Tensor) else getattr(weight, _field(weight))
     assert moving.is_contiguous(), "as it was loaded"
     return moving

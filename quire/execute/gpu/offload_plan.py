@@ -105,7 +105,8 @@ def moved_bytes(weight: Weight, *, is_gpu: bool) -> int:
 
 
 def _keeps_its_form(weight: Weight) -> bool:
-    """Whether products take the matrix as it was loaded: fp8 is padded to whole groups first."""
+    """Return whether products take the matrix as it was loaded: fp8 is padded to whole groups
+    first."""
     scheme = weight.quantized
     return scheme is None or not scheme.is_float or weight.columns % ACTIVATION_GROUP == 0
 

@@ -45,7 +45,7 @@ from quire.program.stage_ops import Recv, Send
 
 
 def bind_plain(segment: str, place: Place) -> list[Call]:
-    """A segment's operations in plain PyTorch."""
+    """Return a segment's operations in plain PyTorch."""
     ops = place.program.segments.get(segment, ())
     return [_bound(op, place) for op in ops]
 

@@ -37,7 +37,7 @@ class GatherBuffers:
 
     @classmethod
     def of(cls, program: Program, limits: StepLimits, device: torch.device) -> GatherBuffers:
-        """Room for the largest exchange."""
+        """Return room for the largest exchange."""
         own, every = _largest(program, limits)
         return cls(
             own=torch.empty(own, dtype=torch.uint8, device=device),
@@ -85,12 +85,12 @@ class Place:
     loads: Mapping[str, Tensor]
 
     def of(self, view: View, counts: Counts) -> Tensor:
-        """The view's rows of this step."""
+        """Return the view's rows of this step."""
         rows = num_rows(view.buffer.rows, counts)
         return self.buffers[view.buffer.index][:rows, view.offset : view.offset + view.width]
 
     def vector(self, name: str | None) -> Tensor | None:
-        """A weight that may not be there."""
+        """Return a weight that may not be there."""
         return None if name is None else self.weights.plain[name]
 
     def count_experts(self, op: Experts, experts: Tensor) -> None:
@@ -109,7 +109,7 @@ def no_loads(program: Program, device: torch.device) -> dict[str, Tensor]:
 
 
 def num_rows(rows: Rows, counts: Counts) -> int:
-    """How many a step has of what a buffer's rows are."""
+    """Return how many a step has of what a buffer's rows are."""
     return {
         Rows.TOKENS: counts.tokens,
         Rows.SEQUENCES: counts.sequences,
@@ -133,8 +133,8 @@ def _widest(width: int, unit: int, degree: int) -> int:
 
 
 def _largest(program: Program, limits: StepLimits) -> tuple[int, int]:
-    """The bytes of the largest parts of an exchange: what a rank gives, and what it gets. Rounded
-    up to whole elements of any type."""
+    """Return the bytes of the largest parts of an exchange: what a rank gives, and what it gets.
+    Rounded up to whole elements of any type."""
     sizes = [(0, 0), *_sizes(program, limits)]
     own, every = (max(parts) for parts in zip(*sizes, strict=True))
     return own + -own % 8, every + -every % 8

@@ -122,8 +122,8 @@ def fp8_linear(
 
 
 def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Rows as a weight's scheme has them beside it, values [R, K] in float32: with scales [R,
-    groups of 128], or [R, 1] where fp8 has no groups."""
+    """Return rows as a weight's scheme has them beside it, values [R, K] in float32: with scales
+    [R, groups of 128], or [R, 1] where fp8 has no groups."""
     columns = x.shape[1]
     size = ACTIVATION_GROUP if scheme.group or not scheme.is_float else columns
     groups = torch.nn.functional.pad(x.float(), (0, -columns % size)).reshape(len(x), -1, size)
@@ -132,14 +132,15 @@ def quantize_rows(x: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows_by(x: Tensor, scale: Tensor) -> Tensor:
-    """Rows as e4m3 has them by a scale [1] that is given, in float32; NaN where not finite."""
+    """Return rows as e4m3 has them by a scale [1] that is given, in float32; NaN where not
+    finite."""
     wide = x.float()
     values = (wide * (torch.ones_like(scale) / scale)).clamp(-448, 448).to(E4M3).float()
     return torch.where(torch.isfinite(wide), values, torch.full_like(wide, torch.nan))
 
 
 def quantize_fp8(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """A weight w [N, K] in e4m3 and its scales: [N], or [blocks of rows, groups]."""
+    """Return a weight w [N, K] in e4m3 and its scales: [N], or [blocks of rows, groups]."""
     (rows, columns), group = w.shape, scheme.group
     if not group:
         values, scales = quantize_groups(w.float(), is_float=True)
@@ -202,11 +203,11 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mean(terms: Tensor) -> Tensor:
-    """The mean over the last axis, which stays with one element; overwrites `terms`."""
+    """Return the mean over the last axis, which stays with one element; overwrites `terms`."""
     count = torch.tensor(terms.shape[-1], dtype=torch.float32, device=terms.device)
     return (plain_curves.sum_last(terms) / count)[..., None]
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c; the product exact, the sum rounded once to float64 and then to float32."""
+    """Return a * b + c; the product exact, the sum rounded once to float64 and then to float32."""
     return (a.double() * b.double() + c.double()).float()

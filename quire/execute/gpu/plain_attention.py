@@ -42,8 +42,8 @@ def store(cache: LayerCache, k: Tensor, v: Tensor, kv_slots: Tensor, *, dtype: t
 def _gather(
     cache: LayerCache, side: int, blocks: Tensor, token: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Positions in float32 [R, kv_heads, P, D], and their scales [R, kv_heads, P], from blocks and
-    tokens in them [R, P]."""
+    """Return positions in float32 [R, kv_heads, P, D], and their scales [R, kv_heads, P], from
+    blocks and tokens in them [R, P]."""
     values = cache.values[blocks, side, :, token].float().transpose(1, 2).contiguous()
     if cache.scales is None:
         return values, None
@@ -223,8 +223,8 @@ class RowHeads:
 
 
 def _width(num_positions: int) -> int:
-    """Positions of a piece that are computed: a power of two, so that sums by halves have the order
-    of a whole piece, of which the rest is zeros."""
+    """Return positions of a piece that are computed: a power of two, so that sums by halves have
+    the order of a whole piece, of which the rest is zeros."""
     width = _MIN_POSITIONS
     while width < min(num_positions, PIECE_POSITIONS):
         width *= 2

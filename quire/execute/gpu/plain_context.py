@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.execute.gpu.exchange import Exchange
+from quire.execute.gpu.exchange import TensorExchange
 from quire.execute.gpu.kernels.cache_layout import LayerCache
 from quire.execute.gpu.plain_attention import Part, RowHeads, rows_at_once
 from quire.program.comm_ops import share_of
@@ -24,7 +24,7 @@ _NUMBERS = 2  # beside the values of a part: its largest score and its sum
 
 
 def context_attention(
-    op: Attention, q: Tensor, cache: LayerCache, exchange: Exchange, **of_rows: Any
+    op: Attention, q: Tensor, cache: LayerCache, exchange: TensorExchange, **of_rows: Any
 ) -> Tensor:
     """q [R, heads * D] over the pieces of all ranks: [R, own heads * D] in float32.
 
@@ -37,8 +37,8 @@ def context_attention(
     return y
 
 
-def _merged(op: Attention, own: RowHeads, exchange: Exchange) -> Tensor:
-    """The values of this rank's heads [R, own heads, D], over all pieces."""
+def _merged(op: Attention, own: RowHeads, exchange: TensorExchange) -> Tensor:
+    """Return the values of this rank's heads [R, own heads, D], over all pieces."""
     rounds = range(own.pieces.start // op.degree, own.pieces.stop // op.degree + 1)
     mine = [turn * op.degree + op.rank for turn in rounds]
     found = torch.zeros(
@@ -58,7 +58,7 @@ def _merged(op: Attention, own: RowHeads, exchange: Exchange) -> Tensor:
     return merged.values()
 
 
-def _exchanged(op: Attention, found: Tensor, exchange: Exchange) -> Tensor:
+def _exchanged(op: Attention, found: Tensor, exchange: TensorExchange) -> Tensor:
     """Return [degree, pieces, R, own heads, numbers] of the ranks with the same heads, from those
     of this rank [pieces, R, heads, numbers]. Ranks with other heads get nothing."""
     shares = [share_of(op.heads, 1, rank, op.degree) for rank in range(op.degree)]

@@ -42,7 +42,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """The hyperbolic tangent of float32."""
+    """Return the hyperbolic tangent of float32."""
     wide = x.double()
     power = _exp(-2.0 * wide.abs())
     far = (1.0 - power) / (1.0 + power)
@@ -51,7 +51,7 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def erf(x: Tensor) -> Tensor:
-    """The error function of float32, by its series."""
+    """Return the error function of float32, by its series."""
     wide = x.double().clamp(-_ERF_END, _ERF_END)
     square = wide * wide
     power, total = wide, wide

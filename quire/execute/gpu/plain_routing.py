@@ -62,7 +62,7 @@ def weighted_sum(outputs: Tensor, slots: Slots) -> Tensor:
 
 
 def _scores(logits: Tensor, score: RouterScore) -> Tensor:
-    """Softmax or sigmoid of logits [R, E]."""
+    """Return softmax or sigmoid of logits [R, E]."""
     if score is RouterScore.SIGMOID:
         return 1 / (1 + plain_curves.exp(-logits))
     powers = plain_curves.exp(logits - logits.amax(dim=1, keepdim=True))
@@ -70,7 +70,7 @@ def _scores(logits: Tensor, score: RouterScore) -> Tensor:
 
 
 def _chosen(op: Route, ranked: Tensor) -> Tensor:
-    """Ids [R, C] of the chosen experts, ascending, by what they are ranked by [R, E]."""
+    """Return ids [R, C] of the chosen experts, ascending, by what they are ranked by [R, E]."""
     if op.groups:
         grouped = ranked.unflatten(1, (op.groups, -1))
         best = (-grouped).sort(dim=2).values[:, :, :2]  # NaN comes last
@@ -82,15 +82,15 @@ def _chosen(op: Route, ranked: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Places [R, count] of the largest values, ascending; a tie goes to the lower place, NaN comes
-    last."""
+    """Return places [R, count] of the largest values, ascending; a tie goes to the lower place, NaN
+    comes last."""
     keys = torch.where(values.isnan(), torch.inf, -values)
     order = keys.sort(dim=1, stable=True).indices[:, :count]
     return order.sort(dim=1).values
 
 
 def _sum_in_order(values: Tensor) -> Tensor:
-    """The sum over axis 1, term by term."""
+    """Return the sum over axis 1, term by term."""
     total = torch.zeros_like(values[:, 0])
     for at in range(values.shape[1]):
         total = total + values[:, at]

@@ -24,9 +24,11 @@ Backend = Literal["nccl", "gloo"]
 
 
 class ProcessGroupExchange:
-    """An Exchange (see exchange.py). rendezvous_file: a path that no other group uses, its folder
-    on this machine; the maker of the ranks removes what a rank has left. timeout_s: the longest
-    wait for a rank."""
+    """A TensorExchange.
+
+    rendezvous_file: a path that no other group uses, its folder on this machine; the maker of the
+    ranks removes what a rank has left. timeout_s: the longest wait for a rank.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class ProcessGroupExchange:
         self._group: dist.ProcessGroup | None = None
 
     def connect(self) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if self._group is not None:
             return
         timeout = timedelta(seconds=self._timeout_s)
@@ -62,21 +64,21 @@ class ProcessGroupExchange:
                 self._group = dist.ProcessGroupGloo(store, self.rank, self.degree, timeout)
 
     def all_gather(self, own: Tensor, every: Tensor) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if own.numel():
             group = self._connected()
             with self._lost("an exchange of columns"):
                 group._allgather_base(every.view(-1), own.view(-1)).wait()
 
     def all_to_all(self, own: Tensor, every: Tensor) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if own.numel():
             group = self._connected()
             with self._lost("an exchange of parts"):
                 group.alltoall_base(every.view(-1), own.view(-1), [], []).wait()
 
     def broadcast(self, values: Tensor) -> None:
-        """See Exchange."""
+        """See TensorExchange."""
         if values.numel():
             group = self._connected()
             options = dist.BroadcastOptions()
@@ -91,7 +93,7 @@ class ProcessGroupExchange:
             group.abort()
 
     def close(self) -> None:
-        """See Exchange; the file is removed, where the maker of the ranks is on another machine."""
+        """See TensorExchange; removes the file: a maker on another machine cannot."""
         self._group = None
         with suppress(OSError):
             os.unlink(self._file)

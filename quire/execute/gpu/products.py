@@ -54,7 +54,7 @@ class Scratch:
 
     @classmethod
     def of(cls, program: Program, limits: StepLimits, device: torch.device) -> Scratch:
-        """Room for the largest launch of a program."""
+        """Return room for the largest launch of a program."""
         rows = max(limits.max_tokens, limits.max_samples)
         return cls(
             workspace=Workspace.of(_sums(program, rows), device),
@@ -85,7 +85,7 @@ class Products:
     scratch: Scratch
 
     def bind(self, op: Linear) -> Call:
-        """The product, from rows as they are."""
+        """Return the product, from rows as they are."""
         if op.weight not in self.place.weights.few:
             return self._plain(op)
         place, view, room, product = self.place, op.x, self.room(op), self.by_bytes(op)
@@ -102,7 +102,7 @@ class Products:
         return room
 
     def by_bytes(self, op: Linear) -> ByteProduct:
-        """The product of few bits, from rows in bytes."""
+        """Return the product of few bits, from rows in bytes."""
         place, y = self.place, op.y
         bias, weight = place.vector(op.bias), place.weights.few[op.weight]
         if isinstance(weight, Fp8Weight):
@@ -138,7 +138,7 @@ class Products:
 
 
 def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
-    """An integer weight as its kernel takes it."""
+    """Return an integer weight as its kernel takes it."""
     if matrix.scheme.bits == 8:
         return ByteWeight.of_ints(matrix, device)
     return Int4Weight.of(matrix, device)
@@ -163,7 +163,7 @@ def _products(program: Program) -> list[Linear]:
 
 
 def _byte_rows(program: Program) -> set[tuple[int, str]]:
-    """Columns of products, and the forms that rows take for them."""
+    """Return columns of products, and the forms that rows take for them."""
     weights = [program.weights[op.weight] for op in _products(program)]
     schemes = [(weight.columns, weight.quantized) for weight in weights]
     return {(columns, _row_form(scheme)) for columns, scheme in schemes if scheme is not None}
@@ -174,7 +174,7 @@ def _row_form(scheme: Scheme) -> str:
 
 
 def _sums(program: Program, rows: int) -> int:
-    """Elements of the pieces of the largest product that is split over programs."""
+    """Return elements of the pieces of the largest product that is split over programs."""
     weights = (program.weights[op.weight] for op in _products(program))
     plain = (weight for weight in weights if weight.quantized is None)
     sums = (

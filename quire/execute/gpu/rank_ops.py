@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from quire.execute.gpu.exchange import Exchange, RankEnds
+from quire.execute.gpu.exchange import RankEnds, TensorExchange
 from quire.execute.gpu.place import Call, Place, widest_share
 from quire.execute.gpu.step_buffers import Counts
 from quire.program.comm_ops import AllGather, AllReduce, share_of
@@ -42,7 +42,7 @@ def bind_rank_op(op: RankOp, place: Place) -> Call:
             return lambda counts: source.receive(place.of(op.y, counts))
 
 
-def exchange_of(op: AllGather | AllReduce | Experts | Attention, ends: RankEnds) -> Exchange:
+def exchange_of(op: AllGather | AllReduce | Experts | Attention, ends: RankEnds) -> TensorExchange:
     """Return what an operation exchanges through. Raises ValueError where there are no such
     ranks; those of attention are some consecutive ones of a group."""
     exchange = ends.exchange

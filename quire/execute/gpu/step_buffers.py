@@ -38,7 +38,7 @@ class Counts:
     batch: ForwardBatch
 
     def of_samples(self, count: int) -> Counts:
-        """The same step with so many sample rows."""
+        """Return the same step with so many sample rows."""
         return replace(self, samples=count)
 
 
@@ -95,7 +95,7 @@ class StepBuffers:
 
     @staticmethod
     def num_bytes(*, max_tokens: int, max_sequences: int, max_columns: int) -> int:
-        """Bytes on the device, at most."""
+        """Return bytes on the device, at most."""
         return 4 * (6 * max_tokens + max_sequences * (max_columns + 1) + 9 * ALIGNMENT)
 
     def load(

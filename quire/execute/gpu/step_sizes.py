@@ -47,15 +47,15 @@ class Size:
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Sizes up to `most`: close where few rows wait for launches, then in steps."""
+    """Return sizes up to `most`: close where few rows wait for launches, then in steps."""
     sizes = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, 513, 32)]
     sizes += range(576, max(most, 576) + 64, 64)
     return (*(size for size in sizes if size < most), most)
 
 
 def mixed_ladder(most: int) -> tuple[int, ...]:
-    """Sizes up to `most`, two for each doubling, since each is captured with several numbers of
-    sequences; whole numbers of 16, the last one too. None where `most` is less."""
+    """Return sizes up to `most`, two for each doubling, since each is captured with several numbers
+    of sequences; whole numbers of 16, the last one too. None where `most` is less."""
     top = most - most % FEWEST_MIXED
     sizes = [size << n for n in range(max(most, 1).bit_length()) for size in (16, 24)]
     found = [size for size in sizes if size < top and size != 24]
@@ -63,7 +63,7 @@ def mixed_ladder(most: int) -> tuple[int, ...]:
 
 
 def max_mixed(program: Program, num_launches: int) -> int:
-    """Tokens that a device computes while the host launches a step of so many kernels."""
+    """Return tokens that a device computes while the host launches a step of so many kernels."""
     each = program.segment_cost("trunk", StepShape([1], [0])).product_ops
     return min(int(num_launches * LAUNCH_S * OPS_PER_S / max(each, 1)), MAX_MIXED)
 
@@ -79,7 +79,7 @@ class Sizes:
         self._together = (*(size for size in four_times if size < sequences), sequences)
 
     def of(self, batch: ForwardBatch) -> Size | None:
-        """The size a step is launched as; None: as it is."""
+        """Return the size a step is launched as; None: as it is."""
         tokens, sequences = len(batch.token_ids), len(batch.seq_starts) - 1
         chunks = int(np.count_nonzero(np.diff(batch.seq_starts) > 1))
         if not chunks:
@@ -92,7 +92,7 @@ class Sizes:
         return Size(rows, together, min(together, FEW_CHUNKS) if chunks <= FEW_CHUNKS else together)
 
     def all_mixed(self) -> Iterator[Size]:
-        """Those of steps with few chunks."""
+        """Yield those of steps with few chunks."""
         for rows in self.mixed:
             for together in sorted({min(size, rows) for size in self._together}):
                 yield Size(rows, together, min(together, FEW_CHUNKS))

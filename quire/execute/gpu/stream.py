@@ -38,13 +38,13 @@ class Stream(Protocol):
         """Queue what `call` launches."""
 
     def to_device(self, values: NDArray[Any]) -> Tensor:
-        """A copy there."""
+        """Return a copy there."""
 
     def to_host(self, values: Tensor) -> Tensor:
-        """A copy here, to be read behind a mark."""
+        """Return a copy here, to be read behind a mark."""
 
     def pinned(self, values: Tensor) -> Tensor:
-        """The same in memory that a device reads by itself."""
+        """Return the same in memory that a device reads by itself."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return pinned host memory, uint8, uninitialized. Raises RuntimeError."""
@@ -60,7 +60,7 @@ class Stream(Protocol):
         """Return another, empty stream of the same device."""
 
     def behind(self, mark: Mark) -> None:
-        """What is said from now on is done behind `mark`, which is of any order of the device."""
+        """Run later calls after `mark`, which may be of any stream of the device."""
 
 
 def stream_of(device: torch.device) -> Stream:

@@ -26,7 +26,8 @@ def weight_only(x: Float32s, weight: IntMatrix, bias: Float32s | None) -> Float3
 
 
 def grouped_rows(x: Float32s, weights: Float32s, ids: NDArray[np.integer]) -> Float32s:
-    """Each row of x [R, K] by its matrix of weights [count, N, K]; zeros where its id is -1."""
+    """Return each row of x [R, K] by its matrix of weights [count, N, K]; zeros where its id is
+    -1."""
     y = np.zeros((len(x), weights.shape[1]), np.float32)
     for row, matrix in enumerate(ids):
         if 0 <= matrix < len(weights):

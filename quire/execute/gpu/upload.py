@@ -66,7 +66,7 @@ class Upload:
             self._read[self._turn] = self._stream.mark()
 
     def _emptied(self) -> Tensor:
-        """The room that was filled longest ago."""
+        """Return the room that was filled longest ago."""
         self._turn = 1 - self._turn
         mark = self._read[self._turn]
         if mark is not None:

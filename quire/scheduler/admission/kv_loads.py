@@ -107,20 +107,20 @@ class KVLoads:
         self._num_fetches.pop(sequence, None)
         self.drop(sequence)
 
-    def release_kept(self, keeper: SequenceState | None = None) -> bool:
-        """Release what was kept for requests other than `keeper`, or else for it too.
+    def release_kept(self, spared: SequenceState | None = None) -> bool:
+        """Release what was kept for requests other than `spared`, or else for it too.
 
         Returns whether there was any. Blocks still on their way are kept for no request when they
         arrive.
         """
         before = self._cache.num_free
-        for sequence in [sequence for sequence in self._waiting if sequence is not keeper]:
+        for sequence in [sequence for sequence in self._waiting if sequence is not spared]:
             if self._waiting[sequence].has_ended:
                 self.drop(sequence)
             else:
                 self._release(self._waiting[sequence])
-        if self._cache.num_free == before and keeper is not None:
-            self.drop(keeper)
+        if self._cache.num_free == before and spared is not None:
+            self.drop(spared)
         return self._cache.num_free > before
 
     def stats(self) -> dict[str, Any]:

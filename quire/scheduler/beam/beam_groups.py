@@ -90,16 +90,16 @@ class BeamGroup:
     """The beams of one request.
 
     members: one per slot; the first waits in the queue for all. streams: one per requested
-    sequence, for the best first. seats: members of the search's beams, by number. results:
-    candidates by beam. branches: (beam, from member, to member) still to be made, with the first
-    `shared` tokens in common; None: nothing is to be done before its rows can go on. resumes: it
-    was preempted.
+    sequence, for the best first. member_of_beam: the number of the member that runs each beam of
+    the search. results: candidates by beam. branches: (beam, from member, to member) still to be
+    made, with the first `shared` tokens in common; None: nothing is to be done before its rows can
+    go on. resumes: it was preempted.
     """
 
     search: BeamSearch
     members: list[SequenceState]
     streams: list[SequenceState] = field(default_factory=list)
-    seats: list[int] = field(default_factory=lambda: [0])
+    member_of_beam: list[int] = field(default_factory=lambda: [0])
     results: dict[int, BeamCandidates] = field(default_factory=dict)
     branches: list[tuple[int, int, int]] | None = None
     shared: int = 0
@@ -118,7 +118,7 @@ class BeamGroup:
     @property
     def beam_slots(self) -> list[int]:
         """The slot of each beam, best first."""
-        return [self.members[seat].slot for seat in self.seats]
+        return [self.members[number].slot for number in self.member_of_beam]
 
     def num_tail_blocks(self, cache: CacheManager) -> int:
         """Return the blocks that members beside the first need when it comes back."""
@@ -130,10 +130,10 @@ class BeamGroup:
     def pack(self) -> None:
         """Keep the tokens of all beams: what the group begins with when it comes back."""
         tokens, search = self.search.tokens, self.search
-        for seat, member in enumerate(self.members):
-            member.token_ids = tokens[min(seat, search.num_beams - 1)].copy()
+        for number, member in enumerate(self.members):
+            member.token_ids = tokens[min(number, search.num_beams - 1)].copy()
             member.chain = None
-        self.seats = list(range(search.num_beams))
+        self.member_of_beam = list(range(search.num_beams))
         self.results.clear()
         self.branches = None
         self.resumes = search.num_beams > 1
@@ -143,24 +143,24 @@ class BeamGroup:
     def decide(self) -> None:
         """Decide which beams go on, and in which slots, once all have their candidates."""
         beams = range(self.search.num_beams)
-        told = [self.results[beam] for beam in beams]
+        candidates = [self.results[beam] for beam in beams]
         self.results = {}
         self.shared = self.search.length
-        parents = self.search.advance(told)
+        parents = self.search.advance(candidates)
         if self.search.is_done:
             return
-        old, self.seats = self.seats, [-1] * len(parents)
+        old, self.member_of_beam = self.member_of_beam, [-1] * len(parents)
         taken: set[int] = set()
         for beam, parent in enumerate(parents):
             if old[parent] not in taken:
-                self.seats[beam] = old[parent]
+                self.member_of_beam[beam] = old[parent]
                 taken.add(old[parent])
-        free = iter(seat for seat in range(len(self.members)) if seat not in taken)
+        free = iter(one for one in range(len(self.members)) if one not in taken)
         self.branches = []
         for beam, parent in enumerate(parents):
-            if self.seats[beam] < 0:
-                self.seats[beam] = next(free)
-                self.branches.append((beam, old[parent], self.seats[beam]))
+            if self.member_of_beam[beam] < 0:
+                self.member_of_beam[beam] = next(free)
+                self.branches.append((beam, old[parent], self.member_of_beam[beam]))
 
 
 class Room(Protocol):
@@ -220,14 +220,14 @@ class BeamGroups(StepExtension):
                 SequenceState(
                     request=replace(
                         request,
-                        request_id=f"{request.request_id} beam {seat}",
-                        stream=request.stream + seat,
+                        request_id=f"{request.request_id} beam {number}",
+                        stream=request.stream + number,
                     ),
                     arrival=sequence.arrival,
                     limit=sequence.limit,
                     token_ids=sequence.token_ids,
                 )
-                for seat in range(search.width)
+                for number in range(search.width)
             ]
             group = BeamGroup(search, members)
             for member in members:
@@ -308,7 +308,7 @@ class BeamGroups(StepExtension):
         cache, batch, search = self._cache, self._batch, group.search
         branches, group.branches = group.branches or [], None
         sources = [group.members[source].slot for _, source, _ in branches]
-        targets = [group.members[seat].slot for _, _, seat in branches]
+        targets = [group.members[target].slot for _, _, target in branches]
         copy_from, copy_to = cache.branch(sources, targets, group.shared, builder.step)
         slots = group.beam_slots
         for slot in slots:
@@ -346,7 +346,7 @@ class BeamGroups(StepExtension):
                 continue
             group = self._group_of(sequence)
             entry = row if entries is None else int(entries[row])
-            beam = group.seats.index(group.members.index(sequence))
+            beam = group.member_of_beam.index(group.members.index(sequence))
             group.results[beam] = beam_candidates_of(result, entry, group.search.num_logprobs)
             if len(group.results) == group.search.num_beams:
                 first = group.members[0]
@@ -357,19 +357,19 @@ class BeamGroups(StepExtension):
                     done.append(group)
         return done
 
-    def one_each(self, index: Index) -> Index:
+    def last_rows(self, index: Index) -> Index:
         """Return which of the rows `index` stand for a request each: of a group the last."""
         stands = np.ones(len(index), np.bool_)
         for rows in self._rows_of_groups(index):
             stands[rows[:-1]] = False
         return stands.nonzero()[0]
 
-    def as_one(self, index: Index, needs: Int32s) -> None:
+    def sum_needs(self, index: Index, needs: Int32s) -> None:
         """Put the needs of a group on its last row: no beam is preempted for another."""
         for rows in self._rows_of_groups(index):
             needs[rows[-1]] = needs[rows].sum()
 
-    def together(self, index: Index, goes_on: Bools) -> None:
+    def share_decision(self, index: Index, goes_on: Bools) -> None:
         """Let the rows of a group go on if its last may."""
         for rows in self._rows_of_groups(index):
             goes_on[rows] = goes_on[rows[-1]]
@@ -390,7 +390,7 @@ class BeamGroups(StepExtension):
         first = group.members[0]
         found = self._group_of(first).search.finished
         scores = take_scores(first)
-        told = []
+        outputs = []
         for sequence in group.streams:
             sequence.kv.cached_tokens, sequence.kv.cache_use = (
                 first.kv.cached_tokens,
@@ -404,10 +404,10 @@ class BeamGroups(StepExtension):
             rank = sequence.request.stream - first.request.stream
             if rank >= len(found):
                 error = _MISSING.format(len(found), first.request.sampling.n)
-                told.append(replace(output, finish_reason=FinishReason.ERROR, error=error))
+                outputs.append(replace(output, finish_reason=FinishReason.ERROR, error=error))
                 continue
             one = found[rank]
-            told.append(
+            outputs.append(
                 replace(
                     output,
                     token_ids=one.token_ids,
@@ -417,12 +417,12 @@ class BeamGroups(StepExtension):
                     score=one.score,
                 )
             )
-        return told
+        return outputs
 
     def problems(self) -> list[str]:
         """Return contradictions between groups and slots, in words."""
         return [
-            f"beam group {name} runs in slots {group.slots} of {len(group.members)} seats"
+            f"beam group {name} runs in slots {group.slots} of {len(group.members)} members"
             for name, group in self._groups.items()
             if len(group.slots) not in (0, len(group.members))
             or (group in self.running) != bool(group.slots)

@@ -70,14 +70,14 @@ def beam_candidates_of(result: StepResult, entry: int, num_logprobs: int | None)
             f"step {result.step} has no candidates of a beam; the worker must report "
             "Admission.num_candidates of them"
         )
-    told = BeamCandidates(
+    found = BeamCandidates(
         ids=candidates.ids[entry],
         scores=candidates.scores[entry],
         logprobs=candidates.logprobs[entry],
         ends=candidates.ends[entry] if len(candidates.ends) else NO_BOOLS,
     )
     if num_logprobs is None:
-        return told
+        return found
     of_token = token_logprobs(
         entry,
         result.token_ids,
@@ -86,7 +86,7 @@ def beam_candidates_of(result: StepResult, entry: int, num_logprobs: int | None)
         result.top_logprobs,
         result.listed_logprobs,
     )
-    return replace(told, top=of_token[0].top[:num_logprobs], listed=of_token[0].listed)
+    return replace(found, top=of_token[0].top[:num_logprobs], listed=of_token[0].listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class BeamSearch:
         differs = (tokens != tokens[0]).any(axis=0)
         return int(differs.argmax()) if differs.any() else self.length
 
-    def advance(self, told: Sequence[BeamCandidates]) -> list[int]:
+    def advance(self, candidates: Sequence[BeamCandidates]) -> list[int]:
         """Take what each beam may go on with.
 
         Returns the parents of the new beams, best first. Empty when the search is done.
@@ -162,8 +162,8 @@ class BeamSearch:
         ended: list[Finished] = []
         ends_all = self.length + 1 == self._limit
         num_looked_at = 0
-        for rank, (beam, place, total) in enumerate(self._candidates(told)):
-            of_beam = told[beam]
+        for rank, (beam, place, total) in enumerate(self._candidates(candidates)):
+            of_beam = candidates[beam]
             token_id = int(of_beam.ids[place])
             stops = token_id in self._stop_ids
             is_end = stops or (len(of_beam.ends) > 0 and bool(of_beam.ends[place]))
@@ -191,12 +191,12 @@ class BeamSearch:
         self.is_done = not parents or self._has_enough()
         return [] if self.is_done else parents
 
-    def _candidates(self, told: Sequence[BeamCandidates]) -> Iterator[tuple[int, int, float]]:
+    def _candidates(self, candidates: Sequence[BeamCandidates]) -> Iterator[tuple[int, int, float]]:
         """Yield (beam, place among its own, sum with it), the best sum first."""
-        columns = max(len(of_beam.ids) for of_beam in told)
-        ids = np.full((len(told), columns), -1, np.int32)
+        columns = max(len(of_beam.ids) for of_beam in candidates)
+        ids = np.full((len(candidates), columns), -1, np.int32)
         scores = np.full(ids.shape, np.nan, np.float32)
-        for beam, of_beam in enumerate(told):
+        for beam, of_beam in enumerate(candidates):
             ids[beam, : len(of_beam.ids)] = of_beam.ids
             scores[beam, : len(of_beam.ids)] = of_beam.scores
         sums = self._scores[:, None] + scores.astype(np.float64)
@@ -252,8 +252,8 @@ class BeamSearch:
 
 
 def _in_order(trail: _Trail) -> tuple[TokenLogprobs, ...]:
-    told = []
+    found = []
     while trail is not None:
         trail, last = trail
-        told.append(last)
-    return tuple(reversed(told))
+        found.append(last)
+    return tuple(reversed(found))

@@ -16,7 +16,7 @@ Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-_MOST = int(np.iinfo(np.int32).max)
+_MAX_TOKENS = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,6 @@ class LinearCost:
         linear = self.token_ms + scored * self.score_ms + self.position_ms * (start + 0.5)
         linear += self.read_ms
         root = math.sqrt(linear * linear + 4.0 * square * budget_ms)
-        if 2.0 * budget_ms >= _MOST * (linear + root):  # next to no cost: no quotient
-            return _MOST
+        if 2.0 * budget_ms >= _MAX_TOKENS * (linear + root):  # next to no cost: no quotient
+            return _MAX_TOKENS
         return int(2.0 * budget_ms / (linear + root))

@@ -63,8 +63,8 @@ class Preemptor:
         order = self.in_order(index)
         in_prompts = batch.scheduled[index[over]] < batch.tokens.prompt_lengths[index[over]]
         why = PreemptionReason.PROMPT if in_prompts.any() else PreemptionReason.ANSWER
-        self._beams.as_one(index, all_needs)
-        order = order[self._beams.one_each(index[order])]
+        self._beams.sum_needs(index, all_needs)
+        order = order[self._beams.last_rows(index[order])]
         goes_on = np.zeros(len(index), np.bool_)
         goes_on[order] = make_room(
             index[order],
@@ -75,7 +75,7 @@ class Preemptor:
             in_flight=self._requests.last_steps(index[order]) > 0,
             preempt=lambda slot: self.preempt(slot, why),
         )
-        self._beams.together(index, goes_on)
+        self._beams.share_decision(index, goes_on)
         return goes_on
 
     def keep_ceilings(self) -> list[int]:
@@ -86,7 +86,7 @@ class Preemptor:
         paused: list[int] = []
         for tenant, slots in self._tenants.above_ceilings():
             served = slots[self.in_order(slots)]
-            served = served[self._beams.one_each(served)]
+            served = served[self._beams.last_rows(served)]
             for slot in self.victims.by_policy(served[1:]).tolist():
                 if not self._tenants.is_above_ceiling(tenant):
                     break

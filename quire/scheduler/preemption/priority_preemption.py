@@ -148,14 +148,14 @@ class PriorityPreemption(StepExtension):
             return NOTHING_PREEMPTIBLE
         slots = batch.active.tolist()
         running = (batch.sequence(slot) for slot in slots)
-        owing = sum(one.group is None and policy.yields_to(one, sequence) for one in running)
+        yielding = sum(one.group is None and policy.yields_to(one, sequence) for one in running)
         may_go = (
             []
             if sequence.group is not None
             else [s for s in slots if self._may_be_preempted(s, sequence)]
         )
         return PreemptibleShare(
-            rows=owing - -(-owing // ADVANCED_SHARE),
+            rows=yielding - -(-yielding // ADVANCED_SHARE),
             slots=len(may_go),
             blocks=sum(map(self._cache.num_freed_by, may_go)),
         )
@@ -167,19 +167,21 @@ class PriorityPreemption(StepExtension):
         if sequence is None:
             return NO_PAUSED_ROWS
         sequences = [batch.sequence(slot) for slot in batch.active.tolist()]
-        owing = [one for one in sequences if one.group is None and policy.yields_to(one, sequence)]
-        # Rows without a token yet are NaN, and come last.
-        waited = batch.last_token_ms[[one.slot for one in owing]]
-        longest_first = np.argsort(waited, kind="stable")[-(-len(owing) // ADVANCED_SHARE) :]
-        standing = [owing[place] for place in longest_first.tolist()]
-        if not standing:
+        yielding = [
+            one for one in sequences if one.group is None and policy.yields_to(one, sequence)
+        ]
+        # Rows without a token yet are NaN, and come last. Those that waited longest advance.
+        waited = batch.last_token_ms[[one.slot for one in yielding]]
+        shortest_waits = np.argsort(waited, kind="stable")[-(-len(yielding) // ADVANCED_SHARE) :]
+        paused = [yielding[place] for place in shortest_waits.tolist()]
+        if not paused:
             return NO_PAUSED_ROWS
         return PausedRows(
-            slots=[one.slot for one in standing],
+            slots=[one.slot for one in paused],
             sequence=sequence,
             scheduled=-1 if sequence.slot == NO_SLOT else int(batch.scheduled[sequence.slot]),
             layers_done=sequence.layers_done,
-            sequences=[(one, one.preemption.count) for one in standing],
+            sequences=[(one, one.preemption.count) for one in paused],
         )
 
     def _preempt_for(self, sequence: SequenceState) -> list[int]:

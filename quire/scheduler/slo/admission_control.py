@@ -143,7 +143,7 @@ def check_objectives(
         f"{missed.what} is predicted {predicted_ms:.0f} ms after the request came, and is wanted "
         f"within {_ms(wanted_ms)} ms: {num_ahead} requests are ahead, and the prompt has "
         f"{len(sequence.token_ids) - cached} tokens to compute"
-        + (f" (forecasts like this were exceeded up to {times:.2f} times)" if times > 1 else "")
+        + (f" (predictions like this were exceeded up to {times:.2f} times)" if times > 1 else "")
         + "; nothing of it was computed: "
         + ("allow more time" if is_hopeless else "try again later, or allow more time"),
         retry_after_s=None  # at no time would it be kept

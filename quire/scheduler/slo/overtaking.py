@@ -13,8 +13,8 @@ from collections import deque
 
 import numpy as np
 
-# The sample: so many that came last, and no fewer than the least.
-_MOST, _LEAST = 128, 8
+# The sample: so many that came last; with fewer than the minimum no wait is extended.
+_MAX_SAMPLE, _MIN_SAMPLE = 128, 8
 # Later arrivals make a predicted wait at most so many times as long.
 _LONGEST = 100.0
 
@@ -24,7 +24,7 @@ class Overtaking:
 
     def __init__(self) -> None:
         # When each arrived, its delay (see Order) and its work, in device milliseconds.
-        self._came: deque[tuple[float, float, float]] = deque(maxlen=_MOST)
+        self._came: deque[tuple[float, float, float]] = deque(maxlen=_MAX_SAMPLE)
         self._min_delay_ms = self._max_delay_ms = 0.0  # of all delays ever
 
     def may_overtake(self, delay_ms: float) -> bool:
@@ -39,7 +39,11 @@ class Overtaking:
 
     def extended_ms(self, wait_ms: float, delay_ms: float) -> float:
         """Return how long a wait of `wait_ms` becomes for a request with delay_ms."""
-        if self._min_delay_ms == self._max_delay_ms or wait_ms <= 0 or len(self._came) < _LEAST:
+        if (
+            self._min_delay_ms == self._max_delay_ms
+            or wait_ms <= 0
+            or len(self._came) < _MIN_SAMPLE
+        ):
             return wait_ms
         came = np.array(self._came)
         span_ms = float(came[:, 0].max() - came[:, 0].min())

@@ -14,19 +14,19 @@ import math
 
 from quire.scheduler.sequence_parts import Prediction
 
-# The share of forecasts that are to be kept with their margin.
+# The share of predictions that are to be kept with their margin.
 CONFIDENCE = 0.95
-# One predictor that was not kept multiplies its margin by e to this, times the confidence; one that
+# A prediction that was not kept multiplies its margin by e to this, times the confidence; one that
 # was divides it by so much less that the two balance where the confidence is right.
 _STEP = 0.1
-_MOST = 10.0
+_MAX_TIMES = 10.0
 
 
 class SafetyMargin:
     """Empty at first."""
 
     def __init__(self) -> None:
-        # Logarithms, by kind of predictor: a few dozen at most.
+        # Logarithms, by kind of prediction: a few dozen at most.
         self._margins: dict[tuple[bool, bool, int], float] = {}
 
     def times(self, prediction: Prediction) -> float:
@@ -46,7 +46,7 @@ class SafetyMargin:
     def _move(self, prediction: Prediction, share: float) -> None:
         kind = _kind(prediction)
         moved = self._margins.get(kind, 0.0) + _STEP * share
-        self._margins[kind] = min(max(moved, 0.0), math.log(_MOST))
+        self._margins[kind] = min(max(moved, 0.0), math.log(_MAX_TIMES))
 
 
 def _kind(prediction: Prediction) -> tuple[bool, bool, int]:

@@ -89,16 +89,17 @@ class TenantUsage(BlockShares):
     # ---- arrivals and departures
 
     def max_tokens(self, request: Request) -> int:
-        """The most a request of that tenant can hold; InvalidParameter if it is not known."""
+        """Return the most a request of that tenant can hold; InvalidParameter if it is not
+        known."""
         return self._max_blocks[self._number_of(request)] * self._cache.block_size
 
     def max_running(self, request: Request) -> int:
-        """How many requests of that tenant may run at once."""
+        """Return how many requests of that tenant may run at once."""
         one = self.limits[self._number_of(request)]
         return min(one.max_running or len(self._batch.sequences), len(self._batch.sequences))
 
     def shown(self, request: Request) -> str:
-        """What its tenant is called."""
+        """Return what its tenant is called."""
         return self.limits[self._number_of(request)].shown
 
     def check_queue(self, request: Request, retry_after_s: Callable[[], float | None]) -> None:
@@ -141,7 +142,7 @@ class TenantUsage(BlockShares):
         self.changed()
 
     def stopped(self, slots: Sequence[int]) -> None:
-        """The requests in `slots` are leaving them; their blocks are given back."""
+        """Note that the requests in `slots` leave them; their blocks are given back."""
         for slot in slots:
             self.running[self._of_slot[slot]] -= 1
             self._of_slot[slot] = _NOBODY
@@ -154,13 +155,13 @@ class TenantUsage(BlockShares):
     # ---- admission
 
     def is_full(self, sequence: SequenceState) -> bool:
-        """Whether as many of its tenant's requests run as may."""
+        """Return whether as many of its tenant's requests run as may."""
         number = self._number_of(sequence.request)
         most = self.limits[number].max_running
         return most is not None and self.running[number] + sequence.num_slots > most
 
     def passes_ceiling(self, sequence: SequenceState, num_blocks: int) -> bool:
-        """Whether its tenant may have `num_blocks` more."""
+        """Return whether its tenant may have `num_blocks` more."""
         if not self.has_ceilings:
             return True
         number = self._number_of(sequence.request)
@@ -177,11 +178,11 @@ class TenantUsage(BlockShares):
         return self._kept(lacking, self._number_of(sequence.request))
 
     def has_floor_left(self, sequence: SequenceState) -> bool:
-        """Whether blocks are held back for its tenant."""
+        """Return whether blocks are held back for its tenant."""
         return self.has_floors and float(self._held_back()[self._number_of(sequence.request)]) >= 1
 
     def fits_floor(self, sequence: SequenceState, num_blocks: int) -> bool:
-        """Whether `num_blocks` of those held back for its tenant are free for it now."""
+        """Return whether `num_blocks` of those held back for its tenant are free for it now."""
         if not self.has_floors:
             return False
         number = self._number_of(sequence.request)
@@ -192,7 +193,7 @@ class TenantUsage(BlockShares):
         )
 
     def any_floor_left(self) -> bool:
-        """Whether a tenant with waiting requests has blocks held back for it."""
+        """Return whether a tenant with waiting requests has blocks held back for it."""
         if not self.has_floors:
             return False
         held = self._held_back()
@@ -201,7 +202,7 @@ class TenantUsage(BlockShares):
     # ---- running requests
 
     def can_grow(self, slots: Index, needs: Int32s) -> bool:
-        """Whether slots[i] may take needs[i] more blocks, all of them, beside all floors."""
+        """Return whether slots[i] may take needs[i] more blocks, all of them, beside all floors."""
         left = self._cache.num_free - int(np.add.reduce(needs))
         if not self.has_floors or left >= self._sum_floors:
             return left >= 0
@@ -216,8 +217,8 @@ class TenantUsage(BlockShares):
         return self._kept(self._floors - self._charges(), int(self._of_slot[slot]))
 
     def may_lose(self, victim: int, slot: int) -> bool:
-        """Whether slot `victim` may be preempted for the request in `slot`: not where it is of
-        another tenant that has no more than its floor."""
+        """Return whether slot `victim` may be preempted for the request in `slot`: not where it is
+        of another tenant that has no more than its floor."""
         return self._may_lose(victim, int(self._of_slot[slot]))
 
     def may_lose_for(self, victim: int, sequence: SequenceState) -> bool:
@@ -248,20 +249,20 @@ class TenantUsage(BlockShares):
         ]
 
     def is_above_ceiling(self, number: int) -> bool:
-        """Whether tenant `number` has more than its ceiling."""
+        """Return whether tenant `number` has more than its ceiling."""
         return float(self._committed()[number]) > float(self._ceilings[number]) + _SLACK
 
     # ---- reports
 
     def reported_blocks(self, now_ms: float) -> tuple[int, ...]:
-        """Blocks of each tenant's running requests, shared ones divided; at most so old."""
+        """Return blocks of each tenant's running requests, shared ones divided; at most so old."""
         if len(self.limits) > 1 and now_ms >= self._reported_ms + REPORT_EVERY_MS:
             self._reported_ms = now_ms
             self._reported_blocks = tuple(round(charge) for charge in self._charges().tolist())
         return self._reported_blocks
 
     def problems(self, num_waiting: int) -> list[str]:
-        """Contradictions between these books and the running batch, in words."""
+        """Return contradictions between these counts and the running batch, in words."""
         found = []
         running = [0] * len(self.limits)
         for slot, sequence in enumerate(self._batch.sequences):
@@ -294,7 +295,7 @@ class TenantUsage(BlockShares):
         return np.flatnonzero(self._of_slot != _NOBODY)
 
     def _charges(self) -> Float64s:
-        """Blocks by tenant, shared ones divided among those that name them."""
+        """Return blocks by tenant, shared ones divided among those that name them."""
         if self._last_charges is not None:
             return self._last_charges
         slots, tables = self._slots(), self._cache.tables
@@ -325,7 +326,7 @@ class TenantUsage(BlockShares):
         return math.ceil(float(held.sum() - held[number]) - _SLACK)
 
     def _check_floors(self) -> tuple[int, ...]:
-        """The most blocks one request of each tenant can have."""
+        """Return the most blocks one request of each tenant can have."""
         total = self._cache.num_blocks
         if self._sum_floors > total:
             raise SettingError(

@@ -26,7 +26,7 @@ from quire.base.prefill_load import PrefillLoad
 from quire.transfer.links.block_server import BEAT_S, LOST_S
 from quire.transfer.links.channel import Channel, LinkTimeout
 from quire.transfer.links.checksum import checksum_of, copied
-from quire.transfer.links.handshake import Refused, greet_as_fetcher
+from quire.transfer.links.handshake import LinkRefused, greet_as_fetcher
 from quire.transfer.links.messages import (
     Beat,
     Block,
@@ -100,7 +100,7 @@ class FetchJob:
             pass  # nothing is being written any more
 
 
-class _Gave(Exception):
+class _JobFailed(Exception):
     """A job ends with a failure."""
 
     def __init__(self, failure: Failure, detail: str) -> None:
@@ -131,11 +131,6 @@ class BlockClient:
         self._ended: queue.SimpleQueue[FetchJob] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._live: set[FetchJob] = set()
-
-    @property
-    def num_live(self) -> int:
-        """Jobs that have not been taken back."""
-        return len(self._live)
 
     def start(self, job: FetchJob) -> None:
         """Begin a job; called by one thread, as `ended` is."""
@@ -168,8 +163,8 @@ class BlockClient:
         while (job := self._next()) is not None:
             try:
                 self._run(job)
-            except _Gave as gave:
-                job.failure, job.detail = gave.failure, gave.detail
+            except _JobFailed as failed:
+                job.failure, job.detail = failed.failure, failed.detail
             except Exception as error:  # noqa: BLE001  ends this job; what lacks is computed
                 job.failure, job.detail = Failure.CUT, repr(error)
             if job.is_cancelled:
@@ -187,19 +182,19 @@ class BlockClient:
 
     def _run(self, job: FetchJob) -> None:
         if time.monotonic() - job.began_s > self._timeout_s:
-            raise _Gave(Failure.TIMEOUT, "other transfers took all threads")
+            raise _JobFailed(Failure.TIMEOUT, "other transfers took all threads")
         channel = self._connected(job)
         try:
             job.channel = channel
             if job.is_cancelled:  # before it had a channel to stop
                 return
             self._fetch(job, channel)
-        except (Refused, ssl.SSLError) as error:
-            raise _Gave(Failure.REFUSED, str(error)) from error
+        except (LinkRefused, ssl.SSLError) as error:
+            raise _JobFailed(Failure.REFUSED, str(error)) from error
         except LinkTimeout as error:
-            raise _Gave(Failure.TIMEOUT, str(error)) from error
+            raise _JobFailed(Failure.TIMEOUT, str(error)) from error
         except (OSError, MessageError) as error:
-            raise _Gave(Failure.CUT, str(error)) from error
+            raise _JobFailed(Failure.CUT, str(error)) from error
         finally:
             job.channel = None
             channel.close()
@@ -209,19 +204,21 @@ class BlockClient:
         try:
             connection = socket.create_connection((source.host, source.port), CONNECT_S)
         except (OSError, UnicodeError) as error:
-            raise _Gave(Failure.UNREACHABLE, str(error)) from error
+            raise _JobFailed(Failure.UNREACHABLE, str(error)) from error
         try:
             return Channel(self._security.connected(connection, source.host))
         except OSError as error:
             connection.close()
             is_refused = isinstance(error, ssl.SSLError)
-            raise _Gave(Failure.REFUSED if is_refused else Failure.CUT, str(error)) from error
+            raise _JobFailed(Failure.REFUSED if is_refused else Failure.CUT, str(error)) from error
 
     def _fetch(self, job: FetchJob, channel: Channel) -> None:
         source = job.source
         other = greet_as_fetcher(channel, self._security.key, self._identity)
         if source.engine_id and other.engine_id != source.engine_id:
-            raise _Gave(Failure.EXPIRED, "another engine is at this address now; it was restarted")
+            raise _JobFailed(
+                Failure.EXPIRED, "another engine is at this address now; it was restarted"
+            )
         way = self._way(channel, other)
         self._take_load(job, channel)
         reader = self._reader(way, channel, other)
@@ -241,25 +238,25 @@ class BlockClient:
                 channel.send(Done(), within_s=LOST_S)
 
     def _way(self, channel: Channel, other: Identity) -> str:
-        """Return how bytes travel. Raises Refused where both sides have no way in common."""
+        """Return how bytes travel. Raises LinkRefused where both sides have no way in common."""
         way = way_of(handing=other, fetching=self._identity)
         if way is None:
             refusal = channel.receive(Refusal, within_s=LOST_S)
             assert isinstance(refusal, Refusal)
-            raise Refused(refusal.reason)
+            raise LinkRefused(refusal.reason)
         return way
 
     def _take_load(self, job: FetchJob, channel: Channel) -> None:
-        """Learn how busy the other engine is. Raises _Gave where the prompt is not asked for."""
-        said = channel.receive(Load, within_s=LOST_S)
-        assert isinstance(said, Load)
-        job.load = said.load
+        """Learn how busy the other engine is. Raises _JobFailed where it is too busy."""
+        message = channel.receive(Load, within_s=LOST_S)
+        assert isinstance(message, Load)
+        job.load = message.load
         if job.accepts is None:
             return
         self._wake()  # the next prompt may be placed by it
-        if not job.accepts(said.load):
-            queue_ms = f"{said.load.queue_ms:.0f} ms"
-            raise _Gave(Failure.BUSY, f"its prompts take {queue_ms}; computing here is faster")
+        if not job.accepts(message.load):
+            queue_ms = f"{message.load.queue_ms:.0f} ms"
+            raise _JobFailed(Failure.BUSY, f"its prompts take {queue_ms}; computing here is faster")
 
     def _reader(self, way: str, channel: Channel, other: Identity) -> Reader | None:
         """Read the other side's memory, where both can; None: bytes come on the connection."""
@@ -272,29 +269,31 @@ class BlockClient:
         except OSError as error:
             if INLINE in self._identity.backends and INLINE in other.backends:
                 return None  # another machine, or a container without a view of the process
-            raise Refused(f"the other engine's memory cannot be read by {way}: {error}") from error
+            raise LinkRefused(
+                f"the other engine's memory cannot be read by {way}: {error}"
+            ) from error
 
     def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
-        """Take in blocks until there are no more. Raises _Gave where they are too few."""
+        """Take in blocks until there are no more. Raises _JobFailed where they are too few."""
         last_s, num_told = time.monotonic(), 0
         while job.num_landed < len(job.digests):
             if num_told < job.num_landed and not channel.has_input():
                 num_told = self._tell(job, channel)
-            said = channel.receive(Block, Beat, End, within_s=LOST_S)
-            if isinstance(said, End):
-                raise _Gave(*_shortage(said.reason))
-            if isinstance(said, Beat):
+            message = channel.receive(Block, Beat, End, within_s=LOST_S)
+            if isinstance(message, End):
+                raise _JobFailed(*_shortage(message.reason))
+            if isinstance(message, Beat):
                 channel.send(Beat(), within_s=LOST_S)
                 if time.monotonic() - last_s > self._timeout_s:
-                    raise _Gave(Failure.TIMEOUT, f"no block came for {self._timeout_s:g} s")
+                    raise _JobFailed(Failure.TIMEOUT, f"no block came for {self._timeout_s:g} s")
                 continue
-            assert isinstance(said, Block)
+            assert isinstance(message, Block)
             last_s = time.monotonic()
-            if (said.offset == Block.INLINE) != (reader is None):
+            if (message.offset == Block.INLINE) != (reader is None):
                 raise MessageError("a block comes in another way than it was asked for")
-            if said.index != job.num_landed:
-                raise MessageError(f"block {said.index} came in place of {job.num_landed}")
-            if not self._place(job, said, channel, reader):
+            if message.index != job.num_landed:
+                raise MessageError(f"block {message.index} came in place of {job.num_landed}")
+            if not self._place(job, message, channel, reader):
                 return
             job.receive_ms += (time.monotonic() - last_s) * 1000.0
             if job.num_landed - num_told >= LANDED_EVERY:
@@ -308,25 +307,27 @@ class BlockClient:
         self._wake()  # they are loaded while others are on their way
         return job.num_landed
 
-    def _place(self, job: FetchJob, said: Block, channel: Channel, reader: Reader | None) -> bool:
+    def _place(
+        self, job: FetchJob, message: Block, channel: Channel, reader: Reader | None
+    ) -> bool:
         """Bring a block into its place, and check what is there; return False after `cancel`.
 
         The other side may change its memory at any time, so what is in the place is summed.
         """
         num_bytes = self._identity.block_bytes
-        raw = None if reader is None else reader.view(said.offset, num_bytes)
+        raw = None if reader is None else reader.view(message.offset, num_bytes)
         with job.lock:
             if job.is_cancelled:
                 return False  # and the place may be another block's by now
-            place = self._room(job.places[said.index])
+            place = self._room(job.places[message.index])
             if raw is None:
                 channel.receive_inline(place.data, within_s=LOST_S)
                 checksum = checksum_of(place)
             else:
                 checksum = copied(raw, place)
-            if checksum != said.checksum:
-                reason = f"block {said.index} does not match its checksum"
-                raise _Gave(Failure.BAD_BYTES, reason)
+            if checksum != message.checksum:
+                reason = f"block {message.index} does not match its checksum"
+                raise _JobFailed(Failure.BAD_BYTES, reason)
             job.num_landed += 1
         return True
 

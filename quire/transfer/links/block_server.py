@@ -25,7 +25,7 @@ from quire.base.prefill_load import PrefillLoad
 from quire.base.report import Report
 from quire.transfer.links import checksum
 from quire.transfer.links.channel import Channel, LinkClosed, LinkTimeout
-from quire.transfer.links.handshake import Refused, greet_as_server
+from quire.transfer.links.handshake import LinkRefused, greet_as_server
 from quire.transfer.links.leases import Lease, LeaseBook
 from quire.transfer.links.messages import (
     Beat,
@@ -50,7 +50,7 @@ MAX_CONNECTIONS = 64
 # Signs of life are sent so often while there is nothing else to send, and missed after so long.
 BEAT_S = 0.5
 LOST_S = 10.0
-# While the other side has not said that it has all that was sent, it is listened to so often.
+# While the other side has not reported that it has all that was sent, it is listened to so often.
 LISTEN_S = 0.02
 # A fetching side has so long to ask for blocks, and a lease to be opened by the engine.
 ASK_S = 10.0
@@ -148,7 +148,7 @@ class BlockServer:
     def _serve(self, channel: Channel) -> None:
         try:
             self._answer(channel)
-        except (Refused, ssl.SSLError) as error:
+        except (LinkRefused, ssl.SSLError) as error:
             self._report("KV transfer: a connection was refused", reason=str(error))
         except (OSError, MessageError):
             pass  # the other side is gone or of another kind; its lease has ended
@@ -170,7 +170,7 @@ class BlockServer:
                 f"{', '.join(self._identity.backends)}; set --kv-transfer-backend auto on both"
             )
             channel.send(Refusal(why), within_s=LOST_S)
-            raise Refused(why)
+            raise LinkRefused(why)
         channel.send(Load(self._desk.load()), within_s=LOST_S)
         if way in self._shared:
             channel.send(self._shared[way].message(), within_s=LOST_S)
@@ -308,11 +308,13 @@ class _SignsOfLife:
             pass  # as good as Done: it has what it needs, or is gone
 
     def _take(self) -> None:
-        said = self._channel.receive(Beat, Done, Landed, within_s=LOST_S)
+        message = self._channel.receive(Beat, Done, Landed, within_s=LOST_S)
         self._heard_s = time.monotonic()
-        self.is_done = isinstance(said, Done)
-        if isinstance(said, Landed):
-            if said.num_blocks > self._num_sent:
-                raise MessageError(f"{said.num_blocks} blocks are there and {self._num_sent} sent")
-            self._num_landed = max(self._num_landed, said.num_blocks)
+        self.is_done = isinstance(message, Done)
+        if isinstance(message, Landed):
+            if message.num_blocks > self._num_sent:
+                raise MessageError(
+                    f"{message.num_blocks} blocks are there and {self._num_sent} sent"
+                )
+            self._num_landed = max(self._num_landed, message.num_blocks)
             self._note_landed(self._num_landed)

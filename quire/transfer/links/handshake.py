@@ -34,7 +34,7 @@ from quire.transfer.links.messages import (
 STEP_S = 5.0
 
 
-class Refused(Exception):
+class LinkRefused(Exception):
     """The two sides cannot exchange blocks, and why."""
 
 
@@ -57,7 +57,7 @@ class TransferKeys:
 def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
     """Open a connection from the fetching side; return the other side's identity.
 
-    Raises Refused, MessageError and OSError.
+    Raises LinkRefused, MessageError and OSError.
     """
     proof = KeyProof(key, is_server=False)
     channel.send(Hello(VERSION, proof.nonce), within_s=STEP_S)
@@ -70,38 +70,38 @@ def greet_as_fetcher(channel: Channel, key: bytes, own: Identity) -> Identity:
         ) from error
     assert isinstance(hello, Hello)
     if hello.version != VERSION:
-        raise Refused(_versions(other=hello.version))
+        raise LinkRefused(_versions(other=hello.version))
     channel.send(Proof(proof.own(hello.nonce)), within_s=STEP_S)
-    said = channel.receive(Proof, Refusal, within_s=STEP_S)
-    if isinstance(said, Refusal):
-        raise Refused(said.reason)
-    assert isinstance(said, Proof)
-    if not proof.accepts(said.proof, hello.nonce):
-        raise Refused("the other side does not have this engine's transfer key")
+    answer = channel.receive(Proof, Refusal, within_s=STEP_S)
+    if isinstance(answer, Refusal):
+        raise LinkRefused(answer.reason)
+    assert isinstance(answer, Proof)
+    if not proof.accepts(answer.proof, hello.nonce):
+        raise LinkRefused("the other side does not have this engine's transfer key")
     channel.send(own, within_s=STEP_S)
     other = channel.receive(Identity, Refusal, within_s=STEP_S)
     if isinstance(other, Refusal):
-        raise Refused(other.reason)
+        raise LinkRefused(other.reason)
     assert isinstance(other, Identity)
     if why := mismatch(own, other):
-        raise Refused(why)
+        raise LinkRefused(why)
     return other
 
 
 def greet_as_server(channel: Channel, key: bytes, own: Identity) -> Identity:
     """Open a connection from the handing side; return the other side's identity.
 
-    Raises Refused, which the other side was sent too, MessageError and OSError.
+    Raises LinkRefused, which the other side was sent too, MessageError and OSError.
     """
     hello = channel.receive(Hello, within_s=STEP_S)
     assert isinstance(hello, Hello)
     proof = KeyProof(key, is_server=True)
     channel.send(Hello(VERSION, proof.nonce), within_s=STEP_S)
     if hello.version != VERSION:
-        raise Refused(_versions(other=hello.version))
-    said = channel.receive(Proof, within_s=STEP_S)
-    assert isinstance(said, Proof)
-    if not proof.accepts(said.proof, hello.nonce):
+        raise LinkRefused(_versions(other=hello.version))
+    answer = channel.receive(Proof, within_s=STEP_S)
+    assert isinstance(answer, Proof)
+    if not proof.accepts(answer.proof, hello.nonce):
         raise _refuse(channel, "the transfer keys of the two engines differ; give both one file")
     channel.send(Proof(proof.own(hello.nonce)), within_s=STEP_S)
     other = channel.receive(Identity, within_s=STEP_S)
@@ -134,9 +134,9 @@ def mismatch(fetching: Identity, handing: Identity) -> str:
     return ""
 
 
-def _refuse(channel: Channel, why: str) -> Refused:
+def _refuse(channel: Channel, why: str) -> LinkRefused:
     channel.send(Refusal(why), within_s=STEP_S)
-    return Refused(why)
+    return LinkRefused(why)
 
 
 def _versions(other: int) -> str:
@@ -148,8 +148,8 @@ def _versions(other: int) -> str:
 
 __all__ = [
     "STEP_S",
+    "LinkRefused",
     "MessageError",
-    "Refused",
     "TransferKeys",
     "greet_as_fetcher",
     "greet_as_server",

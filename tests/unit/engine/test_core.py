@@ -284,7 +284,7 @@ def test_the_loop_does_not_wait_while_busy_and_audits_once_afterwards() -> None:
     sent = _served(rig, inbox)
     # Idle; a step before and after the second poll; the audit; nothing left to audit.
     assert inbox.waits == [None, 0.0, AUDIT_AFTER_S, None, None]
-    assert rig.reports == ["audit of the KV books a block too few False"]
+    assert rig.reports == ["audit of the KV blocks a block too few False"]
     assert [type(message) for message in sent] == [Outputs, Outputs]
 
 

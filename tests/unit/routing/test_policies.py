@@ -100,7 +100,7 @@ def measured_policy(*speeds: float) -> WarmCache:
     for replica, speed in zip(made_replicas(len(speeds)), speeds, strict=True):
         for at in range(MIN_SAMPLES):
             new, queued = 100 * at, 50 * (at % 7)
-            policy.began(replica, new, queued, EACH_S / speed * (new + queued))
+            policy.note_first_token(replica, new, queued, EACH_S / speed * (new + queued))
     return policy
 
 
@@ -180,7 +180,7 @@ def test_the_usual_backlog_holds_until_first_tokens_are_seen_and_after_the_repli
     load = queue(replicas[0], DEFAULT_BACKLOG_TOKENS)
     assert policy.choose(replicas, LONG) is replicas[0]
     for at in range(MIN_SAMPLES):
-        policy.began(replicas[1], 100 + at, 0, EACH_S * (100 + at))
+        policy.note_first_token(replicas[1], 100 + at, 0, EACH_S * (100 + at))
     assert policy.choose(replicas, LONG) is replicas[1], "by what was learned of another"
     assert {count.name: count.value for count in policy.counts()}[
         "new_token_seconds"
@@ -194,7 +194,7 @@ def test_a_number_of_the_operator_is_not_calibrated() -> None:
     policy, replicas = make_routing_policy(RouterSettings(backlog_tokens=50_000)), made_replicas(2)
     policy.sent(replicas[0], LONG)
     for at in range(3 * MIN_SAMPLES):
-        policy.began(replicas[1], 100 + at, 0, 1e-6)
+        policy.note_first_token(replicas[1], 100 + at, 0, 1e-6)
     queue(replicas[0], 50_000)
     assert policy.choose(replicas, LONG) is replicas[0]
     queue(replicas[0], 1)

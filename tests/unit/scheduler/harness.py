@@ -112,7 +112,7 @@ class Harness:
             setup.policy(),
             cost=cost,
             tenants=setup.tenants,
-            bring_back=RestoreMode.MOVE,
+            restore_mode=RestoreMode.MOVE,
             draft_source=self.drafts,
         )
         self.tier = FakeTier(setup.block_size)

@@ -21,7 +21,7 @@ from quire.output_parsers.reasoning import THINK
 from quire.output_parsers.selection import ParserSelection
 from quire.structured import thinking
 from quire.structured.compiler import GrammarCompiler
-from quire.structured.matcher import Matcher, only_id
+from quire.structured.matcher import DeadEnd, Matcher, only_id
 from quire.structured.vocabulary import Vocabulary
 from tests.cases import each_case
 
@@ -127,6 +127,15 @@ def test_the_budget_limits_the_reasoning_before_a_grammar(compiler: GrammarCompi
     matcher.take([CLOSE])
     assert matcher.forced() == [*b"yes"]
     assert matcher.is_complete
+
+
+def test_a_grammar_that_forbids_the_end_of_the_reasoning_is_named_as_the_cause(
+    compiler: GrammarCompiler,
+) -> None:
+    matcher = compiler.matcher(budget(3, OPEN, regex="a{9}"))
+    matcher.take(encode("aa"))
+    with pytest.raises(DeadEnd, match=r"budget of reasoning is spent.*forbids </think>"):
+        matcher.mask()
 
 
 def test_forced_tokens_are_taken_together(compiler: GrammarCompiler) -> None:

@@ -64,7 +64,7 @@ class _Turn:
         self._calls: list[dict[str, Any]] = []
 
     def is_full_for(self, item: Item) -> bool:
-        """Whether an item begins another message."""
+        """Return whether an item begins another message."""
         if item["type"] == "function_call":
             return False
         if self._phase == PHASES[0] and item.get("phase") == PHASES[1]:

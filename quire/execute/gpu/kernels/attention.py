@@ -62,7 +62,8 @@ class TileShape:
 
 
 def narrow_rows(group: int, *, is_exact: bool, itemsize: int = 2) -> int:
-    """Rows of a narrow tile: one token's heads, in exact mode in the instruction of all rows.
+    """Return rows of a narrow tile: one token's heads, in exact mode in the instruction of all
+    rows.
 
     itemsize: bytes of a query's element. Products of f32 use no matrix instruction: any rows do.
     """
@@ -71,7 +72,7 @@ def narrow_rows(group: int, *, is_exact: bool, itemsize: int = 2) -> int:
 
 
 def wide_rows(group: int, head_dim: int, *, itemsize: int = 2) -> int:
-    """Rows of a wide tile: as many as sums of two pieces fit into registers for."""
+    """Return rows of a wide tile: as many as sums of two pieces fit into registers for."""
     most = 64 if head_dim > 128 else 128
     if itemsize == 4:  # long to compile, and few models
         most = 32 if head_dim <= 64 else MIN_ROWS

@@ -53,7 +53,7 @@ def plan_tiles(
     programs: int,
     max_partials: int,
 ) -> TileItems:
-    """Tiles and items of the given `sequences`.
+    """Return tiles and items of the given `sequences`.
 
     seq_starts [S + 1] and first_positions [S], the position of a sequence's first row, are of all
     sequences. group: query heads of a KV head. programs: how many programs keep the GPU busy (a
@@ -96,13 +96,14 @@ def plan_tiles(
 
 
 def max_items(num_sequences: int, *, kv_heads: int, programs: int) -> int:
-    """Items that `num_sequences` tiles become at most, whatever their lengths: a tile's share of
-    `programs`, rounded, or one, is less than that share and one."""
+    """Return items that `num_sequences` tiles become at most, whatever their lengths: a tile's
+    share of `programs`, rounded, or one, is less than that share and one."""
     return num_sequences + programs // kv_heads
 
 
 def padded(plan: TileItems, *, items: int, merges: int) -> TileItems:
-    """The same with exactly so many items and merges, idle ones last: a captured launch's."""
+    """Return the same with exactly so many items and merges, idle ones last: a captured
+    launch's."""
     if len(plan.items) > items or len(plan.merges) > merges:
         raise ValueError(
             f"{len(plan.items)} items and {len(plan.merges)} merged rows; "
@@ -122,8 +123,8 @@ def _runs(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _parts(pieces: Int64s, *, kv_heads: int, programs: int, max_partials: int) -> Int64s:
-    """Items each tile is cut into: of about as many pieces each as keep all programs busy. To the
-    nearest, so that tiles which are enough by themselves stay whole and need no merge."""
+    """Return items each tile is cut into: of about as many pieces each as keep all programs busy.
+    To the nearest, so that tiles which are enough by themselves stay whole and need no merge."""
     if not programs or not len(pieces):
         return np.ones(len(pieces), np.int64)
     total = int(pieces.sum()) * kv_heads

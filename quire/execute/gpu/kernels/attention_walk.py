@@ -171,8 +171,8 @@ def _close_piece(
     PARTIAL_ROWS: tl.constexpr,
     IS_CUT: tl.constexpr,
 ):
-    """The sums so far with those of the item's nth piece; where the item is one of several of its
-    tile these are stored instead."""
+    """Return the sums so far with those of the item's nth piece; where the item is one of several
+    of its tile these are stored instead."""
     is_merged = True
     if IS_CUT:
         is_merged = partial < 0
@@ -241,7 +241,7 @@ def merge_partials(
 
 @triton.jit
 def merge_piece(highest, total, y, piece_highest, piece_total, piece_y):
-    """A row's sums so far [M], [M], [M, D], and those of its next piece, as one."""
+    """Return a row's sums so far [M], [M], [M, D], and those of its next piece, as one."""
     both = tl.maximum(highest, piece_highest)
     level = tl.where(both == float("-inf"), 0.0, both)
     kept = tl.exp2(highest - level)
@@ -253,7 +253,7 @@ def merge_piece(highest, total, y, piece_highest, piece_total, piece_y):
 
 @triton.jit
 def finished(highest, total, y, sink, HAS_SINKS: tl.constexpr):
-    """What attention gives; a sink is a score of its head that no position has."""
+    """Return what attention gives; a sink is a score of its head that no position has."""
     if HAS_SINKS:
         sink = sink * LOG2E
         level = tl.maximum(highest, sink)
@@ -352,7 +352,7 @@ def _see_tile(
     HAS_SCALES: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Sums of a piece after the positions of a tile."""
+    """Return the sums of a piece after the positions of a tile."""
     both = tl.maximum(highest, tl.max(scores, 1) * factor)
     level = tl.where(both == float("-inf"), 0.0, both)
     kept = tl.exp2(highest - level)
@@ -378,7 +378,7 @@ def _see_tile(
 
 @triton.jit
 def _exactly(x, dtype: tl.constexpr):
-    """What a cache holds as floats of the products' type, which has all of its values."""
+    """Return what a cache holds as floats of the products' type, which has all of its values."""
     if x.dtype == dtype:
         return x
     return as_type(x.to(tl.float32), dtype)

@@ -74,7 +74,8 @@ def import_blocks(pool: CachePool, blocks: torch.Tensor, raw: torch.Tensor) -> N
 
 
 def _words(pool: CachePool) -> list[torch.Tensor]:
-    """The pool as words [layers, blocks, words of a block]: values, and scales where there are.
+    """Return the pool as words [layers, blocks, words of a block]: values, and scales where there
+    are.
 
     Blocks are of at least 16 positions: whole words, whatever an element takes."""
     held = [pool.values] if pool.scales is None else [pool.values, pool.scales]
@@ -82,7 +83,7 @@ def _words(pool: CachePool) -> list[torch.Tensor]:
 
 
 def _parts(pool: CachePool, raw: torch.Tensor) -> list[torch.Tensor]:
-    """Raw bytes [B, block_bytes] as words, axes as `_words` has them."""
+    """Return raw bytes [B, block_bytes] as words, axes as `_words` has them."""
     found, first = [], 0
     words = raw.view(torch.int32)
     for held in _words(pool):
@@ -122,7 +123,8 @@ def _launch(
 
 
 def _apart(copy_from: list[int], copy_to: list[int]) -> Iterator[tuple[int, int]]:
-    """Runs of pairs [first, end) in which no block is written that another pair has touched."""
+    """Yield runs of pairs [first, end) in which no block is written that another pair has
+    touched."""
     first, read, written = 0, set[int](), set[int]()
     for index, (source, target) in enumerate(zip(copy_from, copy_to, strict=True)):
         if source in written or target in written or target in read:

@@ -43,7 +43,7 @@ class ByteRows:
         dtype: torch.dtype = torch.int8,
         scaled: str = "block",
     ) -> ByteRows:
-        """Room for `rows` rows of `columns` columns."""
+        """Return room for `rows` rows of `columns` columns."""
         if scaled not in SCALES:
             raise ValueError(f"scales by {scaled!r}; {', '.join(SCALES)} are allowed")
         groups = cdiv(columns, ACTIVATION_GROUP)

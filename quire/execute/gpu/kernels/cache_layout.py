@@ -66,8 +66,8 @@ class CachePool:
         device: torch.device | str,
         memory: torch.Tensor | None = None,
     ) -> CachePool:
-        """A pool of zeros. precision: "f32", "bf16", "fp8" or "int8". memory: bytes that are zeros,
-        in which values come before scales; None: new memory."""
+        """Return a pool of zeros. precision: "f32", "bf16", "fp8" or "int8". memory: bytes that are
+        zeros, in which values come before scales; None: new memory."""
         shape, kind = (layers, blocks, 2, kv_heads, block_size, head_dim), VALUE_TYPES[precision]
         if memory is None:
             values = torch.zeros(shape, dtype=kind, device=device)
@@ -82,7 +82,7 @@ class CachePool:
         return cls(values, memory[:scale_bytes].view(torch.float32).view(shape[:-1]))
 
     def layer(self, index: int) -> LayerCache:
-        """One layer, views."""
+        """Return one layer, views."""
         return LayerCache(self.values[index], None if self.scales is None else self.scales[index])
 
     @property
@@ -100,7 +100,7 @@ class CachePool:
 
 
 def token_bytes(precision: str, *, layers: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes one token takes over all layers, keys and values with their scales."""
+    """Return bytes one token takes over all layers, keys and values with their scales."""
     size = torch.empty(0, dtype=VALUE_TYPES[precision]).element_size()
     scale = SCALE_BYTES if precision in SCALED else 0
     return 2 * layers * kv_heads * (head_dim * size + scale)

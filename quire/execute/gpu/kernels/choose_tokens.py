@@ -34,7 +34,7 @@ OF_ROWS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "streams", "po
 
 @triton.jit
 def _values(edited, row, ids, inside, V: tl.constexpr, temperature):
-    """The row's values after the temperature; -inf past the end."""
+    """Return the row's values after the temperature; -inf past the end."""
     values = tl.load(edited + row * V + ids, mask=inside, other=NOTHING)
     is_greedy = temperature < SMALLEST_TEMPERATURE
     # + 0: no negative zeros
@@ -99,7 +99,8 @@ def _ordered(values):
 
 @triton.jit
 def _kept(keys, ids, last_key, last_id):
-    """Whether a token is in the beginning of the order that ends with (last_key, last_id)."""
+    """Return whether a token is in the beginning of the order that ends with (last_key,
+    last_id)."""
     return (keys > last_key) | ((keys == last_key) & (ids <= last_id))
 
 
@@ -173,7 +174,7 @@ def _id_of(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The id of the number-th token with this key, in the order of ids."""
+    """Return the id of the number-th token with this key, in the order of ids."""
     at = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.int64)
     found = tl.zeros([], tl.int32) + NO_ID
@@ -202,7 +203,7 @@ def _mass_of(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The mass of the order up to (last_key, last_id)."""
+    """Return the mass of the order up to (last_key, last_id)."""
     sums = tl.zeros([BLOCK], tl.int64)
     for block in range(BLOCKS):
         if _ordered(tl.load(largest + row * BLOCKS + block)) >= last_key:
@@ -226,7 +227,7 @@ def _drawn(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """The largest of value + noise over what is kept, ties to the lowest id."""
+    """Return the largest of value + noise over what is kept, ties to the lowest id."""
     best = tl.full([BLOCK], NOTHING, tl.float32)
     best_ids = tl.full([BLOCK], NO_ID, tl.int32)
     for block in range(BLOCKS):

@@ -38,12 +38,12 @@ class DeviceSamplingParams:
 
     @classmethod
     def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> DeviceSamplingParams:
-        """Those of a batch."""
+        """Return those of a batch."""
         return cls.seen_in(to_device(words_of(batch)))
 
     @classmethod
     def seen_in(cls, words: torch.Tensor) -> DeviceSamplingParams:
-        """What words_of() gave, int32 [WORDS, R]."""
+        """Return what words_of() gave, int32 [WORDS, R]."""
         return cls(
             words=words,
             seeds=words[:2].view(-1).view(torch.int64),

@@ -44,7 +44,7 @@ class Edits:
 
     @classmethod
     def of(cls, batch: SampleBatch, to_device: ToDevice = torch.from_numpy) -> Edits | None:
-        """Those of a batch, or None where there are none."""
+        """Return those of a batch, or None where there are none."""
         named = _rows_with_entries(batch)
         of_rows = [_row_entries(batch, row) for row in named.tolist()]
         entries = np.concatenate([np.empty((ENTRY_WORDS, 0), np.int32), *of_rows], axis=1)
@@ -68,7 +68,8 @@ def _masked(batch: SampleBatch) -> tuple[NDArray[np.int32], Words]:
 
 
 def _rows_with_entries(batch: SampleBatch) -> NDArray[np.intp]:
-    """Rows that name an id, or will: in most steps none, and then no row costs the host a call."""
+    """Return rows that name an id, or will: in most steps none, and then no row costs the host a
+    call."""
     some = np.zeros(len(batch.temperature), np.bool_)
     if batch.penalties is not None and batch.history is not None:
         penalties = batch.penalties

@@ -30,7 +30,7 @@ SCANNED = 1024  # slots at a time
 
 @triton.jit(do_not_specialize=["slots"])
 def _count(ids, counts, slots, BLOCK: tl.constexpr):
-    """The slots of each matrix."""
+    """Count the slots of each matrix."""
     matrix = tl.program_id(0)
     found = tl.zeros([BLOCK], tl.int32)
     for first in range(0, slots, BLOCK):
@@ -52,7 +52,7 @@ def _place(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The slots of a matrix, in order, at the places after those of the matrices before."""
+    """Place the slots of a matrix, in order, after those of the matrices before."""
     matrix = tl.program_id(0)
     each = tl.arange(0, BM)
     blocks = (tl.load(counts + each, mask=each < MATRICES, other=0) + ROWS - 1) // ROWS
@@ -86,7 +86,7 @@ class GroupRoom:
 
     @classmethod
     def of(cls, slots: int, count: int, device: torch.device | str) -> GroupRoom:
-        """Room for so many slots of so many matrices, or fewer."""
+        """Return room for so many slots of so many matrices, or fewer."""
         sizes = cls.elements(slots, count)
         return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in sizes))
 
@@ -108,7 +108,7 @@ class Groups:
 
     @classmethod
     def of(cls, ids: torch.Tensor, count: int, room: GroupRoom | None = None) -> Groups:
-        """Slots in the order of contiguous ids int32 [n], each the number of one of `count`
+        """Return slots in the order of contiguous ids int32 [n], each the number of one of `count`
         matrices; any other: none. room: that they lie in; None: new memory."""
         slots = ids.numel()
         if room is None:

@@ -27,7 +27,7 @@ BLOCK_BYTES = BLOCK // 2  # of an output
 
 
 def half_of(group: int) -> int:
-    """Columns from one nibble of a byte to the other."""
+    """Return columns from one nibble of a byte to the other."""
     return min(group, BLOCK // 2)
 
 
@@ -45,7 +45,7 @@ class Int4Weight:
 
     @classmethod
     def of(cls, matrix: IntMatrix, device: torch.device | str) -> Int4Weight:
-        """An integer weight (quire.quant.int_weights) on a device."""
+        """Return an integer weight (quire.quant.int_weights) on a device."""
         scheme = matrix.scheme
         if scheme.bits != 4:
             raise ValueError(f"a weight of {scheme.name}; one of 4 bits is needed")
@@ -69,7 +69,7 @@ class Int4Weight:
 
 
 def pack(matrix: IntMatrix) -> NDArray[np.uint8]:
-    """The integers of a matrix as [panels, blocks, 64, 64] bytes."""
+    """Return the integers of a matrix as [panels, blocks, 64, 64] bytes."""
     outputs, columns = matrix.values.shape
     group, half = matrix.scheme.group, half_of(matrix.scheme.group)
     panels, blocks = -(-outputs // PANEL), -(-columns // BLOCK)

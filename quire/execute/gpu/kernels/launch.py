@@ -21,12 +21,13 @@ EXACT: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": False})
 
 
 def cdiv(size: int, part: int) -> int:
-    """Parts that hold `size`. (triton.cdiv is made for kernels: on the host it takes 3 us.)"""
+    """Return parts that hold `size`. (triton.cdiv is made for kernels: on the host it takes 3
+    us.)"""
     return -(-size // part)
 
 
 def power_of_two(size: int, *, least: int = 1, most: int = 2**30) -> int:
-    """The smallest power of two that holds `size`, within bounds that are powers of two."""
+    """Return the smallest power of two that holds `size`, within bounds that are powers of two."""
     return min(max(1 << max(size - 1, 0).bit_length(), least), most)
 
 

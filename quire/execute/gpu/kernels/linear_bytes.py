@@ -68,7 +68,7 @@ class ByteWeight:
 
     @classmethod
     def of_ints(cls, matrix: IntMatrix, device: torch.device | str) -> ByteWeight:
-        """An int8 weight (quire.quant.int_weights) on a device."""
+        """Return an int8 weight (quire.quant.int_weights) on a device."""
         if matrix.scheme.bits != 8:
             raise ValueError(f"a weight of {matrix.scheme.name}; int8 is needed")
         values = torch.from_numpy(matrix.values.astype(np.int8)).to(device)

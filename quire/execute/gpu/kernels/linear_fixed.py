@@ -68,7 +68,7 @@ def piece_of(outputs: int, columns: int) -> tuple[int, int]:
 
 
 def max_sums(outputs: int, columns: int, max_rows: int, *, undivided: int = 0) -> int:
-    """Elements that a Workspace needs for a weight's pieces to be split whenever that helps.
+    """Return elements that a Workspace needs for a weight's pieces to be split whenever that helps.
     undivided: outputs of the whole weight, where this is a share."""
     _, pieces = piece_of(undivided or outputs, columns)
     # Where FILL tiles of few rows and more are needed, nothing is split.
@@ -79,7 +79,7 @@ def max_sums(outputs: int, columns: int, max_rows: int, *, undivided: int = 0) -
 def choose_tile(
     tiles: Sequence[Tile], rows: int, outputs: int, *, pieces: int
 ) -> tuple[Tile, bool]:
-    """The largest tile with enough programs, and whether each piece has a program of its own
+    """Return the largest tile with enough programs, and whether each piece has a program of its own
     (`pieces` 1: they have not). Up to 64 rows are one tile's: weights are read once."""
     least = min(rows, PIECE_ROWS)
     fits = [tile for tile in tiles if least <= tile.rows < 2 * rows] or [tiles[-1]]
@@ -101,7 +101,7 @@ class Workspace:
 
     @classmethod
     def of(cls, elements: int, device: torch.device | str) -> Workspace:
-        """Room for `elements` sums, the largest of max_sums."""
+        """Return room for `elements` sums, the largest of max_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
             arrived=torch.zeros(FILL, dtype=torch.int32, device=device),
@@ -191,7 +191,7 @@ def _piece(
     PER_PIECE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """The sums of one piece: a chain in the order of K."""
+    """Return the sums of one piece: a chain in the order of K."""
     part = tl.zeros([BN, BR], tl.float32)
     for step in range(PER_PIECE):
         part = _step(w_at, x_at, (piece * PER_PIECE + step) * BK + ks, part, K, IS_WHOLE)

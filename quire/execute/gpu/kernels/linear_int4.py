@@ -39,7 +39,7 @@ def group_sums(
     BY_MASKS: tl.constexpr,
     sums,
 ):
-    """sums + (nibbles - zero) @ the columns of x from k on; nibbles: a byte's high or low one.
+    """Return sums + (nibbles - zero) @ the columns of x from k on; nibbles: high or low ones.
 
     BY_MASKS: bytes are masked, four of them an instruction, and multiplied as they are: 16 times
     what is wanted less 8, or what is wanted. What the zeros take off comes from sums of x, which

@@ -170,9 +170,9 @@ def score_rows(
     max_top: int,
     needs_target: bool = False,
 ) -> DeviceScores:
-    """Scores of logits f32 [R, V], tokens side by side. targets int32 [R], -1 for none; num_top
-    int32 [R], at most max_top. needs_target: a row without target fails, like a row with a token
-    choice failed does."""
+    """Return scores of logits f32 [R, V], tokens side by side. targets int32 [R], -1 for none;
+    num_top int32 [R], at most max_top. needs_target: a row without target fails, like a row with a
+    token choice failed does."""
     rows, vocabulary = logits.shape
     check_rows("logits", logits)
     check_vector("targets", targets, rows, torch.int32)
@@ -219,7 +219,8 @@ def score_listed(
     listed_rows: torch.Tensor,
     listed_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Log-probabilities f32 [L] of tokens listed_ids int32 [L], each of the row listed_rows [L]."""
+    """Return log-probabilities f32 [L] of tokens listed_ids int32 [L], each of the row listed_rows
+    [L]."""
     count = len(listed_ids)
     check_vector("listed_rows", listed_rows, count, torch.int32)
     check_vector("listed_ids", listed_ids, count, torch.int32)

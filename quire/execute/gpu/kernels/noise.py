@@ -27,7 +27,7 @@ LOW_HALF = tl.constexpr(0xFFFF)
 
 @triton.jit
 def row_key(seed, stream, position):
-    """The uint64 key of int64 seeds, int32 streams and positions."""
+    """Return the uint64 key of int64 seeds, int32 streams and positions."""
     place = stream.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
     place = place | position.to(tl.uint32, bitcast=True).to(tl.uint64)
     return _finalize(_finalize(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15) ^ place)
@@ -42,7 +42,7 @@ def _finalize(x):
 
 @triton.jit
 def gumbel(key, token_ids):
-    """Standard Gumbel noise of int32 ids, f32, for a row's key."""
+    """Return standard Gumbel noise of int32 ids, f32, for a row's key."""
     x = token_ids.to(tl.uint32, bitcast=True) ^ (key & 0xFFFFFFFF).to(tl.uint32)
     x = _scramble(x, 16, 0x7FEB352D, 15, 0x846CA68B, 16)
     x = x + (key >> 32).to(tl.uint32)

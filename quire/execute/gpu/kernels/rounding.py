@@ -64,7 +64,7 @@ def scale_and_inverse(largest, steps):
 
 @triton.jit
 def dot(a, b, sums):
-    """sums + a [M, K] @ b [K, N], added in f32 (int32 of integers)."""
+    """Return sums + a [M, K] @ b [K, N], added in f32 (int32 of integers)."""
     if INTERPRETED and sums.dtype == tl.float32:
         return _in_order(a.to(tl.float32), b.to(tl.float32), sums)
     return tl.dot(a, b, sums, input_precision="ieee", out_dtype=sums.dtype)

@@ -26,8 +26,8 @@ PAST = tl.constexpr(1 << 30)
 
 @triton.jit
 def _best_groups(values, places, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr):
-    """Whether a group of values [groups, experts] is among those in which the two largest add up to
-    most; a tie goes to the lower group."""
+    """Return whether a group of values [groups, experts] is among those in which the two largest
+    add up to most; a tie goes to the lower group."""
     groups = tl.arange(0, values.shape[0])
     sums = tl.max(values, axis=1)
     if SIZE > 1:

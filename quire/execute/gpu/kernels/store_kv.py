@@ -136,7 +136,7 @@ def _load(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
 ):
-    """Heads in f32 as their first rotated half, their second, and what is not rotated."""
+    """Return heads in f32 as their first rotated half, their second, and what is not rotated."""
     half = tl.arange(0, HALF_PAD)[None, :]
     tail = tl.arange(0, REST_PAD)[None, :]
     is_head = (head < HEADS)[:, None]
@@ -215,7 +215,7 @@ def _store(
 
 @triton.jit
 def _largest(first, second, rest):
-    """The largest magnitude of each head; NaN where one is not finite."""
+    """Return the largest magnitude of each head; NaN where one is not finite."""
     first, second, rest = tl.abs(first), tl.abs(second), tl.abs(rest)
     largest = tl.maximum(tl.max(first, 1), tl.maximum(tl.max(second, 1), tl.max(rest, 1)))
     # A maximum passes NaN by; a sum of what is less than infinity does not.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.api.server_state import ServerState
-from quire.api.workers.relay import Exchange, SiblingGone
+from quire.api.workers.relay import SiblingExchange, SiblingGone
 from quire.api.workers.sibling_workers import SiblingWorkers, WorkerState
 from quire.base.log import Log
 from quire.config.server_config import ServerConfig
@@ -40,8 +40,8 @@ def played(path: Path, answer: Answer, story: Callable[[Path], Awaitable[None]])
     asyncio.run(play())
 
 
-async def ask(peer: Path, *, limit_s: float = LIMIT_S) -> Exchange:
-    return await Exchange.open(peer, "GET", "/x", headers={"a": "b"}, limit_s=limit_s)
+async def ask(peer: Path, *, limit_s: float = LIMIT_S) -> SiblingExchange:
+    return await SiblingExchange.open(peer, "GET", "/x", headers={"a": "b"}, limit_s=limit_s)
 
 
 def test_pieces_are_forwarded_as_they_arrive_with_backpressure(tmp_path: Path) -> None:

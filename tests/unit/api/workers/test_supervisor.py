@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from quire.api.workers import engine_keeper, supervisor
-from quire.api.workers.engine_keeper import EngineKeeper
+from quire.api.workers import engine_supervisor, supervisor
+from quire.api.workers.engine_supervisor import EngineSupervisor
 from quire.api.workers.supervisor import _Supervisor
 from quire.base.errors import SettingError
 from quire.base.log import Log
@@ -58,7 +58,7 @@ def _engine(folder: Path) -> Any:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., _Supervisor]]:
     """Return what makes a supervisor of so many engines."""
-    monkeypatch.setattr(engine_keeper, "ProcessLink", _Link)
+    monkeypatch.setattr(engine_supervisor, "ProcessLink", _Link)
     monkeypatch.setattr(supervisor, "share_counts", lambda folder: None)
     monkeypatch.setattr(series, "restarts_counter", lambda: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -80,7 +80,7 @@ def made(make: Callable[..., _Supervisor]) -> _Supervisor:
 
 
 def _joined(made: _Supervisor, engine: int = 0) -> list[int]:
-    link: Any = made._keepers[engine]._link
+    link: Any = made._engines[engine]._link
     return [message.client for message in link.sent if isinstance(message, Join)]
 
 
@@ -108,12 +108,12 @@ def _started(
 def test_each_process_joins_an_engine_that_is_ready_while_they_start(
     made: _Supervisor, monkeypatch: pytest.MonkeyPatch, ready_at: int | None
 ) -> None:
-    keeper = made._keepers[0]
+    engine = made._engines[0]
     joined = _started(
-        made, monkeypatch, lambda number: keeper._on_message(READY) if number == ready_at else None
+        made, monkeypatch, lambda number: engine._on_message(READY) if number == ready_at else None
     )
     if ready_at is None:
-        keeper._on_message(READY)
+        engine._on_message(READY)
         joined = _joined(made)
     assert sorted(joined) == [1, 2]
 
@@ -124,7 +124,7 @@ def test_a_process_that_has_ended_does_not_join(
     _started(made, monkeypatch, lambda number: None)
     ended: Any = made._children[0].process
     ended.returncode = -9
-    made._keepers[0]._on_message(READY)
+    made._engines[0]._on_message(READY)
     assert _joined(made) == [2]
 
 
@@ -139,7 +139,7 @@ def test_processes_join_all_engines_and_get_the_death_of_one_that_ends_meanwhile
     made = make(2)
     _live(made)
     made.announced = True
-    first, second = made._keepers
+    first, second = made._engines
 
     def during(number: int) -> None:
         if number == 1:
@@ -165,7 +165,7 @@ def test_the_server_ends_with_its_last_engine_or_with_one_that_does_not_start(
     made = make(2)
     _live(made)
     made.announced = announced
-    first, second = made._keepers
+    first, second = made._engines
     second._on_message(Failed(fault=Fault(kind="CapacityError", message="no memory")))
     second._on_end("exit code 1")
     assert made._died.is_set() is not announced
@@ -189,24 +189,24 @@ def test_an_engine_that_cannot_be_started_again_is_ended_once(
     def no_room(*_: object) -> Any:
         raise SettingError("no directory for sockets can be made")
 
-    monkeypatch.setattr(engine_keeper, "ProcessLink", Link)
-    monkeypatch.setattr(engine_keeper, "launch_bound", no_room)
+    monkeypatch.setattr(engine_supervisor, "ProcessLink", Link)
+    monkeypatch.setattr(engine_supervisor, "launch_bound", no_room)
     owner: Any = SimpleNamespace(
-        announced=True, engine_changed=lambda keeper: None, order_all=orders.append
+        announced=True, engine_changed=lambda engine: None, order_all=orders.append
     )
 
     async def check() -> None:
-        keeper = EngineKeeper(
+        engine = EngineSupervisor(
             1, _engine(tmp_path), EngineConfig(), LogSettings(), Log("server"), owner, Restarts(1)
         )
-        keeper._on_end("it was ended by signal 9")
-        assert keeper._restarting is not None
-        await keeper._restarting
-        assert keeper.fault is not None
-        assert "allows no further restart" in keeper.fault.message
-        assert keeper.job() is None
-        keeper.leave(1)
-        await keeper.close()
+        engine._on_end("it was ended by signal 9")
+        assert engine._restarting is not None
+        await engine._restarting
+        assert engine.fault is not None
+        assert "allows no further restart" in engine.fault.message
+        assert engine.job() is None
+        engine.leave(1)
+        await engine.close()
 
     asyncio.run(check())
     assert num_closed == 1

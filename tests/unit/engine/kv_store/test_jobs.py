@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from quire.engine.kv_store.jobs import FetchJob, Lookup
+from quire.engine.kv_store.jobs import Lookup, StoreFetch
 from quire.kv_store.level import Fetched
 
 GIVE_UP_S = 60.0
@@ -48,7 +48,7 @@ def test_what_is_put_just_before_a_claim_ends_is_not_computed_again(num_put: int
 
 
 def test_a_slice_that_hangs_is_found_and_one_that_waits_for_a_thread_is_not() -> None:
-    job = FetchJob([bytes(16)] * 6, list(range(6)), [0] * 6, began_ms=0.0)
+    job = StoreFetch([bytes(16)] * 6, list(range(6)), [0] * 6, began_ms=0.0)
     assert job.slices() == [(0, 4), (4, 6)]
     assert not job.hangs(1e9)  # it is queued behind others
     released, reading = threading.Event(), threading.Event()
@@ -77,7 +77,7 @@ def test_a_slice_that_hangs_is_found_and_one_that_waits_for_a_thread_is_not() ->
 
 def test_each_level_is_timed_by_its_own_slices() -> None:
     """A near level and a far one, which a job reads one after the other; one block is not there."""
-    job = FetchJob([bytes(16)] * 6, list(range(6)), [0, 0, 1, 1, 1, 1], began_ms=0.0)
+    job = StoreFetch([bytes(16)] * 6, list(range(6)), [0, 0, 1, 1, 1, 1], began_ms=0.0)
     room = np.zeros(1, np.uint8)
 
     class Near:
@@ -98,7 +98,7 @@ def test_each_level_is_timed_by_its_own_slices() -> None:
 
 
 def test_a_level_that_brings_nothing_is_not_timed() -> None:
-    job = FetchJob([bytes(16)] * 2, [0, 1], [0, 0], began_ms=0.0)
+    job = StoreFetch([bytes(16)] * 2, [0, 1], [0, 0], began_ms=0.0)
     job.is_cancelled = True
     job.read(0, 2, [], lambda place: np.zeros(1, np.uint8), 5.0)
     assert job.end_slice(0, 2, 9.0)

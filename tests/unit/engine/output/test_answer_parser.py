@@ -30,8 +30,8 @@ def test_marks_are_visible_where_they_are_parsed(source: str, tools: Any, shown:
     side = TokenizerSide(
         tokenizer=tokenizer, template=ChatTemplate({"default": source}, variables={})
     )
-    hearing = answer_reading_of(side, "a", {"tools": tools})
-    rules = hearing.text_rules(tokenizer)
+    reading = answer_reading_of(side, "a", {"tools": tools})
+    rules = reading.text_rules(tokenizer)
     assert rules.shown_ids == {tokenizer.marks[mark] for mark in shown}
 
 

@@ -1,4 +1,4 @@
-"""Exchange in an engine that is stepped by hand: overlap, leases, and an engine without it."""
+"""KVExchange in an engine that is stepped by hand: overlap, leases, and an engine without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.config.flags import engine_config
 from quire.engine.assembly.assemble import Engine, assemble
 from quire.engine.process.messages import Abort, FromEngine, Leave, Outputs, Submit
-from quire.engine.transfer.exchange import Exchange
+from quire.engine.transfer.exchange import KVExchange
 from tests.tiny_models import write_tiny_llama
 
 NUM_BLOCKS = 10
@@ -52,7 +52,7 @@ class Stepped:
         assert self.engine.outside is not None
         assert self.engine.outside.exchange is not None
         self.outside = self.engine.outside.blocks
-        self.exchange: Exchange = self.engine.outside.exchange
+        self.exchange: KVExchange = self.engine.outside.exchange
         self.said: list[FromEngine] = []
         self.emit = self.outside.watch(self.said.append)
 

@@ -20,7 +20,7 @@ from quire.base.kv_transfer import Failure, KVTransfer
 from quire.base.records import NO_INTS, Request, StepOutputs
 from quire.engine.kv_store import costs
 from quire.engine.process.messages import Abort, Outputs, Submit
-from quire.engine.transfer.exchange import Exchange
+from quire.engine.transfer.exchange import KVExchange
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.kv_store.test_store_client import (
     BLOCK,
@@ -41,7 +41,7 @@ class Side(Node):
     """An engine with a role and a store. Requests pass its exchange."""
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> KVExchange:
         assert self.engine.outside is not None
         assert self.engine.outside.exchange is not None
         return self.engine.outside.exchange

@@ -1,4 +1,4 @@
-"""EngineKeeper: one engine process of the supervisor, from its start to its end.
+"""EngineSupervisor: one engine process of the supervisor, from its start to its end.
 
 With --restart-engine it is started again when it dies, after a back-off and up to a limit. Clients
 are named by their numbers; knows no API process. Always holds: `fault` is set once there will be no
@@ -34,26 +34,26 @@ from quire.engine.supervised.restarts import Restarts
 
 
 class Owner(Protocol):
-    """What an EngineKeeper informs."""
+    """What an EngineSupervisor informs."""
 
     @property
     def announced(self) -> bool:
         """Whether the server accepts requests: before, an engine that ends is not restarted."""
 
-    def engine_ready(self, keeper: EngineKeeper) -> None:
-        """The engine is ready, for the first time or again."""
+    def engine_ready(self, engine: EngineSupervisor) -> None:
+        """Note that the engine is ready, for the first time or again."""
 
     def engine_loading(self) -> None:
         """More of the weights are loaded."""
 
-    def engine_changed(self, keeper: EngineKeeper) -> None:
-        """The engine has ended, serves again, or is gone for good."""
+    def engine_changed(self, engine: EngineSupervisor) -> None:
+        """Note that the engine has ended, serves again, or is gone for good."""
 
     def order_all(self, order: str) -> None:
         """Send an order to all API processes."""
 
 
-class EngineKeeper:
+class EngineSupervisor:
     """process: the engine's first. restarts: None where it is not started again.
 
     is_there: it runs, or is starting for the first time. loaded: bytes of its weights, and all.
