@@ -90,6 +90,13 @@ class TierBesideExchange(TierMap):
         else:
             super().end_fetch(place)
 
+    def forget(self, place: int) -> None:
+        """See TierMap."""
+        if place >= self.first:
+            self.exchange.forget(place - self.first)
+        else:
+            super().forget(place)
+
     def forget_tier(self) -> None:
         """The tier is out of use: only the exchange is left."""
         super().forget_all()
