@@ -90,6 +90,13 @@ class TierBesideExchange(TierMap):
         else:
             super().end_fetch(place)
 
+    def forget(self, place: int) -> None:
+        """See TierMap."""
+        if place >= self.first:
+            self.exchange.forget(place - self.first)
+        else:
+            super().forget(place)
+
     def forget_tier(self) -> None:
         """Leave only the exchange: the tier is out of use."""
         super().forget_all()

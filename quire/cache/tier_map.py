@@ -3,7 +3,8 @@
 Knows digests and places of one tier; moves no bytes and knows nothing of pools or requests. A
 place is free, or awaits a block that is on its way, or holds one. What is held is found, and gives
 way in the order in which it was last of use, but never while it is being fetched. Always holds: one
-place a digest, one digest a place.
+place a digest, one digest a place; a place that is being fetched gets no other block, unless all
+were forgotten.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class TierMap:
         self._awaited_keys: set[bytes] = set()
         self._fetching: Int32s = np.zeros(num_blocks, np.int32)
         self._free: list[int] = []  # of those used before
+        self._forgotten: set[int] = set()  # places without a block that are still being fetched
         self._first_unused = 0
 
     def __len__(self) -> int:
@@ -122,12 +124,18 @@ class TierMap:
     def end_fetch(self, place: int) -> None:
         """Note that a fetch from there has ended."""
         self._fetching[place] -= 1
+        if place in self._forgotten and not self._fetching[place]:
+            self._forgotten.discard(place)
+            self._free.append(place)
 
-    def forget(self, key: bytes) -> None:
-        """Forget a block that is not what it should be."""
-        place = self._place_of.get(key)
-        if place is not None:
-            self._drop(place)
+    def forget(self, place: int) -> None:
+        """Forget the block at a place that is not what it should be: it is not found any more."""
+        if place not in self._key_of:
+            return
+        self._drop(place)
+        if self._fetching[place]:  # others still read it, or send its bytes to another engine
+            self._forgotten.add(place)
+        else:
             self._free.append(place)
 
     def forget_all(self) -> None:
@@ -137,6 +145,7 @@ class TierMap:
         self._awaited.clear()
         self._awaited_keys.clear()
         self._free.clear()
+        self._forgotten.clear()
         self._first_unused = 0
 
     def problems(self) -> list[str]:
@@ -146,12 +155,13 @@ class TierMap:
             for place, key in self._key_of.items()
             if self._place_of.get(key) != place
         ]
-        places = sorted([*self._free, *self._awaited, *self._place_of.values()])
+        held = self._place_of.values()
+        places = sorted([*self._free, *self._forgotten, *self._awaited, *held])
         if places != list(range(self._first_unused)) or self._first_unused > self.num_blocks:
             found.append(
-                f"tier: {len(self._free)} free, {len(self._awaited)} awaited and "
-                f"{len(self._place_of)} held places do not add up to {self._first_unused} of "
-                f"{self.num_blocks}"
+                f"tier: {len(self._free)} free, {len(self._forgotten)} forgotten, "
+                f"{len(self._awaited)} awaited and {len(held)} held places do not add up to "
+                f"{self._first_unused} of {self.num_blocks}"
             )
         if set(self._awaited.values()) != self._awaited_keys:
             found.append("tier: awaited places and digests disagree")

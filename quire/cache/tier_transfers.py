@@ -191,9 +191,10 @@ class TierTransfers:
             fetch, at = self._fetch_of.pop(block)
             fetch.arrived[at] = arrived
             fetch.num_left -= 1
-            self.tier.end_fetch(int(fetch.places[at]))
+            place = int(fetch.places[at])
+            self.tier.end_fetch(place)
             if not arrived and fetch.keys:
-                self.tier.forget(fetch.keys[at])
+                self.tier.forget(place)
             if fetch.has_ended:
                 self._land(fetch)
                 complete.append(fetch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -109,8 +110,11 @@ def _azure(path: Path, number: int, row: dict[str, str]) -> Arrival:
 def _mooncake(path: Path, number: int, line: str) -> Arrival:
     try:
         entry = json.loads(line)
+        arrival_s = float(entry["timestamp"]) / 1000
+        if not math.isfinite(arrival_s):  # NaN and Infinity are read as numbers
+            raise _unreadable(path, number)
         return Arrival(
-            arrival_s=float(entry["timestamp"]) / 1000,
+            arrival_s=arrival_s,
             prompt_tokens=max(int(entry["input_length"]), 1),
             output_tokens=max(int(entry["output_length"]), 1),
             block_ids=tuple(int(block_id) for block_id in entry.get("hash_ids", ())),

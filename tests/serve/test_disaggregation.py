@@ -7,18 +7,24 @@ whole request alone, under a cache salt of its own.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import _native
+from quire.bench.arrivals import replay
+from quire.bench.http_load import Target, open_loop, served_model
+from quire.obs.trace import read_trace
 from tests.certificates import authority, key_of, signed
 from tests.flawed_link import Change, cutting, flawed_link, flipping
 from tests.serve.running_router import RunningRouter
@@ -45,6 +51,8 @@ FLAGS = ("--threads", "1", "--max-num-seqs", "8", "--kv-cache-memory", "24MiB")
 TRANSFER = ("--kv-transfer-size", "8MiB", "--kv-transfer-timeout", "20")
 FAILURES = "quire_kv_transfer_failures_total"
 VOCAB = 96
+# At once, so that prompts lack servers.
+NUM_PROMPTS, NUM_STREAMS = 24, 3
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +247,34 @@ def test_requests_at_once_share_what_they_begin_with(
     for thread in threads:
         thread.join()
     assert answers == wanted
+
+
+def test_a_mooncake_trace_is_replayed_through_the_pair_at_its_times(
+    prefill: RunningServer, asking: RunningServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = (
+        {"timestamp": at, "input_length": 90, "output_length": 4, "hash_ids": [name]}
+        for at, name in ((7_000, 1), (7_300, 1), (7_900, 2))
+    )
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    specs, _ = replay(
+        read_trace(file), speed=3, max_tokens=4096, vocab_size=VOCAB, rng=np.random.default_rng(1)
+    )
+    before = asking.metric("quire_kv_transfer_received_blocks_total")
+
+    async def send() -> list[Any]:
+        target = Target(url=asking.url, model="")
+        model = (await served_model(target)).name
+        return await open_loop(Target(url=asking.url, model=model), specs)
+
+    times = asyncio.run(send())
+    assert [(one.error, one.output_tokens) for one in times] == [("", 4)] * 3
+    assert [one.sent_s for one in times] == pytest.approx([0.0, 0.1, 0.3])
+    assert all(one.first_s > one.sent_s for one in times)  # none was sent before its time
+    # Two prompts of five full blocks; the second request has those of the first.
+    assert asking.metric("quire_kv_transfer_received_blocks_total") == before + 2 * 5
+    prefill.until(lambda: is_quiet(prefill, asking), "the prompts at the peer end")
 
 
 @pytest.mark.parametrize(
@@ -458,3 +494,76 @@ def test_a_movable_server_computes_prompts_where_no_other_does(
         metrics = router.request("GET", "/metrics")[1].decode()
     assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
     assert "quire_router_role_changes 0.0" in metrics
+
+
+def test_a_server_changes_its_role_when_its_streams_have_ended(
+    folder: Path, prefill: RunningServer, decode: RunningServer
+) -> None:
+    """Prompts lack servers while streams are open at all servers that write answers."""
+    random = Random(17)
+    prompts = [{**drawn(random, 3000), "max_tokens": 2} for _ in range(4)]
+    stream = {**drawn(random, 20), "max_tokens": 200}
+    wanted = [alone(prefill, body, f"role {at}") for at, body in enumerate(prompts)]
+    text = alone(prefill, stream, "stream")["text"]
+    with start(folder, "both") as movable:
+        arguments = (decode.url, "--prefill", prefill.url, "--movable", movable.url)
+        arguments += ("--policy", "least-tokens", "--min-prefill-tokens", "256")
+        with RunningRouter(*arguments, "--role-seconds", "0.3") as router:
+            is_moving, has_computed = threading.Event(), threading.Event()
+
+            def until(done: threading.Event, ask: Callable[[int], None]) -> None:
+                number = 0
+                while not done.is_set():
+                    ask(number)
+                    number += 1
+
+            def ask_prompt(at: int, number: int) -> None:
+                body = {**prompts[at % 4], "cache_salt": f"prompt {at} {number}"}
+                status, raw = router.request("POST", "/v1/completions", body)
+                assert answer_of((status, json.loads(raw))) == wanted[at % 4]
+
+            def ask_stream(number: int) -> None:
+                body = {**stream, "stream": True}
+                lines = router.lines("POST", "/v1/completions", body)
+                events = [json.loads(one[6:]) for one in lines if one.startswith(b"data: {")]
+                assert "".join(one["choices"][0]["text"] for one in events) == text
+
+            with ThreadPoolExecutor(NUM_PROMPTS + NUM_STREAMS) as threads:
+                open_ = [
+                    threads.submit(
+                        until, has_computed, lambda number, at=at: ask_prompt(at, number)
+                    )
+                    for at in range(NUM_PROMPTS)
+                ]
+                open_ += [threads.submit(until, is_moving, ask_stream) for _ in range(NUM_STREAMS)]
+                try:
+                    router.until(
+                        lambda: (
+                            "a server changes its role" in router.stderr()
+                            or any(one.done() for one in open_)
+                        ),
+                        "prompts lack servers",
+                    )
+                    is_moving.set()
+                    sent = "quire_kv_transfer_sent_blocks_total"
+                    router.until(
+                        lambda: (
+                            movable.metric(sent) > 0
+                            or any(one.done() for one in open_[:NUM_PROMPTS])
+                        ),
+                        "it computes prompts for others",
+                    )
+                finally:
+                    is_moving.set()
+                    has_computed.set()
+                for one in open_:
+                    one.result()
+            log = router.stderr()
+            begins = re.search(r"a server changes its role.*open=(\d+)", log)
+            ends = re.search(r"a server has changed its role.*role=prefill", log)
+            assert begins is not None, log
+            assert ends is not None, log
+            assert int(begins[1]) > 0
+            assert begins.start() < ends.start()
+            assert router.metric("quire_router_role_changes") >= 1
+            assert movable.metric(sent) > 0

@@ -84,7 +84,7 @@ class DiskLevel:
         if not found or self._is_broken:
             return Fetched.MISSING
         if not self._store.fetch(found[0], key, out):
-            self._map.forget(key)
+            self._map.forget(found[0])
             self.failures[StoreFailure.CORRUPT] += 1
             return Fetched.BAD
         self._map.begin_fetch(np.array(found, np.int32))

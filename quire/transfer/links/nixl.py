@@ -36,6 +36,9 @@ CPU_TRANSPORTS = "cma,sysv,posix,self,tcp"
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND = "UCX"
 READ_S = 10.0
+# The agent's thread waits for events; after so long it looks at all without one. The library's
+# default of 0 is a thread that never waits: it takes a whole core from the steps.
+PROGRESS_US = 10_000
 _SPINS = 200  # of checks without a pause: a block of a local memory takes some of them
 _PAUSE_S = 0.0002
 # Agents that stay connected without a transfer: connecting again takes a fifth of a second.
@@ -69,6 +72,7 @@ class NixlAgent:
         self._errors = _errors_of(library)
         # A thread of its own answers reads of other agents, and several of ours call it.
         config = library.nixlAgentConfig(True, False, 0, library.NIXL_THREAD_SYNC_STRICT)
+        config.pthrDelay = PROGRESS_US
         try:
             self._agent = library.nixlAgent(name, config)
             self._agent.createBackend(_BACKEND, {})

@@ -99,6 +99,7 @@ def test_a_prompt_longer_than_its_blocks_is_padded(tmp_path: Path) -> None:
         ('{"timestamp": 0, "input_length": 5, "output_length": 2}\n{"timestamp": 0}\n', "line 2"),
         ('{"timestamp": 0, "input_length": 5,\n', "line 1"),
         ('{"timestamp": [], "input_length": 5, "output_length": 2}\n', "line 1"),
+        ('{"timestamp": NaN, "input_length": 5, "output_length": 2}\n', "line 1"),
     ],
 )
 def test_an_invalid_trace_is_rejected_with_its_line(tmp_path: Path, text: str, told: str) -> None:

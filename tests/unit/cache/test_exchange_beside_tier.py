@@ -91,6 +91,35 @@ def test_a_chain_may_be_in_both_and_is_then_loaded_whatever_it_costs(
     assert not tier.problems()
 
 
+def test_a_block_that_does_not_arrive_is_forgotten_where_it_lay(
+    tier: TierBesideExchange, exchange: ExchangeMap
+) -> None:
+    """Its place stays as it is while a lease holds it; the tier keeps a block of that digest."""
+    tier.load([(KEYS[0], 0)])
+    place = exchange.await_block(KEYS[0])
+    assert place is not None
+    exchange.land(place, arrived=True)
+    exchange.hold([place])
+    made = transfers(tier)
+    places = made.run(KEYS[:1])
+    assert places.tolist() == [FIRST + place]
+    tier.begin_fetch(places)
+    made.swap_in(BLOCKS[:0], BLOCKS[7:], places, KEYS[:1])
+    made.ended(
+        CopiesEnded(
+            to_tiers=np.array([Tier.POOL], np.int32),
+            to_blocks=BLOCKS[7:],
+            arrived=np.zeros(1, np.bool_),
+        )
+    )
+    assert tier.run(KEYS[:1]) == [0]
+    assert exchange.num_kept == 1
+    assert place not in [exchange.await_block(key) for key in KEYS[1:5]]
+    exchange.end_fetch(place)
+    assert exchange.await_block(KEYS[5]) == place
+    assert not tier.problems()
+
+
 def test_a_tier_that_fails_leaves_the_exchange(
     tier: TierBesideExchange, exchange: ExchangeMap
 ) -> None:

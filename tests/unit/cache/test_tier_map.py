@@ -67,6 +67,25 @@ def test_places_being_fetched_are_not_replaced() -> None:
     assert tier.await_block(key(6)) == 0
 
 
+def test_a_forgotten_place_gets_another_block_only_after_its_last_fetch() -> None:
+    """Another fetch may read it, or a lease send its bytes under the digest of the first block."""
+    tier = filled(1)
+    twice = np.array([0, 0], np.int32)
+    tier.begin_fetch(twice)
+    tier.forget(0)
+    assert not tier.knows(key(0))
+    assert tier.await_block(key(5)) is None
+    tier.end_fetch(0)
+    tier.forget(0)  # the second fetch has failed, too
+    assert tier.await_block(key(5)) is None
+    assert tier.problems() == []
+    tier.end_fetch(0)
+    assert tier.await_block(key(5)) == 0
+    tier.land(0, arrived=True)
+    assert tier.run([key(5)]) == [0]
+    assert tier.problems() == []
+
+
 def test_restored_places_are_found_and_replaced_in_order() -> None:
     tier = TierMap(4)
     tier.load([(key(3), 2), (key(1), 0), (key(2), 3)])
@@ -93,6 +112,7 @@ def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
     held: list[tuple[bytes, int]] = []  # least recently used first
     awaited: dict[int, bytes] = {}
     fetching: list[int] = []
+    forgotten: set[int] = set()  # while they are being fetched
     for _ in range(300):
         what = random.randrange(5)
         if what == 0:
@@ -100,7 +120,7 @@ def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
             if tier.knows(name):
                 continue
             place = tier.await_block(name)
-            used = [at for _, at in held] + list(awaited)
+            used = [*(at for _, at in held), *awaited, *forgotten]
             if len(used) < 6:
                 assert place is not None
                 assert place not in used
@@ -125,11 +145,13 @@ def test_random_operations_agree_with_a_plain_model(seed: int) -> None:
             held.append((name, place))
         elif what == 3 and fetching:
             tier.end_fetch(fetching.pop(random.randrange(len(fetching))))
+            forgotten &= set(fetching)
         elif what == 4 and held and random.random() < 0.2:
             name, place = random.choice(held)
-            if place not in fetching:
-                tier.forget(name)
-                held.remove((name, place))
+            tier.forget(place)
+            held.remove((name, place))
+            if place in fetching:
+                forgotten.add(place)
         assert tier.problems() == []
         assert len(tier) == len(held)
         assert all(tier.run([name]) == [place] for name, place in held)

@@ -204,6 +204,39 @@ def test_roles_a_store_and_a_router_go_together(trace: str) -> None:
     assert all(run["shared_store"]["put_blocks"] for run in runs[2:])
 
 
+def test_prefill_engines_have_a_profile_of_their_own(trace: str, tmp_path: Path) -> None:
+    here, fast, other = (tmp_path / f"{name}.json" for name in ("here", "fast", "other"))
+    settings = ("--threads", "1", "--max-num-seqs", "4", "--kv-cache-memory", "8MiB")
+    words = ("simulate", "--json", "--trace", trace, *settings)
+    first = quire_main(*words, "--max-requests", "1", "--save-profile", str(here))
+    assert first.returncode == 0, first.stderr
+    profile = json.loads(here.read_text())
+    tenth = {
+        name: [(at, ms / 10) for at, ms in profile[name]]
+        for name in ("chunk_ms", "rows_ms", "read_ms")
+    }
+    tenth |= {"pair_ms": profile["pair_ms"] / 10, "loop_ms": profile["loop_ms"] / 10}
+    linear = {name: ms / 10 for name, ms in profile["linear"].items()}
+    fast.write_text(json.dumps({**profile, **tenth, "linear": linear, "name": "fast"}))
+    words += ("--profile", str(here), *ROLES, "--prefill-by", "router")
+    words += ("--min-prefill-tokens", "16", "--transfer-gb-per-s", "100")
+    found = {}
+    for name, more in (("alike", ()), ("fast", ("--prefill-profile", str(fast)))):
+        done = quire_main(*words, *more)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(done.stdout)
+    assert found["fast"]["settings"]["prefill_machine"] == "fast"
+    assert found["fast"]["runs"][0]["roles"] == "2 of both roles, as decode"
+    alike, unlike = (one["runs"][1] for one in found.values())
+    assert alike["transfer"]["handed_over"] == unlike["transfer"]["handed_over"] > 0
+    assert unlike["busy"]["prefill"] < alike["busy"]["prefill"]
+    assert unlike["summary"]["ttft_mean_s"] < alike["summary"]["ttft_mean_s"]
+    other.write_text(json.dumps({**profile, "token_bytes": profile["token_bytes"] * 2}))
+    refused = quire_main(*words, "--prefill-profile", str(other))
+    assert refused.returncode == 2
+    assert "measure both profiles with one model" in refused.stderr
+
+
 ROLES = ("--prefill-engines", "1", "--decode-engines", "1")
 
 

@@ -3,16 +3,19 @@ choices, and reproducibility."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.base.errors import SettingError
 from quire.obs.timing import Goals
+from quire.obs.trace import read_trace
 from quire.sim.cost import MeasuredCost
 from quire.sim.fleet import Fleet, FleetRun, RolesSpec, simulate_fleet
-from quire.sim.load import TraceRequest
+from quire.sim.load import TraceRequest, trace_requests
 from quire.sim.roles import compare_roles, roles_text
 from quire.sim.run import simulate
 from quire.sim.virtual_store import StoreSpec
@@ -61,6 +64,35 @@ def test_a_prompt_is_computed_elsewhere_and_its_last_token_here() -> None:
     assert found.run.stats.transfer is not None
     assert found.run.stats.transfer.received_bytes_total == 2 * 16 * 1024
     assert not sum(count for _, count in found.run.stats.transfer.failures_total)
+
+
+@pytest.mark.parametrize("speed", [1, 4])
+def test_a_mooncake_trace_meets_a_pair_at_its_times(tmp_path: Path, speed: int) -> None:
+    """Times count from the first request, whatever the order of lines; equal names are equal
+    tokens."""
+    file = tmp_path / "trace.jsonl"
+    lines = ((9_000, 1), (1_000, 1), (21_000, 2))  # milliseconds, and the name of the only block
+    file.write_text(
+        "".join(
+            json.dumps(
+                {"timestamp": at, "input_length": 33, "output_length": 3, "hash_ids": [name]}
+            )
+            + "\n"
+            for at, name in lines
+        )
+    )
+    requests, left_out = trace_requests(read_trace(file), speed=speed, defaults=DEFAULTS)
+    assert left_out == 0
+    arrivals_ms = [0, 8_000 / speed, 20_000 / speed]
+    assert [one.arrival_ms for one in requests] == arrivals_ms
+    found = run_roles(requests, PAIR)
+    # As counted by hand for one request; the second one has its blocks already.
+    assert [one.first_token_ms - one.request.arrival_ms for one in found.run.finished] == [
+        *(2 + 41 + 2 + 2 + 10, 10),
+        2 + 41 + 2 + 2 + 10,
+    ]
+    assert [one.request.arrival_ms for one in found.run.finished] == arrivals_ms
+    assert received_blocks(found) == [0, 4]
 
 
 def test_blocks_travel_while_later_ones_are_computed() -> None:

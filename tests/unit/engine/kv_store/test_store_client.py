@@ -244,6 +244,16 @@ def test_other_salts_and_tenants_find_nothing(nodes: Callable[..., Node], tmp_pa
     assert other.stats.fetched_blocks_total == NUM_BLOCKS
 
 
+def test_two_directories_are_two_stores(nodes: Callable[..., Node], tmp_path: Path) -> None:
+    one, other = nodes(), nodes(store=tmp_path / "another")
+    wanted = one.answer(request_of("a"))
+    one.settle()
+    assert other.answer(request_of("b")) == wanted
+    other.settle()
+    assert (other.stats.fetched_blocks_total, other.failures) == (0, {})
+    assert len(files(tmp_path / "kv")) == len(files(tmp_path / "another")) == NUM_BLOCKS
+
+
 def test_corrupt_blocks_are_computed_counted_and_stored_again(
     nodes: Callable[..., Node], tmp_path: Path
 ) -> None:

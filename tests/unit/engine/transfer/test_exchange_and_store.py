@@ -21,6 +21,8 @@ from quire.base.records import NO_INTS, Request, StepOutputs
 from quire.engine.kv_store import costs
 from quire.engine.process.messages import Abort, Outputs, Submit
 from quire.engine.transfer.exchange import KVExchange
+from quire.kv_store.int8 import Int8Encoding
+from quire.kv_store.level import Bytes, Fetched
 from tests.tiny_models import write_tiny_llama
 from tests.unit.engine.kv_store.test_store_client import (
     BLOCK,
@@ -34,6 +36,7 @@ from tests.unit.engine.kv_store.test_store_client import (
 )
 
 TRANSFER = "ab" * 16
+HEAD_DIM = 16  # of the model
 NUM_STORED = 4  # blocks that the store has where it has a part of a prompt
 
 
@@ -414,19 +417,78 @@ def test_a_flush_in_the_middle_gives_no_stale_block(
     quiet(prefill)
 
 
+def test_a_pair_with_int8_answers_from_the_rounded_blocks(sides: Callable[..., Side]) -> None:
+    """What comes from the store is each computed block, rounded as the scheme says, and no more; a
+    link brings computed blocks. An engine that has not opted in gets neither."""
+    bf16: dict[str, Any] = {"kv_cache_dtype": "bf16"}
+    int8 = {**bf16, "kv_store_encoding": "int8"}
+    request = request_of("whole")
+    plain = sides("both", **bf16)
+    exact = plain.answer(request)
+    plain.settle()
+    keys, computed = stored_blocks(plain, request)
+    rounded = [through_int8(plain, raw) for raw in computed]
+    assert not np.array_equal(rounded, computed)
+    level = plain.client._shared
+    for key in keys:
+        level.store.remove(key)
+    assert level.put(keys, rounded) == [True] * NUM_BLOCKS
+    reading = sides("both", **bf16)
+    promised = reading.answer(request)
+    assert reading.stats.fetched_blocks_total == NUM_BLOCKS
+
+    prefill = sides("prefill", **int8)
+    prefill.submit(handed_over(request))
+    until(lambda: not prefill.engine.core.has_work, prefill)
+    prefill.settle()
+    assert prefill.stats.fetched_blocks_total == 0
+    source = prefill.source()
+    by_store, by_link = sides("decode", **int8), sides("decode", **int8, kv_store_fetch="never")
+    by_link.submit(given := replace(request_of("a"), transfer=source))
+    assert answers(given, by_link, prefill) == exact
+    assert (by_link.stats.fetched_blocks_total, by_link.received) == (0, NUM_BLOCKS)
+    by_store.submit(given := replace(request_of("b"), transfer=source))
+    assert answers(given, by_store, prefill) == promised
+    assert (by_store.stats.fetched_blocks_total, by_store.received) == (NUM_BLOCKS, 0)
+    _, arrived = stored_blocks(by_store, request)
+    assert np.array_equal(arrived, rounded)
+    quiet(prefill, by_store, by_link)
+
+
+def stored_blocks(side: Side, request: Request) -> tuple[tuple[bytes, ...], list[Bytes]]:
+    """Return the digests of a prompt's blocks, and what the store gives an engine for them."""
+    hand_overs = side.engine.core.scheduler.hand_overs
+    assert hand_overs is not None
+    keys = hand_overs.chain(request, request.prompt_ids).keys
+    blocks = [np.empty(side.engine.card.block_bytes, np.uint8) for _ in keys]
+    assert side.client._shared.fetch(keys, blocks) == [Fetched.WHOLE] * NUM_BLOCKS
+    return keys, blocks
+
+
+def through_int8(side: Side, raw: Bytes) -> Bytes:
+    """Return a block as it comes back from 8-bit integers."""
+    encoding = Int8Encoding(side.engine.card.block_bytes, HEAD_DIM)
+    payload, found = np.empty(encoding.payload_bytes, np.uint8), np.empty_like(raw)
+    assert encoding.encode(raw, payload)
+    encoding.decode(payload, found)
+    return found
+
+
 def test_blocks_of_an_encoded_store_are_not_handed_to_an_engine_without_it(
     sides: Callable[..., Side],
 ) -> None:
-    bf16 = {"kv_cache_dtype": "bf16"}
+    bf16: dict[str, Any] = {"kv_cache_dtype": "bf16"}
     prefill = sides("prefill", kv_store_encoding="int8", **bf16)
     decode = sides("decode", **bf16)
     prefill.submit(handed_over(request_of("whole")))
     until(lambda: not prefill.engine.core.has_work, prefill)
+    prefill.settle()
     request = replace(request_of("a"), transfer=prefill.source())
     decode.submit(request)
-    answers(request, decode, prefill)
-    assert decode.received == 0
+    found = answers(request, decode, prefill)
+    assert (decode.stats.fetched_blocks_total, decode.received) == (0, 0)
     assert decode.lost == {Failure.REFUSED: 1}
+    assert found == sides("both", **bf16, kv_store_fetch="never").answer(request_of("b"))
 
 
 def test_a_store_that_hangs_delays_the_link_for_a_limited_time(

@@ -22,8 +22,11 @@ class nixlBackendError(Exception):
 
 
 class nixlAgentConfig:
+    """pthrDelay: microseconds; at 0 the library's thread never waits."""
+
     def __init__(self, *settings: Any) -> None:
         self.settings = settings
+        self.pthrDelay = 0
 
 
 class nixlRegDList:
@@ -40,7 +43,7 @@ class nixlAgent:
     """num_pending: how often a read is under way before it is done; -1: always."""
 
     def __init__(self, name: str, config: nixlAgentConfig) -> None:
-        self.name, self.num_pending = name, 2
+        self.name, self.config, self.num_pending = name, config, 2
         self.registered: list[tuple[int, int]] = []
         self.known: dict[str, nixlAgent] = {}
         self.requests: dict[int, list[Any]] = {}

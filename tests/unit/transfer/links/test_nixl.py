@@ -196,6 +196,21 @@ def test_the_environment_chooses_transports(monkeypatch: pytest.MonkeyPatch) -> 
     assert nixl.os.environ["UCX_TLS"] == nixl.CPU_TRANSPORTS
 
 
+def test_the_thread_of_an_agent_waits_for_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it takes a core from the engine that waits, and from the one that computes."""
+    monkeypatch.setattr(nixl, "bindings", lambda: fake_nixl)
+    assert NixlAgent("five")._agent.config.pthrDelay == nixl.PROGRESS_US >= 1000
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="no NIXL")
+def test_the_library_takes_the_time_that_its_thread_waits() -> None:
+    library = nixl.bindings()
+    config = library.nixlAgentConfig(True, False, 0, library.NIXL_THREAD_SYNC_STRICT)
+    assert config.pthrDelay == 0
+    config.pthrDelay = nixl.PROGRESS_US
+    assert config.pthrDelay == nixl.PROGRESS_US
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="no NIXL")
 def test_a_process_with_an_agent_ends_with_its_own_exit_code() -> None:
     code = (
