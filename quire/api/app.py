@@ -92,7 +92,7 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
         *model_routes(server_state),
         *requests.routes(),
         *TimelineRoutes(server_state, None if siblings is None else siblings.forward).routes(),
-        *_status_routes(server_state),
+        *_status_routes(server_state, siblings),
         *_page_routes(server_state, OVERVIEW),
     ]
     routes += batch_routes(server_state, routes)
@@ -111,18 +111,19 @@ def _responses_routes(server_state: ServerState, siblings: SiblingWorkers | None
 
 def build_admin_app(server_state: ServerState, siblings: SiblingWorkers | None = None) -> ASGIApp:
     """Return the application of --admin-port."""
-    routes = [*_admin_routes(server_state, siblings), *_status_routes(server_state)]
+    routes = [*_admin_routes(server_state, siblings), *_status_routes(server_state, siblings)]
     router = _router([*routes, *_page_routes(server_state, ADMIN_OVERVIEW)])
     return RequestMiddleware(router, server_state, DEFAULT_DIALECT, for_admins=True)
 
 
-def _status_routes(server_state: ServerState) -> list[Route]:
+def _status_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
     """Return the routes that every listener has."""
+    beats = BeatRoutes(server_state, None if siblings is None else siblings.beats)
     health, document = HealthRoutes(server_state), DocumentRoutes(server_state)
     return [
         Route("/health", health.health, methods=["GET"]),
         Route("/v1/health", health.health, methods=["GET"]),
-        Route("/health/beats", BeatRoutes(server_state).get, methods=["GET"]),
+        Route("/health/beats", beats.get, methods=["GET"]),
         Route("/metrics", health.metrics, methods=["GET"]),
         Route("/version", show_version, methods=["GET"]),
         Route("/openapi.json", document.get, methods=["GET"]),

@@ -43,6 +43,7 @@ from quire.api.server_state import ServerState
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.base.http_apis import PROCESS_HEADER
 from quire.base.log import Log
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
@@ -317,7 +318,7 @@ async def _serve_all(
 
 def public_server(server_state: ServerState, siblings: SiblingWorkers | None = None) -> _Server:
     """Return the server of the public listener."""
-    server = new_http_server(build_app(server_state, siblings), server_state)
+    server = new_http_server(build_app(server_state, siblings), server_state, siblings)
     if server_state.config.tls_cert is not None:
         server.tls = tls_context(server_state.config)
     return server
@@ -336,8 +337,11 @@ def _private_server(server_state: ServerState, siblings: SiblingWorkers) -> _Ser
     return server
 
 
-def new_http_server(app: ASGIApp, server_state: ServerState) -> _Server:
+def new_http_server(
+    app: ASGIApp, server_state: ServerState, siblings: SiblingWorkers | None = None
+) -> _Server:
     """Return a server of `app` with the bounds on connections, heads and idle time."""
+    process = [] if siblings is None else [(PROCESS_HEADER.decode(), str(siblings.number))]
     return _Server(
         uvicorn.Config(
             app,
@@ -350,6 +354,7 @@ def new_http_server(app: ASGIApp, server_state: ServerState) -> _Server:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            headers=process,
             # A timer's seconds, which may be fractions.
             timeout_keep_alive=server_state.config.keep_alive_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=1,

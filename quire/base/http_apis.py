@@ -28,6 +28,8 @@ API_PATHS: dict[str, str] = {
 # What clients of Ollama may add to the name of a model.
 MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
+# Of answers of a server with several API processes: the number of the one that has answered.
+PROCESS_HEADER = b"x-quire-process"
 # Headers that may have the key; the first that has one counts.
 KEY_HEADERS: dict[str, tuple[bytes, ...]] = {
     OPENAI: (AUTHORIZATION,),

@@ -15,7 +15,7 @@ from quire.router.api_forms import ErrorBody, read_error
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
-from quire.router.faults import Refusal, ReplicaFault
+from quire.router.faults import ProcessStopped, Refusal, ReplicaFault
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.model_choice import ModelChoice
@@ -204,7 +204,10 @@ class Answer:
             tokens=num_delivered,
             started=started,
         )
-        self._state.failures.note(replica, fault, num_delivered)
+        if isinstance(fault, ProcessStopped):  # the replica may go on, by another process
+            self._state.tried.discard(replica)
+        else:
+            self._state.failures.note(replica, fault, num_delivered)
         self._placement.failed()
         self._state.continuation.failed(fault.cause, self._loop.time(), has_output=started)
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import STREAM_END, STREAM_ERROR
-from quire.router.faults import ClientGone, ReplicaFault, StaleConnection
+from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
 from quire.router.http_client import Exchange
 from quire.router.replica import Load, Replica
@@ -88,7 +88,10 @@ class Attempt(AbstractContextManager["Attempt"]):
     def fail(self, fault: ReplicaFault) -> None:
         """End as failed, also where no error passes through the context."""
         if not self._is_over:
-            self._fleet.suspect(self.replica)  # while this request still counts as open
+            if isinstance(fault, ProcessStopped):  # its other processes serve
+                self.replica.breaker.gave_up()
+            else:
+                self._fleet.suspect(self.replica)  # while this request still counts as open
             fault.is_shared = self.replica.is_shared(self.load)
             self._end()
 

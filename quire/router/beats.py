@@ -9,9 +9,8 @@ no clock but the connection's. Always holds: a replica without beats is judged b
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 import msgspec
 
@@ -19,15 +18,15 @@ from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.http_client import ConnectionPool, Exchange, Headers
 from quire.router.replica import Replica
+from quire.routing.beat_gaps import BeatGaps
+
+Connect = Callable[[], Awaitable[Exchange]]
 
 PATH = b"/health/beats"
 _TYPE, _EVENTS = b"content-type", b"text/event-stream"
-# A replica may be silent for a multiple of the longest gap between its beats lately, within these
-# bounds. The lower one leaves time for a packet that is lost and sent again twice.
-MIN_SILENT_S = 0.6
-_MULTIPLE = 3.0
-# Gaps are kept as the longest of each second, for so many seconds.
-_NUM_SECONDS, _MIN_SECONDS = 30, 3
+# Beats are late after half of what is usual; of that, while little is known.
+_LATE_S = 2.0
+_GLANCE_S = 0.1
 # After a connection has ended, and where a server has no beats, it is asked again so much later.
 _AGAIN_S, _WITHOUT_S = 2.0, 30.0
 _MAX_EVENT_BYTES = 1 << 16
@@ -42,45 +41,54 @@ class BeatHealth(msgspec.Struct):
     ok: bool
     state: str
     reason: str = ""
+    stopped_processes: tuple[int, ...] = ()
 
 
 _read_health = msgspec.json.Decoder(BeatHealth).decode
 
 
 class Beats:
-    """on_health: called with what the server says when its health changes. last_s: when the newest
-    beat was read; 0 where none come."""
+    """on_health: called with what the server says when its health changes. gaps: between beats;
+    its last_s is 0 where none come."""
 
     def __init__(self, on_health: Callable[[BeatHealth], None]) -> None:
-        self.last_s = 0.0
+        self.gaps = BeatGaps()
         self._on_health = on_health
-        self._longest_s: deque[float] = deque(maxlen=_NUM_SECONDS)
-        self._second = 0
+        self._exchange: Exchange | None = None
+        self._other: asyncio.Task[Exchange] | None = None
+        self._loop = asyncio.get_running_loop()
 
-    async def follow(self, pool: ConnectionPool, headers: Headers) -> bool:
+    async def follow(self, connect: Connect) -> bool:
         """Read beats until the connection ends; return whether the server has any. Raises
-        ReplicaFault where it broke."""
-        exchange = await pool.send(b"GET", PATH, headers, b"", is_fresh=True)
+        ReplicaFault where it broke.
+
+        connect: opens a connection. While beats are late, another one is opened beside: of several
+        API processes behind one port another one may take it, and says which have stopped.
+        """
         try:
-            async with _in_time():
-                await exchange.head()
-            if exchange.status != 200 or _EVENTS not in dict(exchange.headers).get(_TYPE, b""):
+            self._exchange = await connect()
+            if not _has_beats(self._exchange):
                 return False
-            await self._read(exchange)
+            await self._read(connect)
             return True
         finally:
-            self.last_s = 0.0
-            self._longest_s.clear()
-            exchange.close()
+            self.gaps.clear()
+            self._leave_other()
+            if self._exchange is not None:
+                self._exchange.close()
 
-    async def _read(self, exchange: Exchange) -> None:
+    async def _read(self, connect: Connect) -> None:
         rest = b""
         while True:
-            async with _in_time():
-                received = await exchange.read()
+            assert self._exchange is not None, "it is open"
+            received = await self._received(self._exchange)
+            if received is None:
+                rest = b"" if self._is_replaced(self._exchange, connect) else rest
+                continue
             if not received:
                 return
-            self._note(exchange.last_s)
+            self._leave_other()
+            self.gaps.note(self._exchange.last_s)
             *events, rest = (rest + received).split(b"\n\n")
             if len(rest) > _MAX_EVENT_BYTES:
                 raise ReplicaFault("its /health/beats are no events", is_suspect=False)
@@ -88,20 +96,39 @@ class Beats:
                 if event.startswith(b"data: "):
                     self._on_health(_read_health(event[6:]))
 
-    def _note(self, now_s: float) -> None:
-        gap_s = now_s - self.last_s if self.last_s else 0.0
-        if int(now_s) != self._second or not self._longest_s:
-            self._second = int(now_s)
-            self._longest_s.append(gap_s)
-        else:
-            self._longest_s[-1] = max(self._longest_s[-1], gap_s)
-        self.last_s = now_s
+    async def _received(self, exchange: Exchange) -> bytes | None:
+        """Return what comes within a moment; None for nothing."""
+        try:
+            async with asyncio.timeout(_GLANCE_S):
+                return await exchange.read()
+        except TimeoutError:
+            return None
 
-    def limit_s(self, at_most_s: float) -> float:
-        """Return for how long a replica that works may send no beat."""
-        if len(self._longest_s) < _MIN_SECONDS:
-            return at_most_s
-        return min(max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S), at_most_s)
+    def _is_replaced(self, exchange: Exchange, connect: Connect) -> bool:
+        """Return whether another connection is read from now on. Raises ReplicaFault where it was
+        waited for too long."""
+        silent_s = self._loop.time() - exchange.last_s
+        if silent_s > LOST_S:
+            raise _lost()
+        if self._other is None:
+            if silent_s > self.gaps.limit_s(_LATE_S) / 2:
+                self._other = asyncio.ensure_future(connect())
+            return False
+        if not self._other.done() or self._other.cancelled() or self._other.exception():
+            return False
+        if not _has_beats(self._other.result()):
+            return False
+        exchange.close()
+        self._exchange, self._other = self._other.result(), None
+        return True
+
+    def _leave_other(self) -> None:
+        """Give up the connection that was opened beside this one."""
+        other, self._other = self._other, None
+        if other is None or other.cancel() or other.cancelled():
+            return
+        if other.exception() is None:
+            other.result().close()
 
 
 class FleetBeats:
@@ -123,7 +150,7 @@ class FleetBeats:
         """Read the beats of a replica from now on. Twice is once."""
         if replica in self._reading or self._loop.time() < self._again_s.get(replica, 0.0):
             return
-        beats = Beats(lambda health: self._on_health(replica, health))
+        beats = Beats(partial(self._hear, replica))
         self._known[replica] = beats
         self._reading[replica] = asyncio.ensure_future(self._read(replica, beats))
 
@@ -131,8 +158,8 @@ class FleetBeats:
         host = replica.url.shown.partition("//")[2].encode()
         wait_s = _AGAIN_S
         try:
-            pool = self._fleet.pool(replica)
-            if not await beats.follow(pool, [(b"host", host), *self._headers]):
+            headers = [(b"host", host), *self._headers]
+            if not await beats.follow(partial(_connect, self._fleet.pool(replica), headers)):
                 wait_s = _WITHOUT_S
         except (ReplicaFault, msgspec.MsgspecError):
             self._fleet.probe_now.set()
@@ -141,15 +168,24 @@ class FleetBeats:
             if replica in self._known:
                 self._again_s[replica] = self._loop.time() + wait_s
 
+    def _hear(self, replica: Replica, health: BeatHealth) -> None:
+        """Give up what is open at processes that have stopped; streams continue elsewhere."""
+        if stopped := health.stopped_processes:
+            what = "API processes of a replica have stopped"
+            numbers = ",".join(map(str, stopped))
+            self._fleet.log.warning(what, replica=replica.name, processes=numbers)
+            self._fleet.pool(replica).lose([b"%d" % number for number in stopped])
+        self._on_health(replica, health)
+
     def quiet_s(self, replica: Replica, now_s: float) -> float | None:
         """Return the time since the newest beat; None where none come."""
         beats = self._known.get(replica)
-        return None if beats is None or not beats.last_s else now_s - beats.last_s
+        return None if beats is None or not beats.gaps.last_s else now_s - beats.gaps.last_s
 
     def limit_s(self, replica: Replica, at_most_s: float) -> float:
         """Return for how long a replica that works may send no beat. Over TLS the event loop of the
         server writes them, beside all its streams: they stop no sooner than its other answers."""
-        return at_most_s if replica.url.is_secure else self._known[replica].limit_s(at_most_s)
+        return at_most_s if replica.url.is_secure else self._known[replica].gaps.limit_s(at_most_s)
 
     def keep(self, replicas: Collection[Replica]) -> None:
         """Forget replicas that are not among these."""
@@ -167,11 +203,23 @@ class FleetBeats:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@contextlib.asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
+async def _connect(pool: ConnectionPool, headers: Headers) -> Exchange:
+    """Return a new connection to the beats, once its head is there. Raises ReplicaFault."""
+    exchange = await pool.send(b"GET", PATH, headers, b"", is_fresh=True)
     try:
         async with asyncio.timeout(LOST_S):
-            yield
-    except TimeoutError:
-        what = f"its /health/beats sent nothing for {LOST_S:g} s"
-        raise ReplicaFault(what, is_suspect=False) from None
+            await exchange.head()
+    except BaseException as error:
+        exchange.close()
+        if isinstance(error, TimeoutError):
+            raise _lost() from None
+        raise
+    return exchange
+
+
+def _has_beats(exchange: Exchange) -> bool:
+    return exchange.status == 200 and _EVENTS in dict(exchange.headers).get(_TYPE, b"")
+
+
+def _lost() -> ReplicaFault:
+    return ReplicaFault(f"its /health/beats sent nothing for {LOST_S:g} s", is_suspect=False)

@@ -19,7 +19,6 @@ import msgspec
 
 from quire.base.log import Log
 from quire.router.classifier import read_classifier
-from quire.router.faults import Refusal
 from quire.router.judged_answers import (
     JUDGED_FORMS,
     JudgedAnswer,
@@ -108,26 +107,12 @@ class Cascade:
         return ""
 
     def judge(self, request: RoutedRequest) -> Judge | None:
-        """Return what judges the small model's answer; None where it is not judged.
-
-        Asks for the log-probabilities that the judge needs. Raises Refusal where the API has none.
-        """
-        table, path = self._table, request.path
+        """Return what judges the small model's answer; None where it is not judged. Asks for the
+        log-probabilities that the judge needs."""
         if not self._is_judged(request):
             return None
-        form, asked = JUDGED_FORMS[path], None
-        if "low-confidence" in table.escalate:
-            if form.ask is None:
-                raise Refusal(
-                    400,
-                    "invalid_value",
-                    f"{self.name!r} replaces answers of low confidence, and {path} has no "
-                    "log-probabilities to judge them by: ask for a stream, name "
-                    f"{self.small!r} or {self.large!r} as the model, or leave low-confidence out "
-                    f"of escalate in [cascades.{self.name}]",
-                    param="model",
-                )
-            asked = form.ask(request.fields)
+        table, form = self._table, JUDGED_FORMS[request.path]
+        asked = form.ask(request.fields) if "low-confidence" in table.escalate else None
         judge = Judge(table, form, request, "" if asked is None else asked[0])
         if asked is not None:
             request.change(*asked)

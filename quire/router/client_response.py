@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from quire.base.http_apis import PROCESS_HEADER
 from quire.router.api_forms import ApiForm
 from quire.router.faults import ClientGone, Refusal
 from quire.router.http_client import gone
@@ -19,11 +20,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
-# Headers of one connection, not of a message.
+# Headers of one connection, not of a message, and of one process of a replica.
 HOP_BY_HOP = frozenset(
     {
         *(b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te"),
         *(b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect"),
+        PROCESS_HEADER,
     }
 )
 

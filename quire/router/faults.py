@@ -38,6 +38,15 @@ class StaleConnection(ReplicaFault):
     """A connection that was kept open had been closed when it was used again."""
 
 
+class ProcessStopped(ReplicaFault):
+    """One of the API processes of a replica has stopped; the others go on, as does its engine."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the API process of the replica has stopped", is_suspect=False, is_silence=True
+        )
+
+
 class ClientGone(QuireError):
     """The client has closed its connection."""
 

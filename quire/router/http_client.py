@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import httptools
 
+from quire.base.http_apis import PROCESS_HEADER
 from quire.base.server_url import ServerUrl, reason_of
-from quire.router.faults import ClientGone, ReplicaFault, StaleConnection
+from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
+from quire.routing.beat_gaps import MIN_SILENT_S
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -138,7 +140,8 @@ class Exchange:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection of a pool."""
+    """One connection of a pool. process: of the server, that has accepted it; b"" while that is not
+    known, or where a server has only one."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -149,6 +152,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._keeps_alive = False
         self.kept_s = 0.0
+        self.process = b""
         self._loop = asyncio.get_running_loop()
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -170,6 +174,27 @@ class _Connection(asyncio.Protocol):
         self._exchange = None
         if self._transport is not None:
             self._transport.abort()
+
+    def lose(self) -> None:
+        """End it: the process at the other end has stopped."""
+        exchange = self._exchange
+        if exchange is None:
+            self.abort()
+        elif exchange.status:
+            exchange.fail(ProcessStopped())
+        else:  # it is sent again, and another process accepts it
+            exchange.fail(StaleConnection("its process has stopped", is_suspect=False))
+
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether any process may have it, stopped ones too: it has no answer, and is older than
+        the beats that are missing."""
+        exchange = self._exchange
+        return (
+            exchange is not None
+            and not (self.process or exchange.status)
+            and self._loop.time() - exchange.last_s > MIN_SILENT_S
+        )
 
     def resume(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -216,6 +241,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self._keeps_alive = self._parser.should_keep_alive()
+        self.process = dict(self._headers).get(PROCESS_HEADER, b"")
         status = self._parser.get_status_code()
         if self._exchange is not None and status >= 200:
             self._exchange.got_head(status, self._headers)
@@ -250,6 +276,7 @@ class ConnectionPool:
         self._connect_s = connect_s
         self._tls = tls or (ssl.create_default_context() if url.is_secure else None)
         self._idle: deque[_Connection] = deque()
+        self._all: set[_Connection] = set()
 
     async def send(
         self,
@@ -308,7 +335,15 @@ class ConnectionPool:
             raise ReplicaFault(why, is_suspect=False) from error
         if not connection.is_open:
             raise ReplicaFault(f"{url.shown} closed the connection at once", is_suspect=False)
+        self._all.add(connection)
         return connection
+
+    def lose(self, processes: Collection[bytes]) -> None:
+        """End the connections to processes of the server that have stopped, by their numbers, and
+        those that may be to one of them."""
+        for connection in tuple(self._all):
+            if connection.process in processes or connection.may_be_lost:
+                connection.lose()
 
     def keep(self, connection: _Connection) -> None:
         """Keep a connection for another request."""
@@ -320,6 +355,7 @@ class ConnectionPool:
 
     def dropped(self, connection: _Connection) -> None:
         """Forget a connection that was closed."""
+        self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 

@@ -1,8 +1,8 @@
 """JudgedForm: what the judge of a cascade reads of a whole answer, a record for each API.
 
-Every API says why an answer ended; all but Anthropic's report log-probabilities where they are
-asked for. Knows no cascade and no replica. Always holds: an answer of an unknown form has no parts
-and is passed on as it is.
+Every API says why an answer ended, and reports log-probabilities where they are asked for. Knows no
+cascade and no replica. Always holds: an answer of an unknown form has no parts and is passed on as
+it is.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class JudgedAnswer(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedForm:
     """read: returns the choices of a decoded answer. ask: returns the field that asks for
-    log-probabilities, with its value, or None where the client has asked for them; None for an API
-    without any. hide: takes them out of a decoded answer. wants_json: whether a request does."""
+    log-probabilities, with its value, or None where the client has asked for them. hide: takes them
+    out of a decoded answer. wants_json: whether a request does."""
 
     read: Callable[[Any], list[JudgedAnswer]]
-    ask: Callable[[Fields], tuple[str, Any] | None] | None
-    hide: Callable[[Any], None] = lambda answer: None
+    ask: Callable[[Fields], tuple[str, Any] | None]
+    hide: Callable[[Any], None]
     wants_json: Callable[[Fields], bool]
 
 
@@ -110,7 +110,7 @@ def _read_ollama(answer: Any) -> list[JudgedAnswer]:
     ]
 
 
-def _hide_ollama(answer: Any) -> None:
+def _hide_list(answer: Any) -> None:
     answer.pop("logprobs", None)
 
 
@@ -138,6 +138,7 @@ def _read_messages(answer: Any) -> list[JudgedAnswer]:
     return [
         JudgedAnswer(
             text="".join(str(one.get("text", "")) for one in blocks if one.get("type") == "text"),
+            logprobs=logprobs_of(answer.get("logprobs")),
             end={"max_tokens": "length", "refusal": "refusal"}.get(reason, ""),
             calls_tools=any(one.get("type") == "tool_use" for one in blocks),
         )
@@ -201,7 +202,7 @@ def _has_format(fields: Fields) -> bool:
 
 
 _OLLAMA = JudgedForm(
-    read=_read_ollama, ask=_ask(True, "logprobs"), hide=_hide_ollama, wants_json=_has_format
+    read=_read_ollama, ask=_ask(True, "logprobs"), hide=_hide_list, wants_json=_has_format
 )
 _LLAMA_CPP = JudgedForm(
     read=_read_llama_cpp,
@@ -226,7 +227,8 @@ JUDGED_FORMS: dict[str, JudgedForm] = {
     "/infill": _LLAMA_CPP,
     "/v1/messages": JudgedForm(
         read=_read_messages,
-        ask=None,
+        ask=_ask(True, "logprobs"),
+        hide=_hide_list,
         wants_json=lambda fields: bool(_dict(fields.get("output_config")).get("format")),
     ),
     RESPONSES: JudgedForm(

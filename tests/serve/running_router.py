@@ -18,12 +18,14 @@ from tests.serve.running_server import GIVE_UP_S, written_in
 
 
 class RunningRouter:
-    """A router at a free loopback port; ready once constructed."""
+    """A router at a loopback port, by default a free one; ready once constructed."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, port: int = 0) -> None:
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         reading, writing = os.pipe()
-        self.process = preloaded.start(["route", *arguments, "--port", "0"], writing, self._err)
+        self.process = preloaded.start(
+            ["route", *arguments, "--port", str(port)], writing, self._err
+        )
         os.close(writing)
         self._out = open(reading, encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         line = self._out.readline()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve import preloaded
 from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import GIVE_UP_S, RunningServer
 
@@ -193,6 +194,29 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         ):
             got, raw = router.request(method, path, sent)
             assert (got, json.loads(raw)["error"]["code"]) == (status, code), raw
+
+
+def test_routers_that_share_a_port_answer_for_each_other(servers: list[RunningServer]) -> None:
+    body = {"prompt": "Once", "seed": 1, "max_tokens": 8}
+    path, shares = "/v1/completions", "--reuse-port"
+    text = servers[0].post(path, body)[1]["choices"][0]["text"]
+    with (
+        RunningRouter(servers[0].url, shares) as first,
+        RunningRouter(servers[0].url, shares, port=first.port) as second,
+    ):
+        assert second.port == first.port
+        alone = preloaded.run("route", servers[0].url, "--port", str(first.port))
+        assert alone.returncode != 0
+        assert f"cannot listen at 127.0.0.1 port {first.port}" in alone.stderr
+        for router in (first, second):
+            for _ in range(20):
+                status, raw = router.request("POST", path, body)
+                assert (status, json.loads(raw)["choices"][0]["text"]) == (200, text)
+        first.process.kill()
+        first.process.wait()
+        for _ in range(20):
+            assert second.request("POST", path, body)[0] == 200
+        assert second.metric("quire_router_requests_total") > 20
 
 
 def test_other_dialects_are_answered_as_by_the_replica(servers: list[RunningServer]) -> None:

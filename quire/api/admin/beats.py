@@ -1,8 +1,9 @@
 """GET /health/beats: signs of life of this process, and changes of its health as they come.
 
 For routers: a connection that stays open, with a comment ten times a second and an event whenever
-`/health` has another state. A thread writes the comments, so they come while the event loop is
-busy with a thousand streams, and whatever the engine computes; they stop where the process stops.
+`/health` has another state, or another API process of this server stops or goes on. A thread writes
+the comments, so they come while the event loop is busy with a thousand streams, and whatever the
+engine computes; they stop where the process stops.
 Where no thread can write to the connection (TLS, another ASGI server), the event loop does. Knows
 no router. Always holds: a draining or dead server ends the connection after its last event; a
 reader that does not keep up misses comments and delays no other.
@@ -23,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.http.parameterless import refuse_parameters
 from quire.api.server_state import ServerState
+from quire.api.workers.process_beats import ProcessBeats
 from quire.base.errors import OverloadedError
 from quire.engine.model_card import Health
 
@@ -93,10 +95,11 @@ class BeatThread:
 
 
 class BeatRoutes:
-    """The route, and its readers."""
+    """The route, and its readers. processes: those of a server with several."""
 
-    def __init__(self, server_state: ServerState) -> None:
+    def __init__(self, server_state: ServerState, processes: ProcessBeats | None = None) -> None:
         self._server_state = server_state
+        self._processes = processes
         self._thread = BeatThread()
         self._num_readers = 0
 
@@ -126,8 +129,8 @@ class BeatRoutes:
     async def _serve(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        health = self._server_state.health()
-        await _send(send, _event_of(health))  # the head is written, and not by the thread
+        health, stopped = self._server_state.health(), self._stopped()
+        await _send(send, _event_of(health, stopped))  # the head is written, and not by the thread
         await asyncio.wait({gone}, timeout=_LOOK_S)
         if gone.done():  # and its socket is closed
             return
@@ -135,15 +138,19 @@ class BeatRoutes:
         try:
             while not gone.done() and health.state not in _LAST_STATES:
                 await asyncio.wait({gone}, timeout=_LOOK_S)
-                before, health = health, self._server_state.health()
-                if (health.ok, health.state) != (before.ok, before.state):
-                    await writer.write(_event_of(health))
+                before = health.ok, health.state, stopped
+                health, stopped = self._server_state.health(), self._stopped()
+                if (health.ok, health.state, stopped) != before:
+                    await writer.write(_event_of(health, stopped))
                 else:
                     await writer.look()
         finally:
             writer.close()
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _stopped(self) -> tuple[int, ...]:
+        return () if self._processes is None else self._processes.stopped
 
     def _writer(self, scope: Scope, send: Send) -> _Writer:
         """Return what writes to a connection: the thread, where it can write to its socket."""
@@ -224,8 +231,10 @@ async def _send(send: Send, piece: bytes) -> None:
     await send(message)
 
 
-def _event_of(health: Health) -> bytes:
-    said = {"ok": health.ok, "state": health.state, "reason": health.reason}
+def _event_of(health: Health, stopped: tuple[int, ...]) -> bytes:
+    said: dict[str, Any] = {"ok": health.ok, "state": health.state, "reason": health.reason}
+    if stopped:
+        said["stopped_processes"] = stopped
     return b"data: %b\n\n" % msgspec.json.encode(said)
 
 

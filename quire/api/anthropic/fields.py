@@ -1,7 +1,8 @@
 """The request fields of the Messages API, and the fields of ours that it can carry.
 
-Fields that add to an answer of OpenAI's form (choices, log-probabilities, token ids, timings) are
-left out: a message has no place for them.
+Fields that add to an answer of OpenAI's form (choices, token ids, timings) are left out: a message
+has no place for them. `logprobs` adds a list beside the content of a whole message, for programs
+that judge how sure the model was, such as a router's cascade.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import CHAT, SAMPLING, SCHEDULING
 
-# Several choices, log-probabilities, and what has another name or form here.
+# Several choices, alternatives of tokens, and what has another name or form here.
 _NOT_CARRIED = frozenset(
     {
         "n",
@@ -46,6 +47,7 @@ MESSAGES = (
     | {
         "stop_sequences",
         "stream",
+        "logprobs",
         "metadata",
         "service_tier",
         "include_reasoning",

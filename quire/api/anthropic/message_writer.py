@@ -58,7 +58,8 @@ class MessageWriter:
         pieces = self._pieces(choice.text, choice.token_chars, ends=True)
         content = joined_blocks([*self._blocks.of_pieces(pieces), *self._blocks.close()])
         end = self._end_of(choice.finish_reason, choice.stop_reason)
-        return {**self._message(content, end, self._usage(usage)), "seed": choice.seed}
+        known = {"logprobs": [one.logprob for one in choice.logprobs]} if choice.logprobs else {}
+        return {**self._message(content, end, self._usage(usage)), "seed": choice.seed, **known}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """Yield message_start before the first text, and the events of the content."""

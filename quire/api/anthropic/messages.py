@@ -27,6 +27,7 @@ from quire.api.anthropic.request import (
     hides_thinking,
     read_prompt,
     sampling_fields,
+    wants_logprobs,
 )
 from quire.api.generation.choice_streams import Prompt
 from quire.api.generation.conversation import parsing_of
@@ -85,7 +86,7 @@ async def read_job(request: GenerationRequest, *, tier: str) -> GenerationJob:
     sampling = sampling_of(
         sampling_fields(given),
         engine.default_sampling(),
-        logprobs=None,
+        logprobs=0 if wants_logprobs(given) else None,
         tokenizer=engine.tokenizer,
     )
     prompt = await read_prompt(request.context)

@@ -18,6 +18,7 @@ from quire.api.anthropic.tool_fields import tool_offer
 from quire.api.generation.begun_answer import rendered_or_refused
 from quire.api.generation.chat_output import Conversation
 from quire.api.generation.conversation import EFFORTS, ConversationFields
+from quire.api.generation.fields import flag
 from quire.api.generation.request_context import RequestContext
 from quire.api.generation.thinking_budget import AskedBudget
 from quire.api.generation.tools import ToolOffer
@@ -100,6 +101,18 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     if requested is not None:
         fields["response_format"] = _response_format(requested)
     return fields
+
+
+def wants_logprobs(given: Mapping[str, Any]) -> bool:
+    """Return whether log-probabilities are wanted. Raises InvalidParameter."""
+    wanted = flag(given, "logprobs")
+    if wanted and given.get("stream"):
+        raise InvalidParameter(
+            "logprobs is true and stream is true; the events of a message have no place for "
+            "log-probabilities: leave one of both out, or use /v1/chat/completions",
+            param="logprobs",
+        )
+    return wanted
 
 
 def budget_of(given: Mapping[str, Any]) -> AskedBudget | None:

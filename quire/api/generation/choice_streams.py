@@ -11,11 +11,13 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
+from quire.api.generation.prompt_admission import PromptAdmission
 from quire.api.generation.usage import (
     PLAIN_USAGE,
     Timings,
@@ -201,9 +203,12 @@ class ChoiceStreams:
         return self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
 
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        runs = [self._run(at, prompt) for at, prompt in enumerate(self.prompts)]
+        if len(self.prompts) == 1:
+            return self._run(0, self.prompts[0])
+        admission = PromptAdmission()
         most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
-        return runs[0] if len(runs) == 1 else interleaved(runs, max_runs=most)
+        sends = [partial(self._run, at, prompt) for at, prompt in enumerate(self.prompts)]
+        return interleaved([admission.run(send) for send in sends], max_runs=most)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         # All prompts have one seed; different stream numbers give equal prompts different answers.

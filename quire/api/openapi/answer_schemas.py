@@ -288,7 +288,9 @@ def _route_answers() -> dict[str, Schema]:
         "shutdown_date": {"type": "null"},
     }
     return {
-        "HealthChange": whole_object(ok=FLAG, state=TEXT, reason=TEXT),
+        "HealthChange": _part(
+            {"ok": FLAG, "state": TEXT, "reason": TEXT}, stopped_processes=list_of(COUNT)
+        ),
         "Model": {"anyOf": [_ref("OpenAIModel"), _ref("AnthropicModel")]},
         "ModelList": {
             "anyOf": [

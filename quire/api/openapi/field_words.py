@@ -237,6 +237,7 @@ OF_MESSAGES: Mapping[str, str] = {
     "max_tokens": "Maximum number of tokens of the answer; it ends earlier where the context is "
     "full.",
     "tools": "Tools that the model may call, each with a name and an input_schema.",
+    "logprobs": "Return the log-probability of each token beside the content; whole messages only.",
     "add_special_tokens": "Add the tokenizer's special tokens to the text of the template; false "
     "by default.",
 }

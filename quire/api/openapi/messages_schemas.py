@@ -54,6 +54,7 @@ def messages_rows(known: Known) -> dict[str, Schema]:
             }
         ),
         "cache_control": cache_control,
+        "logprobs": FLAG,
         "tools": list_of(_tool(), most=MAX_TOOLS),
         "tool_choice": _tool_choice(),
     }
@@ -103,7 +104,9 @@ def messages_answers() -> dict[str, Schema]:
     counts = ("input_tokens", "output_tokens")
     cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
     return {
-        "AnthropicMessage": whole_object(**answer),
+        "AnthropicMessage": object_of(
+            {**answer, "logprobs": list_of({"type": "number", "maximum": 0})}, needed=tuple(answer)
+        ),
         "AnswerBlock": {"anyOf": blocks},
         "MessageUsage": whole_object(
             **dict.fromkeys((*counts, *cached), _COUNT),

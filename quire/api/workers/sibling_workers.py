@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.api.http.request_io import Deadline, disconnect_of, run_until_disconnect
 from quire.api.server_state import ServerState
+from quire.api.workers.process_beats import ProcessBeats
 from quire.api.workers.relay import SiblingExchange, SiblingGone
 from quire.api.workers.worker_job import SOCKET_PREFIX, socket_path
 
@@ -52,11 +53,13 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SiblingWorkers:
-    """See the top of this file. number: of this process, part of its socket's name."""
+    """See the top of this file. number: of this process, part of its socket's name. beats: those
+    of all processes."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, beats: ProcessBeats | None = None) -> None:
+        self.number = number
+        self.beats = beats
         self._folder = folder
-        self._number = number
         self._own = socket_path(folder, number)
         self._version = (0, 0)
 
@@ -94,7 +97,7 @@ class SiblingWorkers:
 
     async def publish(self, server_state: ServerState) -> list[WorkerState]:
         """Send changed settings to all others; return their states after that."""
-        self._version = (self._version[0] + 1, self._number)
+        self._version = (self._version[0] + 1, self.number)
         body = msgspec.json.encode(self.state(server_state))
         return await self._all_states("PUT", body)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from quire.api.server import run
 from quire.api.workers.ordered_successors import OrderedSuccessors
+from quire.api.workers.process_beats import ProcessBeats
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.api.workers.worker_engines import WorkerEngines
 from quire.api.workers.worker_job import (
@@ -53,7 +54,12 @@ class PipeWorkerContext:
         self, job: WorkerJob, engines: Mapping[int, SharedEngine | OrderedSuccessors]
     ) -> None:
         self.folder = Path(job.counts)
-        self.siblings = SiblingWorkers(Path(job.home), job.number)
+        num_processes = int(job.server["api_processes"])
+        beats = ProcessBeats(
+            Path(job.home), slot=job.slot, num_slots=num_processes, number=job.number
+        )
+        beats.start()
+        self.siblings = SiblingWorkers(Path(job.home), job.number, beats)
         self.sees_steps = job.slot == 0
         self.replaces = job.replaces
         self._engines = engines

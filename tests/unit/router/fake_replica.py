@@ -31,7 +31,7 @@ class FakeReplica:
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
     health_gate: /health answers once it is set. has_beats: whether it sends beats, and then until
-    its `beats` are cleared.
+    its `beats` are cleared. process: the one of several that accepts connections now; 0: one only.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -54,6 +54,7 @@ class FakeReplica:
         self.health_gate: asyncio.Event | None = None
         self.steps_total = 1
         self.has_beats = False
+        self.process = 0
         self.beats: asyncio.Event | None = None
         self.changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.requests: list[dict[str, Any]] = []
@@ -93,6 +94,8 @@ class FakeReplica:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         self._readers.append(reader)
+        if self.process:
+            _name_process(writer, self.process)
         try:
             while await self._exchange(reader, writer):
                 pass
@@ -215,6 +218,17 @@ def _whole(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
         b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
         % (status, len(raw), raw)
     )
+
+
+def _name_process(writer: asyncio.StreamWriter, number: int) -> None:
+    """Add the header of a process to each head that is written."""
+    write, start = writer.write, b"HTTP/1.1 "
+
+    def write_named(data: Any) -> None:
+        named = b"\r\nx-quire-process: %d\r\n" % number
+        write(data.replace(b"\r\n", named, 1) if data.startswith(start) else data)
+
+    writer.write = write_named  # type: ignore[method-assign]
 
 
 def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:

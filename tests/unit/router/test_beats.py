@@ -9,30 +9,12 @@ from typing import Any
 import pytest
 
 from quire.router import beats as beats_module
-from quire.router.beats import MIN_SILENT_S, Beats
+from quire.router import http_client
+from quire.router.beats import Beats
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
-
-
-def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
-    beats = Beats(lambda health: None)
-    assert beats.limit_s(2.0) == 2.0, "nothing is known"
-    now_s = 100.0
-    for _ in range(50):
-        now_s += 0.1
-        beats._note(now_s)
-    assert beats.limit_s(2.0) == MIN_SILENT_S
-    beats._note(now_s := now_s + 0.3)
-    assert beats.limit_s(2.0) == pytest.approx(0.9)
-    assert beats.limit_s(0.8) == 0.8, "no longer than without beats"
-    beats._note(now_s := now_s + 5.0)
-    assert beats.limit_s(2.0) == 2.0
-    for _ in range(350):
-        now_s += 0.1
-        beats._note(now_s)
-    assert beats.limit_s(2.0) == MIN_SILENT_S, "that was long ago"
 
 
 def test_events_are_read_however_they_are_cut_and_others_are_a_fault() -> None:
@@ -43,7 +25,13 @@ def test_events_are_read_however_they_are_cut_and_others_are_a_fault() -> None:
             Exchange(asyncio.get_running_loop(), may_be_stale=False),
         )
         raw = b':\n\ndata: {"ok":false,"state":"restarting","reason":"r","more":1}\n\n:\n\n'
-        reading = asyncio.ensure_future(beats._read(exchange))
+        exchange.got_head(200, [(b"content-type", b"text/event-stream")])
+
+        async def connect() -> Exchange:
+            return exchange
+
+        reading = asyncio.ensure_future(beats.follow(connect))
+        await asyncio.sleep(0)
         for at in range(len(raw)):
             exchange.got(raw[at : at + 1])
             await asyncio.sleep(0)
@@ -144,6 +132,99 @@ def test_a_connection_that_only_looks_open_is_given_up_and_another_is_opened(
     run([first], story, probe_s=0.1)
 
 
+def test_while_beats_are_late_another_connection_is_opened_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several processes behind one port, one that has not stopped may accept it."""
+    monkeypatch.setattr(beats_module, "_LATE_S", 0.2)
+    first = FakeReplica()
+    first.has_beats = True
+
+    async def story(router: Router) -> None:
+        [one] = router.fleet.replicas.values()
+        beats = router.prober._beats
+        await _until(lambda: beats.quiet_s(one, 0.0) is not None)
+        reading, silent = beats._reading[one], first.beats
+        assert silent is not None
+        silent.clear()
+        await _until(lambda: first.beats is not silent)
+        last_s = beats._known[one].gaps.last_s
+        await _until(lambda: beats._known[one].gaps.last_s > last_s)
+        await _until(lambda: first.num_left == 1)
+        assert beats._reading[one] is reading
+        assert one.is_up
+
+    run([first], story, probe_s=10.0, stall_s=30.0)
+
+
+STOPPED: dict[str, Any] = {"ok": True, "state": "ready", "stopped_processes": [2]}
+
+
+async def _stop_second(router: Router, replica: FakeReplica) -> None:
+    """Have the replica say that its process 2 has stopped; process 1 accepts from now on."""
+    replica.process, replica.silent_after, replica.whole_gate = 1, None, None
+    replica.changes.put_nowait(STOPPED)
+    await _until(lambda: any("have stopped" in line for line in router.lines))
+
+
+def test_streams_of_a_stopped_process_go_on_at_another_one_and_those_of_others_stay() -> None:
+    only = FakeReplica()
+    only.has_beats, only.process = True, 1
+
+    async def story(router: Router) -> None:
+        await _until(lambda: only.beats is not None)
+        only.gate = asyncio.Event()
+        kept = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(only.requests) == 1)
+        gate, only.gate, only.process, only.silent_after = only.gate, None, 2, 5
+        [one] = router.fleet.replicas.values()
+        router.fleet.pool(one).close()
+        lost = asyncio.ensure_future(stream(router))
+        await _until(lambda: router.count("quire_router_streamed_tokens_total") == 5)
+        await _stop_second(router, only)
+        assert (await lost)[2] == ANSWER
+        assert [len(sent.get("output_ids", ())) for sent in only.requests] == [0, 0, 5]
+        gate.set()
+        assert (await kept)[2] == ANSWER
+        assert len(only.requests) == 3
+        assert not any("fenced" in line for line in router.lines)
+        assert one.is_up
+        names = {b"x-quire-process"} & (await stream(router))[1].keys()
+        assert not names, "of a replica's process, and no client's business"
+
+    run([only], story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_answer_that_a_stopped_process_may_have_is_asked_for_again(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a connection that is kept it is known which process has it; by a new one it is not."""
+    monkeypatch.setattr(http_client, "MIN_SILENT_S", 0.0)
+    only = FakeReplica()
+    only.has_beats, only.process = True, 2
+
+    async def story(router: Router) -> None:
+        await _until(lambda: only.beats is not None)
+        [one] = router.fleet.replicas.values()
+        body = {"prompt": "a"}
+        if is_kept:
+            assert (await router.post("/v1/completions", body))[0] == 200
+        else:
+            router.fleet.pool(one).close()
+        only.whole_gate = asyncio.Event()
+        asked = len(only.requests)
+        answer = asyncio.ensure_future(router.post("/v1/completions", body))
+        await _until(lambda: len(only.requests) == asked + 1)
+        await asyncio.sleep(0.01)
+        await _stop_second(router, only)
+        assert (await answer)[0] == 200
+        assert len(only.requests) == asked + 2
+        assert not any("fenced" in line for line in router.lines)
+
+    run([only], story, probe_s=10.0, stall_s=30.0)
+
+
 def test_nothing_is_kept_of_a_removed_replica_and_none_is_fenced_sooner_over_tls() -> None:
     first = FakeReplica()
     first.has_beats = True
@@ -152,7 +233,7 @@ def test_nothing_is_kept_of_a_removed_replica_and_none_is_fenced_sooner_over_tls
         [one] = router.fleet.replicas.values()
         beats = router.prober._beats
         await _until(lambda: beats.quiet_s(one, 0.0) is not None)
-        beats._known[one]._longest_s.extend([0.1] * 3)
+        beats._known[one].gaps._longest_s.extend([0.1] * 3)
         assert beats.limit_s(one, 20.0) < 20.0
         one.url = dataclasses.replace(one.url, is_secure=True)
         assert beats.limit_s(one, 20.0) == 20.0

@@ -187,6 +187,11 @@ def _of_responses(text: str, logprob: float, **fields: Any) -> dict[str, Any]:
 
 
 # Path, fields, the field that asks for log-probabilities, a good answer, and worse ones by reason.
+def _of_messages(text: str, logprob: float, reason: str) -> dict[str, Any]:
+    content = [{"type": "text", "text": text}]
+    return {"type": "message", "stop_reason": reason, "content": content, "logprobs": [logprob]}
+
+
 DIALECTS: list[tuple[str, dict[str, Any], str, dict[str, Any], dict[str, dict[str, Any]]]] = [
     (
         "/generate",
@@ -215,6 +220,17 @@ DIALECTS: list[tuple[str, dict[str, Any], str, dict[str, Any], dict[str, dict[st
         "logprobs",
         _of_ollama("", -0.1, "stop", response="b"),
         {"low-confidence": _of_ollama("", -4.0, "stop", response="b")},
+    ),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+        "logprobs",
+        _of_messages("b", -0.1, "end_turn"),
+        {
+            "low-confidence": _of_messages("b", -4.0, "end_turn"),
+            "refusal": _of_messages("", -0.1, "refusal"),
+            "length": _of_messages("b", -0.1, "max_tokens"),
+        },
     ),
     (
         "/completion",
@@ -276,41 +292,6 @@ def test_answers_of_other_apis_are_judged(
     assert all(asks in one for one in small.requests)
     assert all(asks not in one for one in large.requests)
     assert len(large.requests) == len(worse)
-
-
-def test_an_api_without_logprobs_is_refused_where_they_decide() -> None:
-    """By name, with what is allowed; the other reasons are judged there."""
-    good = {
-        "type": "message",
-        "stop_reason": "end_turn",
-        "content": [{"type": "text", "text": "a"}],
-    }
-    small, large = _replicas(json.dumps(good).encode())
-    large.body = b'{"from": "large"}'
-    asked = {"model": "auto", "max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
-
-    async def refused(router: Router) -> None:
-        status, _, body = await router.post("/v1/messages", asked)
-        message = json.loads(body)["error"]["message"]
-        assert status == 400
-        for word in ("'auto'", "/v1/messages", "'small'", "'large'", "low-confidence"):
-            assert word in message
-        assert (await router.post("/v1/messages", {**asked, "stream": True}))[0] == 200
-        hard = {**asked, "messages": [{"role": "user", "content": "prove"}]}
-        assert (await router.post("/v1/messages", hard))[2] == large.body
-
-    async def judged(router: Router) -> None:
-        assert json.loads((await router.post("/v1/messages", asked))[2]) == good
-        for reason in ("max_tokens", "refusal"):
-            small.body = json.dumps({**good, "stop_reason": reason}).encode()
-            assert (await router.post("/v1/messages", asked))[2] == large.body
-        assert (_decision(router, "length"), _decision(router, "refusal")) == (1, 1)
-
-    run([small, large], refused, _features())
-    small, large = _replicas(json.dumps(good).encode())
-    large.body = b'{"from": "large"}'
-    table = msgspec.structs.replace(TABLE, escalate=("refusal", "length"))
-    run([small, large], judged, _features(table))
 
 
 # ---- streams that are held

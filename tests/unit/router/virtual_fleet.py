@@ -67,7 +67,7 @@ class SteppedServer:
         self.steps_total = 0
         self.is_stopped = self.hangs = self.is_frozen = self.is_killed = False
         self.has_beats = True
-        self._beating: asyncio.Future[None] | None = None
+        self._beating: list[asyncio.Future[None]] = []
         self.beat_s: Callable[[float], float] = lambda now_s: 0.1
         self._spoke_s = 0.0  # when the engine sent something
         self._step_s, self._health_s = step_s, health_s
@@ -133,7 +133,7 @@ class SteppedServer:
         exchange, link = Exchange(self._loop, may_be_stale=False), _Link()
         exchange.began(link)  # type: ignore[arg-type]
         if path == b"/health/beats":
-            self._beating = asyncio.ensure_future(self._beat(exchange, link))
+            self._beating.append(asyncio.ensure_future(self._beat(exchange, link)))
             return exchange
         request = json.loads(body)
         self.requests.append(request)
@@ -164,6 +164,8 @@ class SteppedServer:
             exchange.got_head(404, [])
             exchange.completed()
             return
+        while self.is_stopped:
+            await asyncio.sleep(0.01)
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])
         while not (link.is_cut or self.is_killed):
             await asyncio.sleep(self.beat_s(self._loop.time()))
@@ -175,8 +177,8 @@ class SteppedServer:
 
     def close(self) -> None:
         """End the beats; nothing else is kept open."""
-        if self._beating is not None:
-            self._beating.cancel()
+        for beating in self._beating:
+            beating.cancel()
 
 
 class VirtualFleet:

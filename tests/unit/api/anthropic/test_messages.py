@@ -57,6 +57,20 @@ def of_chat(sent: dict[str, Any]) -> Any:
     return made.asked[0]
 
 
+def test_log_probabilities_are_beside_the_content_of_a_whole_message() -> None:
+    """For programs that judge how sure the model was."""
+    made = engine("a", "b")
+    body = ask({**ASKED, "logprobs": True}, on=made).json
+    assert made.asked[0].sampling.logprobs == 0
+    of_chat = ask({**ASKED, "logprobs": True}, path=CHAT, on=engine("a", "b")).json
+    tokens = of_chat["choices"][0]["logprobs"]["content"]
+    assert body["logprobs"] == [one["logprob"] for one in tokens]
+    assert len(body["logprobs"]) == body["usage"]["output_tokens"]
+    assert "logprobs" not in ask(ASKED).json
+    refused = ask({**ASKED, "logprobs": True, "stream": True})
+    assert (refused.status, "logprobs" in refused.error["message"]) == (400, True)
+
+
 def of_message(sent: dict[str, Any]) -> Any:
     """Return what the engine was asked by a message; check that the count agrees."""
     made = engine()

@@ -1,0 +1,46 @@
+"""BeatGaps: for how long a process that works may send no beat, by the longest gaps lately.
+
+Of the beats that a router reads from a server, and of those that API processes of one server write
+for each other. Is given times and reads no clock. Always holds: the limit is at least MIN_SILENT_S.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+# The limit is a multiple of the longest gap lately, within bounds. The lower one leaves time for a
+# packet that is lost and sent again twice.
+MIN_SILENT_S = 0.6
+_MULTIPLE = 3.0
+# Gaps are kept as the longest of each second, for so many seconds.
+_NUM_SECONDS, _MIN_SECONDS = 30, 3
+
+
+class BeatGaps:
+    """Of one process. last_s: the time of its newest beat; 0 where none has come."""
+
+    def __init__(self) -> None:
+        self.last_s = 0.0
+        self._longest_s: deque[float] = deque(maxlen=_NUM_SECONDS)
+        self._second = 0
+
+    def note(self, now_s: float) -> None:
+        """Note a beat."""
+        gap_s = now_s - self.last_s if self.last_s else 0.0
+        if int(now_s) != self._second or not self._longest_s:
+            self._second = int(now_s)
+            self._longest_s.append(gap_s)
+        else:
+            self._longest_s[-1] = max(self._longest_s[-1], gap_s)
+        self.last_s = now_s
+
+    def clear(self) -> None:
+        """Forget all beats."""
+        self.last_s = 0.0
+        self._longest_s.clear()
+
+    def limit_s(self, at_most_s: float) -> float:
+        """Return for how long it may send no beat."""
+        if len(self._longest_s) < _MIN_SECONDS:
+            return at_most_s
+        return min(max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S), at_most_s)
