@@ -175,6 +175,17 @@ class RankedExecutorClass:
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> LeadingExecutor:
         parts = self.programs(program)
+        decided = replace(self, kind=self.kind.for_programs(parts, options.limits))
+        return decided._started(program, parts, checkpoint, options)
+
+    def _started(
+        self,
+        program: Program,
+        parts: Sequence[Program],
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+    ) -> LeadingExecutor:
+        """Start the ranks. parts: the program of each."""
         shares = [] if self.drafts is None else self.draft_shares(program)
         sizes = self._sizes(parts, options.limits)
         site = self.site or RankSite(launch=RankProcesses, here=self.num_ranks)
