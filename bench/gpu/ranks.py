@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--dry-run-on-cpu", action="store_true")
     asked = parser.parse_args()
     _exchanged(asked.meeting, 1, lambda what, value: None, is_dry=asked.dry_run_on_cpu)
+    time.sleep(ABORT_AFTER_S)  # the other rank may still read from this one's memory
     os._exit(0)
 
 
