@@ -36,7 +36,7 @@ from bench.gpu.sections import SECTIONS
 from bench.gpu.stage import Stage
 
 # Other sections launch kernels of others or none; build calls this module.
-OTHERS = ("build", "limits", "gaps", "peer")
+OTHERS = ("build", "limits", "gaps", "peer", "ranks")
 SERVICE = "bench.gpu.service:service"
 Made = Callable[[str, str, Any], None]
 

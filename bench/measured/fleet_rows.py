@@ -181,7 +181,8 @@ def disaggregation_rows(result: dict[str, Any]) -> list[str]:
 
 
 def ranks_rows(result: dict[str, Any]) -> list[str]:
-    """Return steps of ranks over those of one process with as many threads."""
+    """Return steps of ranks over those of one process with as many threads, and the cost of both
+    modes of tensor parallelism in time and bytes."""
     kind = f"context {result['context']}" if result.get("context", 1) > 1 else "tensor parallel"
     degree = max(result["degree"], result.get("context", 1))
     goal = "0.9x" if result.get("context", 1) == 1 else ""
@@ -190,7 +191,14 @@ def ranks_rows(result: dict[str, Any]) -> list[str]:
         f"threads, {step['rows']} x {step['tokens']} tokens after {step['depth']:,}: speed; share "
         f"of exchanges | {step['ratio']:.2f}x; {100 * step['share_of_exchanges']:.0f} % "
         f"| {goal} |"
-        for step in result["steps"]
+        for step in result.get("steps", ())
+    ] + [
+        f"| {degree} ranks of one thread ({result['shape']}), --tp-mode fast over exact, "
+        f"{step['rows']} x {step['tokens']} tokens: speed; bytes that a rank receives for a token "
+        f"in fast, in exact | {step['ratio']:.2f}x; "
+        f"{step['fast']['received_bytes_per_token'] / 1e3:.0f} kB, "
+        f"{step['exact']['received_bytes_per_token'] / 1e3:.0f} kB | |"
+        for step in result.get("modes", ())
     ]
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -19,18 +20,32 @@ SHARED_MODE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _REFUSED = ("never", "deny")
 
 
-def reserved_file(name: str, num_bytes: int) -> int | None:
+# Lets the calling thread run near what uses memory, by a number of it: the system takes a page of
+# the NUMA node that the thread runs on, where one is reserved there.
+Near = Callable[[int], AbstractContextManager[None]]
+
+
+def anywhere(number: int) -> AbstractContextManager[None]:
+    """Stay where this thread runs."""
+    return nullcontext()
+
+
+def reserved_file(name: str, num_bytes: int, *, near: Near = anywhere) -> int | None:
     """Return the descriptor of a zero-filled file in reserved huge pages, of at least num_bytes, or
-    None where the system does not give so many. The caller closes it."""
+    None where the system does not give so many. The caller closes it. near: what uses the page at
+    a byte."""
     if not hasattr(os, "MFD_HUGETLB") or num_bytes < HUGE_PAGE_BYTES:
         return None
     flags = os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB
     descriptor = -1
     try:
         descriptor = os.memfd_create(name, flags)
-        os.ftruncate(descriptor, -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+        num_pages = -(-num_bytes // HUGE_PAGE_BYTES)
+        os.ftruncate(descriptor, num_pages * HUGE_PAGE_BYTES)
         with mmap.mmap(descriptor, 0) as memory:
-            memory.madvise(_MADV_POPULATE_WRITE)
+            for first_byte in range(0, num_pages * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES):
+                with near(first_byte):
+                    memory.madvise(_MADV_POPULATE_WRITE, first_byte, HUGE_PAGE_BYTES)
     except (OSError, ValueError):
         if descriptor >= 0:
             os.close(descriptor)

@@ -19,7 +19,7 @@ from quire import _native
 from quire.base.errors import CapacityError, DeviceLost
 from quire.base.log import Log
 from quire.comm.communicator import Bytes
-from quire.comm.huge_pages import advise, pages_of, reserved_file
+from quire.comm.huge_pages import Near, advise, anywhere, pages_of, reserved_file
 
 # The longest wait for a rank that responds but has not come; a rank that does not is found sooner.
 TIMEOUT_S = 60.0
@@ -40,17 +40,33 @@ class SegmentSizes:
             degree, slot_bytes=self.slot_bytes, message_bytes=self.message_bytes
         )
 
+    def writer(self, byte: int, degree: int) -> int:
+        """Return the rank that writes most of the huge page at a byte: the slots of ranks, in
+        order, come first (but for some words), then the messages of rank 0, and links."""
+        rank = byte // (2 * self.slot_bytes)
+        return rank if rank < degree else 0
 
-def create_segment(degree: int, sizes: SegmentSizes, *, link_bytes: int = 0) -> int:
+
+def create_segment(
+    degree: int,
+    sizes: SegmentSizes,
+    *,
+    link_bytes: int = 0,
+    near: Near = anywhere,
+) -> int:
     """Return the descriptor of a new segment, zero-filled, of these bytes or some more; the caller
     closes it.
 
-    link_bytes: of links between ranks, after the rest (quire/comm/links.py).
+    link_bytes: of links between ranks, after the rest (quire/comm/links.py). near: a rank, so that
+    it has reserved huge pages of its own NUMA node; of usual pages it writes its own ones first.
 
     Raises CapacityError where there is no memory for it.
     """
     num_bytes = sizes.total(degree) + link_bytes
-    if (reserved := reserved_file("quire-ranks", num_bytes)) is not None:
+    reserved = reserved_file(
+        "quire-ranks", num_bytes, near=lambda byte: near(sizes.writer(byte, degree))
+    )
+    if reserved is not None:
         return reserved
     try:
         if hasattr(os, "memfd_create"):

@@ -123,8 +123,8 @@ class ExecutorConfig:
     )
     cpu_offload_gb: str | None = setting(
         None,
-        "with --executor torch: GiB of the GPU's memory to save by weights that stay in host "
-        "memory and are copied in each step, two layers ahead, for models larger than the GPU; "
+        "with --executor torch: GiB of each GPU's memory to save by weights that stay in host "
+        "memory and are copied in each step, two layers ahead, for models larger than the GPUs; "
         "auto: as many as do not fit",
     )
     record_plans: str | None = setting(
@@ -184,11 +184,6 @@ class ExecutorConfig:
         given = f"cpu_offload_gb is {size}"
         if size != "auto" and not re.fullmatch(_GIB, size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
-        if self.num_ranks > 1:
-            raise SettingError(
-                f"{given} and {self.ranks_text}: only one rank keeps layers in host memory for "
-                "now; leave one of them out"
-            )
         if self.executor != "torch":
             raise SettingError(
                 f"{given}: it is memory of a GPU that is saved; take --executor torch, or "

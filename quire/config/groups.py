@@ -374,13 +374,17 @@ class EngineConfig:
         """Raise SettingError for what engines of one server cannot have each."""
         executor = self.executor
         given = f"data_parallel_size is {executor.data_parallel_size}"
-        backend = executor.distributed_executor_backend
+        if (backend := executor.distributed_executor_backend) != "mp":
+            how = {
+                "external_launcher": "with a launch, a MASTER_PORT and a port of its own",
+                "ray": "on a node of its own, where its rank 0 is",
+            }
+            raise SettingError(
+                f"{given} and distributed_executor_backend is {backend}, but the engines of one "
+                "server are processes of its machine, and so are their ranks: take mp, or start a "
+                f"server for each engine, {how[backend]}, and quire route before them"
+            )
         for what, is_given, reason in (
-            (
-                f"distributed_executor_backend is {backend}",
-                backend != "mp",
-                "the ranks of several engines are processes of one machine for now",
-            ),
             (
                 "disk_offload_gb is given",
                 executor.disk_offload_gb is not None,

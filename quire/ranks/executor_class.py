@@ -46,7 +46,7 @@ from quire.ranks.draft_share import DraftLayers, DraftShare
 from quire.ranks.kinds import NATIVE, RankKind
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.other_ranks import OtherRanks, RankSite
-from quire.ranks.placement import cpus_of_ranks, run_on
+from quire.ranks.placement import cpus_of_ranks, run_on, running_on
 from quire.ranks.processes import RankProcesses
 from quire.ranks.shared_pools import NONE as NO_FILE
 from quire.ranks.shared_pools import PoolShare, create_file
@@ -175,11 +175,28 @@ class RankedExecutorClass:
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> LeadingExecutor:
         parts = self.programs(program)
+        decided = replace(self, kind=self.kind.for_programs(parts, options.limits))
+        return decided._started(program, parts, checkpoint, options)
+
+    def _started(
+        self,
+        program: Program,
+        parts: Sequence[Program],
+        checkpoint: Checkpoint,
+        options: ExecutorOptions,
+    ) -> LeadingExecutor:
+        """Start the ranks. parts: the program of each."""
         shares = [] if self.drafts is None else self.draft_shares(program)
         sizes = self._sizes(parts, options.limits)
         site = self.site or RankSite(launch=RankProcesses, here=self.num_ranks)
         cpus = cpus_of_ranks(site.here) if self.binds else [()] * site.here
-        segment = create_segment(self.num_ranks, sizes, link_bytes=self._link_bytes(sizes))
+        segment = create_segment(
+            self.num_ranks,
+            sizes,
+            link_bytes=self._link_bytes(sizes),
+            # Ranks that share no memory have a segment each; this one is rank 0's.
+            near=lambda rank: running_on(cpus[rank if self.site is None else site.local]),
+        )
         pool_file = NO_FILE
         try:
             if self.shares_blocks and not self._links_blocks:

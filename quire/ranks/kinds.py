@@ -7,6 +7,7 @@ PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,10 @@ class RankKind(Protocol):
 
     def class_beside(self) -> ExecutorClass:
         """Return the class of executors of other models beside rank 0's: they are not divided."""
+
+    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> RankKind:
+        """Return the kind that makes the executors of these programs, one a rank: what depends on
+        the shares of all ranks is decided. Raises SettingError, CapacityError."""
 
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank's start says of its executor; None for the native one."""
@@ -103,6 +108,10 @@ class NativeRanks(NativeSizing):
     def class_beside(self) -> ExecutorClass:
         """See RankKind."""
         return NativeExecutor
+
+    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> NativeRanks:
+        """See RankKind: nothing depends on them."""
+        return self
 
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """See RankKind."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from quire.execute.gpu.device import device_after, device_of, num_cards_from
 from quire.execute.gpu.exchange import HostExchange, HostLink, RankEnds, TensorExchange
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.limits import NCCL_BYTES
+from quire.execute.gpu.offload_plan import OffloadSize
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
@@ -39,7 +40,8 @@ Transport = Literal["host", "gloo", "nccl"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchSettings:
     """How the executor of one rank is made. device: "cpu" or "cuda:N". rendezvous_files: a path
-    without its group's number, where the transport is torch.distributed (nccl; gloo for tests)."""
+    without its group's number, where the transport is torch.distributed (nccl; gloo for tests).
+    saved_bytes: of the device, by weights that stay in host memory."""
 
     device: str
     exact: bool
@@ -48,6 +50,7 @@ class TorchSettings:
     transport: Transport
     rendezvous_files: str
     timeout_s: float
+    saved_bytes: int = 0
 
     def executor_class(self, executor: type[TorchRank], *, poison: bool) -> TorchExecutorClass:
         """Return the class of one rank's executor."""
@@ -56,6 +59,7 @@ class TorchSettings:
             exact=self.exact,
             has_fp8=self.has_fp8,
             captures=self.captures,
+            offload=OffloadSize(saved_bytes=self.saved_bytes) if self.saved_bytes else None,
             executor=executor,
             poison=poison,
         )
@@ -111,9 +115,12 @@ class TorchSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchRanks:
     """A RankKind (see kinds.py). settings: of rank 0; others have the GPUs after its own, those of
-    another machine the ones that their launcher has numbered (OwnMachine)."""
+    another machine the ones that their launcher has numbered (OwnMachine). offload: what weights in
+    host memory save of each device; saved_bytes: by rank, once it is decided."""
 
     settings: TorchSettings
+    offload: OffloadSize | None = None
+    saved_bytes: tuple[int, ...] = ()
 
     @property
     def shares_memory(self) -> bool:
@@ -161,7 +168,19 @@ class TorchRanks:
     def start_fields(self, rank: int) -> dict[str, Any] | None:
         """See RankKind."""
         device = device_after(self.settings.device, rank)
-        return asdict(replace(self.settings, device=device))
+        saved_bytes = self.saved_bytes[rank] if self.saved_bytes else 0
+        return asdict(replace(self.settings, device=device, saved_bytes=saved_bytes))
+
+    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> TorchRanks:
+        """See RankKind: each rank saves what its own share lacks. If one does, none captures its
+        steps: captured rows are padded, and exchanges have equal rows on all ranks."""
+        if self.offload is None:
+            return self
+        sizing = self._sizing()
+        saved = tuple(sizing.offloaded(own, limits).saved_bytes for own in programs)
+        captures = self.settings.captures and not any(saved)
+        settings = replace(self.settings, captures=captures, saved_bytes=saved[0])
+        return replace(self, settings=settings, saved_bytes=saved)
 
     def leading(
         self,
@@ -202,7 +221,8 @@ class TorchRanks:
         self.settings.remove_rendezvous_files()
 
     def _sizing(self) -> TorchExecutorClass:
-        return self.settings.executor_class(TorchRank, poison=False)
+        made = self.settings.executor_class(TorchRank, poison=False)
+        return replace(made, offload=self.offload)
 
 
 def ranks_like(
@@ -218,16 +238,22 @@ def ranks_like(
             f"on there are {found} GPUs: take fewer ranks, or show more GPUs to this process"
         )
     name = f"quire-ranks-{secrets.token_hex(16)}"
+    transport: Transport = "nccl" if is_gpu and num_here % of_stage == 0 else "host"
+    offload = one.offload
+    if offload is not None:
+        exchanged = NCCL_BYTES if transport == "nccl" and of_stage > 1 else 0
+        offload = replace(offload, exchange_bytes=exchanged, num_ranks=num_here)
     return TorchRanks(
         settings=TorchSettings(
             device=str(one.device),
             exact=one.exact,
             has_fp8=one.has_fp8,
             captures=one.captures,
-            transport="nccl" if is_gpu and num_here % of_stage == 0 else "host",
+            transport=transport,
             rendezvous_files=os.path.join(tempfile.gettempdir(), name),
             timeout_s=TIMEOUT_S,
-        )
+        ),
+        offload=offload,
     )
 
 

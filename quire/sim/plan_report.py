@@ -22,8 +22,8 @@ from quire.program.row_parallel import TpMode
 from quire.program.table import amount
 from quire.program.tensors import DType
 from quire.quant.scheme import PLAIN
-from quire.sim.disk_offload import disk_offload, offload_text
 from quire.sim.layouts import LayoutPlanner, layouts_outcome
+from quire.sim.offload import cpu_offload, cpu_offload_text, disk_offload, disk_offload_text
 from quire.sim.plan import PARALLEL_DEGREES, Planner, SizedModel
 from quire.sim.ranks import exchanges_of
 from quire.sim.step_costs import product_precision
@@ -77,6 +77,7 @@ def plan_outcome(planner: Planner, *, num_devices: int = 0) -> dict[str, Any]:
         "compared_tokens": _compared_tokens(planner),
         "changes": [] if fits else list(_changes(planner)),
         "disk_offload": None if fits else disk_offload(planner, asked, _compared_tokens(planner)),
+        "cpu_offload": None if fits else cpu_offload(planner, asked, _compared_tokens(planner)),
         "tensor_parallel": None if fits or len(asked.shares) > 1 else _parallel(planner, asked),
         "ranks": _ranks(planner, asked) if len(asked.shares) > 1 else None,
         "layouts": _layouts(planner, asked, num_devices) if num_devices else None,
@@ -108,7 +109,9 @@ def plan_text(outcome: Mapping[str, Any]) -> str:
     if outcome["tensor_parallel"] is not None:
         parts.append(_parallel_text(outcome["tensor_parallel"]))
     if outcome["disk_offload"] is not None:
-        parts.append(offload_text(outcome["disk_offload"], outcome["compared_tokens"]))
+        parts.append(disk_offload_text(outcome["disk_offload"], outcome["compared_tokens"]))
+    if outcome["cpu_offload"] is not None:
+        parts.append(cpu_offload_text(outcome["cpu_offload"], outcome["compared_tokens"]))
     if outcome["ranks"] is not None:
         parts.append(_ranks_text(outcome["ranks"]))
     if outcome["layouts"] is not None:

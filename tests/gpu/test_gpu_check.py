@@ -15,7 +15,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from bench.gpu import integers, products
+import torch
+
+from bench.gpu import integers, products, ranks
 from bench.gpu.breakdown import kernel_times
 from bench.gpu.gaps import gaps
 from bench.gpu.sections import SECTIONS
@@ -57,7 +59,7 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(tmp_path, "--only", "limits,requests,host_tier")
+    code, result = _check(tmp_path, "--only", "limits,requests,host_tier,ranks")
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0
@@ -70,6 +72,23 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
     assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
+    exchanged = result["sections"]["ranks"]["found"]
+    assert [f"{size} bytes" in exchanged for size in ranks.DRY_SIZES] == [True, True]
+    assert exchanged["lost"]["how"].startswith("DeviceLost: an exchange of columns (gloo)")
+
+
+def test_ranks_are_skipped_with_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    results: dict[str, Any] = {}
+    ranks.ranks(Stage(is_dry=False, ends=float("inf"), report=results.__setitem__))
+    assert results == {"skipped": "one GPU"}
+
+
+def test_a_byte_that_an_exchange_changes_fails_the_section() -> None:
+    one = torch.arange(4)
+    ranks._check("a gather", one, one.clone())
+    with pytest.raises(SystemExit, match="a gather between two ranks has other bytes"):
+        ranks._check("a gather", one, one + 1)
 
 
 def test_a_step_time_is_reported_by_kernels_and_the_gaps_between_them() -> None:

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import CapacityError, SettingError
+from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.config.machine import MachineMemory
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.gpu import offload_plan
+from quire.execute.gpu.exchange import ALONE, RankEnds
 from quire.execute.gpu.executor import LaunchOptions, TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.load import load
@@ -31,11 +33,14 @@ from quire.execute.gpu.offload_plan import (
 )
 from quire.execute.gpu.stream import CpuStream
 from quire.program.program import Program
+from quire.program.shard import shard
 from quire.program.tensors import DType
 from quire.weights.binding import bind
 from quire.weights.checkpoint import open_checkpoint
 from tests.gpu.lazy_stream import LazyStream
+from tests.gpu.rank_kernels import ByTurns
 from tests.gpu.torch_models import CPU, packed_for, program_of, sequence_logits, torch_executor
+from tests.rank_threads import on_all_ranks
 from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +80,13 @@ class RecordingStream(CpuStream):
 
 
 def offloading(
-    folder: Path, program: Program, plan: OffloadPlan, stream: Any, *, kernels: bool = False
+    folder: Path,
+    program: Program,
+    plan: OffloadPlan,
+    stream: Any,
+    *,
+    kernels: bool = False,
+    ends: RankEnds = ALONE,
 ) -> TorchExecutor:
     """Return an executor with the layers of a plan in host memory."""
     in_host = {name for layer in plan.layers for name in layer}
@@ -93,7 +104,7 @@ def offloading(
         device=CPU,
         exact=True,
         limits=StepLimits(max_tokens=128, max_samples=128, max_sequences=16),
-        launch=LaunchOptions(kernels=kernels, stream=stream, offload=plan),
+        launch=LaunchOptions(kernels=kernels, stream=stream, offload=plan, ends=ends),
         poison=True,
     )
     executor.allocate_cache(8, 16)
@@ -127,6 +138,34 @@ def test_answers_are_those_of_weights_on_the_device(
         np.testing.assert_array_equal(
             sequence_logits(executor, ids, max_positions=64, chunk=10), wanted
         )
+
+
+@pytest.mark.parametrize("precision", ["none", "int4-g32"])
+def test_kernels_of_two_ranks_have_the_bits_of_weights_on_one_device(
+    precision: str, tmp_path: Path
+) -> None:
+    """Each rank copies the matrices of its own share, beside the exchanges of its layers."""
+    layers, heads = SLOTS + 1, {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = write_tiny_llama(tmp_path, seed=9, dtype="bf16", num_hidden_layers=layers, **heads)
+    program = replace(program_of(folder, DType.BF16, precision), max_positions=64)
+    whole = torch_executor(folder, program, kernels=True)
+    wanted = sequence_logits(whole, IDS[:3], max_positions=64, chunk=2)
+
+    def run(group: InProcessRank) -> tuple[Any, int, int]:
+        own = shard(program, degree=2, rank=group.rank)
+        plan = first_layers(own, range(layers))
+        ends = RankEnds(exchange=ByTurns(group, rank=group.rank, degree=2))
+        with ByTurns.turn:
+            executor = offloading(folder, own, plan, None, kernels=True, ends=ends)
+            stream = executor.layer_stream
+            assert stream is not None
+            before = stream.copied_bytes
+            logits = sequence_logits(executor, IDS[:3], max_positions=64, chunk=2)
+            return logits, stream.copied_bytes - before, plan.copied_bytes
+
+    for logits, copied, of_plan in on_all_ranks(InProcessGroup(2, timeout_s=300.0).ranks(), run):
+        np.testing.assert_array_equal(logits, wanted, strict=True)
+        assert 0 < copied <= 2 * of_plan, "of two steps"
 
 
 @pytest.mark.parametrize("chosen", [range(LAYERS), (0, 2, 4, 6, 7), (1, 3, 5, 6), (2, 5)])

@@ -20,16 +20,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.base.errors import DeviceLost, ModelError, SettingError
+from quire.base.errors import DeviceLost, ModelError, SettingError, WorkerError
 from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.config.proposer_kinds import HEADS as HEAD_KINDS
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.gpu import executor_class as torch_class
+from quire.execute.gpu import offload_plan
 from quire.execute.gpu.exchange import HostExchange
 from quire.execute.gpu.executor import TorchExecutor
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.kernels import linear_fixed
 from quire.execute.gpu.limits import NCCL_BYTES
+from quire.execute.gpu.offload_plan import OffloadSize
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import PIECE_POSITIONS, Weight
@@ -337,6 +339,65 @@ def test_positions_and_heads_on_four_ranks_give_the_bits_of_one_process(tied: Pa
     np.testing.assert_array_equal(ranks, one, strict=True)
 
 
+# ---- weights in host memory
+
+
+class TooMuch(TorchRanks):
+    """Ranks above 0 that are to save more than they have."""
+
+    def start_fields(self, rank: int) -> dict[str, Any] | None:
+        fields = super().start_fields(rank)
+        assert fields is not None
+        return {**fields, "saved_bytes": 1 << 40}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which each of two stages has more layers than there are places for."""
+    more = HEADS | {"num_hidden_layers": 8}
+    return write_tiny_llama(tmp_path_factory.mktemp("deep"), seed=26, dtype="bf16", **more)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["TP 2", "PP 2", "TP 2 x PP 2"])
+def test_ranks_with_weights_in_host_memory_give_the_bits_of_one_process(
+    layout: tuple[int, int], deep: Path
+) -> None:
+    program, checkpoint = small(program_of(deep, DType.BF16, "int8")), open_checkpoint(deep)
+    one = ONE(program, checkpoint, OPTIONS)
+    digest, whole = one.weights_digest, answer(one)
+    made = divided(*layout)
+    saving = replace(made, kind=replace(kind(), offload=OffloadSize(saved_bytes=1)))
+    decided = saving.kind.for_programs(saving.programs(program), LIMITS)
+    fields = [decided.start_fields(rank) for rank in range(made.num_ranks)]
+    saved = [one["saved_bytes"] for one in fields if one is not None]
+    assert len(saved) == made.num_ranks
+    assert all(saved)
+    less = made.memory_for(program, LIMITS).weights_bytes
+    assert saving.memory_for(program, LIMITS).weights_bytes == less - sum(saved)
+    executor: Any = saving(program, checkpoint, OPTIONS)
+    stream, filled = executor.layer_stream, executor.layer_stream.copied_bytes
+    assert executor.weights_digest == digest
+    np.testing.assert_array_equal(answer(executor), whole, strict=True)
+    assert stream.copied_bytes > filled > 0
+    too_much = TooMuch(settings=kind().settings, offload=OffloadSize(saved_bytes=1))
+    with pytest.raises(WorkerError, match=r"rank 1 .*at most .* are saved"):
+        replace(saving, kind=too_much)(program, checkpoint, OPTIONS)
+
+
+def test_steps_are_captured_on_all_ranks_or_on_none(
+    deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured steps exchange padded rows; here only the first rank lacks memory."""
+    programs = divided(2).programs(small(program_of(deep, DType.BF16)))
+    lacking = iter((1, 0))
+    monkeypatch.setattr(offload_plan, "missing_bytes", lambda *_, **__: next(lacking))
+    ranks = replace(kind(), offload=OffloadSize(saved_bytes=None))
+    assert ranks.settings.captures
+    fields = [ranks.for_programs(programs, LIMITS).start_fields(rank) for rank in range(2)]
+    found = [(one["saved_bytes"] > 0, one["captures"]) for one in fields if one is not None]
+    assert found == [(True, False), (False, False)]
+
+
 class Apart(TorchRanks):
     """Ranks of CPU tensors that share no memory with each other, as those with a GPU each."""
 
@@ -599,6 +660,10 @@ def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert asked(card, of_stage=2, **several).settings.transport == "nccl", "within each machine"
     assert asked(card, of_stage=4, **several).settings.transport == "host"
     ranks = asked(card, num_ranks=2, of_stage=2, num_here=2, asked="")
+    assert ranks.offload is None
+    saving = replace(card, offload=OffloadSize(saved_bytes=1))
+    found = [asked(saving, of_stage=degree, **several).offload for degree in (2, 1)]
+    assert [(one.num_ranks, one.exchange_bytes) for one in found] == [(2, NCCL_BYTES), (2, 0)]
     assert not ranks.shares_memory
     assert ranks.plans_in_flight() == 2
     first, second = (ranks.start_fields(rank) for rank in range(2))

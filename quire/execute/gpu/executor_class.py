@@ -71,7 +71,7 @@ class TorchExecutorClass:
         """Return weights and cache as the program says, without what is in host memory; buffers
         share one arena."""
         whole = self._whole_memory(program, limits)
-        saved = self._offloaded(program, limits).saved_bytes
+        saved = self.offloaded(program, limits).saved_bytes
         return replace(whole, weights_bytes=whole.weights_bytes - saved)
 
     def _whole_memory(self, program: Program, limits: StepLimits) -> ExecutorMemory:
@@ -85,7 +85,7 @@ class TorchExecutorClass:
             token_bytes=sum(cache.token_bytes for cache in program.caches),
         )
 
-    def _offloaded(self, program: Program, limits: StepLimits) -> OffloadPlan:
+    def offloaded(self, program: Program, limits: StepLimits) -> OffloadPlan:
         """Return which layers are in host memory. Raises SettingError, CapacityError."""
         if self.offload is None:
             return NO_OFFLOAD
@@ -152,7 +152,7 @@ class TorchExecutorClass:
         try:
             pack, stack = _packing(runs_kernels=self.device.type != "cpu")
             binding = bind(program, checkpoint)
-            offload = self._offloaded(program, options.limits)
+            offload = self.offloaded(program, options.limits)
             in_host = {name for layer in offload.layers for name in layer}
             stream = stream_of(self.device)
             weights = load(

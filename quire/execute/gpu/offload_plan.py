@@ -116,16 +116,19 @@ class OffloadSize:
     """How much device memory is to be saved: saved_bytes; None: as much as weights lack beside step
     buffers and a KV cache of kv_bytes (None: the default share of what is left without offload).
     buffers: of KV blocks on their way, in bytes of the device, given those of a cached token; None:
-    there are none. host_bytes: of the host's memory that something else of the engine takes.
-    num_engines: that share the host."""
+    there are none. exchange_bytes: of the device that exchanges with other ranks take. host_bytes:
+    of the host's memory that something else of the engine takes. num_engines, num_ranks: engines
+    that share the host, and ranks of each of them there."""
 
     saved_bytes: int | None
     kv_bytes: int | None = None
     buffers: Callable[[int], int] | None = None
+    exchange_bytes: int = 0
     host_bytes: int = 0
     num_engines: int = 1
+    num_ranks: int = 1
     # The choice of each program is made once: memory is free or not at different times.
-    _plans: dict[tuple[str, ...], OffloadPlan] = field(default_factory=dict)
+    _plans: dict[tuple[Weight, ...], OffloadPlan] = field(default_factory=dict)
 
     def plan(
         self,
@@ -140,7 +143,7 @@ class OffloadSize:
 
         Raises SettingError, CapacityError.
         """
-        key = tuple(program.weights)
+        key = tuple(program.weights.values())  # shares of ranks differ in their sizes only
         if key not in self._plans:
             saved = self.saved_bytes
             if saved is None:
@@ -150,17 +153,22 @@ class OffloadSize:
                     available().available_bytes,
                     kv_bytes=self.kv_bytes,
                     max_sequences=max_sequences,
-                    buffer_bytes=0 if self.buffers is None else self.buffers(whole.token_bytes),
+                    buffer_bytes=self._buffer_bytes(whole.token_bytes),
                 )
             plan = plan_offload(program, saved, is_gpu=is_gpu)
             self._check_host(plan)
             self._plans[key] = plan
         return self._plans[key]
 
+    def _buffer_bytes(self, token_bytes: int) -> int:
+        blocks = 0 if self.buffers is None else self.buffers(token_bytes)
+        return blocks + self.exchange_bytes
+
     def _check_host(self, plan: OffloadPlan) -> None:
         free = shared_memory(machine_memory(), self.num_engines)
-        left_bytes = max(free.available_bytes - self.host_bytes, 0)
-        beside = f", beside a KV tier of {mib(self.host_bytes)}" if self.host_bytes else ""
+        left_bytes = max(free.available_bytes - self.host_bytes, 0) // self.num_ranks
+        beside = f", for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        beside += f", beside a KV tier of {mib(self.host_bytes)}" if self.host_bytes else ""
         if plan.copied_bytes > left_bytes:
             raise CapacityError(
                 f"cpu_offload_gb: {mib(plan.copied_bytes)} of weights would stay in host memory, "

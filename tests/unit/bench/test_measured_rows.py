@@ -11,6 +11,7 @@ import pytest
 
 from bench import footprint, readme_table
 from bench.measured import rows
+from bench.measured.fleet_rows import ranks_rows
 from bench.measured.peers import sweeps_text
 from bench.measured.policy_table import policy_table
 from bench.measured.rows import _belady_row, _footprint_rows
@@ -55,6 +56,17 @@ def test_predictions_are_shown_by_policy() -> None:
     result = _result("forecast-cpu")
     policies = {run["policy"] for run in result["runs"]}
     assert len(forecast_rows(result)) == len(policies)
+
+
+def test_both_modes_of_ranks_are_shown_in_time_and_bytes() -> None:
+    result = _result("parallel")
+    result["modes"][0] |= {"rows": 4, "tokens": 1, "ratio": 1.25}
+    result["modes"][0]["fast"]["received_bytes_per_token"] = 5200.0
+    found = ranks_rows(result)
+    assert len(found) == len(result["steps"]) + len(result["modes"])
+    first = found[len(result["steps"])]
+    assert "--tp-mode fast over exact, 4 x 1 tokens" in first
+    assert "| 1.25x; 5 kB, 505 kB |" in first
 
 
 def test_resources_held_after_a_soak_are_counted() -> None:

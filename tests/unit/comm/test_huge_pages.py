@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,39 @@ def test_a_system_that_gives_no_reserved_pages_gives_usual_ones(
         assert open_files() == before + 1
     finally:
         os.close(descriptor)
+
+
+def test_each_page_is_written_once_near_the_rank_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three ranks have two slots of a mebibyte each; messages and links are behind these."""
+    made, here, written = os.memfd_create, list[int](), list[tuple[int, int, int]]()
+
+    class Mapped(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            assert option == huge_pages._MADV_POPULATE_WRITE
+            written.append((here[-1], start, length))
+
+    @contextmanager
+    def near(rank: int) -> Iterator[None]:
+        here.append(rank)
+        yield
+        here.pop()
+
+    def memfd_create(name: str, flags: int) -> int:
+        return made(name, flags & ~(os.MFD_HUGETLB | os.MFD_HUGE_2MB))
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    descriptor = create_segment(3, LARGE, link_bytes=HUGE_PAGE_BYTES, near=near)
+    num_bytes = os.fstat(descriptor).st_size
+    os.close(descriptor)
+    pages = range(0, num_bytes, HUGE_PAGE_BYTES)
+    assert [(start, length) for _, start, length in written] == [
+        (start, HUGE_PAGE_BYTES) for start in pages
+    ]
+    assert num_bytes > 5 * HUGE_PAGE_BYTES
+    assert [rank for rank, _, _ in written] == [0, 1, 2] + [0] * (len(pages) - 3)
 
 
 def test_small_segments_take_no_huge_page() -> None:

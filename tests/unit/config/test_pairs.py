@@ -33,16 +33,16 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size data_parallel_size kv_tier_path "
-        "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
+        "pipeline_parallel_size context_parallel_size data_parallel_size cpu_offload_gb "
+        "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "pipeline_parallel_size": (
-        "context_parallel_size data_parallel_size kv_tier_path kv_transfer_key_file kv_store "
-        "kv_events_config speculate-ngram speculate-self"
+        "context_parallel_size data_parallel_size cpu_offload_gb kv_tier_path "
+        "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "context_parallel_size": (
-        "data_parallel_size kv_tier_path kv_transfer_key_file kv_store kv_events_config "
-        "speculate-ngram speculate-self"
+        "data_parallel_size cpu_offload_gb kv_tier_path kv_transfer_key_file kv_store "
+        "kv_events_config speculate-ngram speculate-self"
     ),
     "data_parallel_size": (
         "cpu_offload_gb kv_tier_path kv_store kv_events_config speculate-ngram speculate-self"
@@ -117,7 +117,15 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
                 "tensor_parallel_size": 2,
                 "data_parallel_size": 2,
             },
-            "processes of one machine",
+            "server for each engine, on a node of its own, where its rank 0 is, and quire route",
+        ),
+        (
+            {
+                "distributed_executor_backend": "external_launcher",
+                "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
+            },
+            "server for each engine, with a launch, a MASTER_PORT and a port of its own",
         ),
     ],
 )

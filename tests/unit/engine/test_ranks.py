@@ -47,7 +47,6 @@ def test_two_ranks_answer_as_one_process() -> None:
     ("settings", "words"),
     [
         ({"executor": "reference"}, "executor is reference: only the native executor"),
-        ({"executor": "torch", "cpu_offload_gb": "1"}, "only one rank keeps layers in host"),
         ({"num_threads": 1}, "num_threads is 1, which are divided over the ranks"),
     ],
 )

@@ -150,6 +150,38 @@ def test_a_70b_runs_with_weights_on_disk_from_a_batch_on(tmp_path: Path) -> None
     assert plan_outcome(_planner(tmp_path, LLAMA_3_70B))["disk_offload"] is None
 
 
+def test_a_70b_runs_on_a_gpu_with_weights_in_host_memory(tmp_path: Path) -> None:
+    planner = _planner(tmp_path, LLAMA_3_70B)
+    outcome = plan_outcome(planner)
+    offload = outcome["cpu_offload"]
+    assert outcome["weights_bytes"] > outcome["available_bytes"]
+    assert outcome["weights_bytes"] - offload["saved_bytes"] < outcome["available_bytes"]
+    assert offload["host_bytes"] > offload["saved_bytes"] >= offload["gib"] * GIB - 1
+    slow, *_, fast = offload["rates"]
+    assert slow["batch"] > fast["batch"]
+    for rate in offload["rates"]:
+        copied_s = offload["host_bytes"] / rate["bus_gb_per_s"] / 1e9
+        assert rate["tokens_per_s"] <= 1 / copied_s
+        assert rate["batch_tokens_per_s"] <= rate["batch"] / copied_s
+    text = plan_text(outcome)
+    assert f"--cpu-offload-gb {offload['gib']:g}: " in text
+    assert (slow["batch"], "over 4,096" in text) == (4096, True)
+    # Of more ranks each lacks less.
+    few = plan_outcome(_planner(tmp_path, LLAMA_3_405B, tensor_parallel_size=4))["cpu_offload"]
+    many = plan_outcome(_planner(tmp_path, LLAMA_3_405B, tensor_parallel_size=8))["cpu_offload"]
+    assert few["gib"] > many["gib"] > 0
+    assert few["host_bytes"] > many["host_bytes"]
+    _planner(tmp_path, LLAMA_3_70B)
+    # Not where even all layers save too little, where drafts are computed, nor on CPUs.
+    tiny = Planner({"model": tmp_path / "m"}, planner.device, memory_bytes=5 * GIB)
+    assert plan_outcome(tiny)["cpu_offload"] is None
+    drafting = plan_outcome(_planner(tmp_path, LLAMA_3_70B, speculate="self"))
+    assert drafting["cpu_offload"] is None
+    assert drafting["problem"]
+    on_cpu = Planner({"model": tmp_path / "m"}, HERE, memory_bytes=64 * GIB)
+    assert plan_outcome(on_cpu)["cpu_offload"] is None
+
+
 def test_a_405b_needs_more_devices_the_more_bits_it_has(tmp_path: Path) -> None:
     degrees = {
         quantization: plan_outcome(_planner(tmp_path, LLAMA_3_405B, quantization=quantization))[

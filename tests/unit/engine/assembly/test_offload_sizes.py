@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
     assert with_memory(fits - LACKING_BYTES).weights_bytes <= whole.weights_bytes - LACKING_BYTES
 
 
-def test_an_offload_to_the_host_counts_a_host_tier_and_other_engines(
+def test_an_offload_to_the_host_counts_a_host_tier_other_engines_and_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = offload_plan.OffloadPlan(layers=(("w",),) * 4, copied_bytes=1000, slot_bytes=250)
@@ -69,10 +70,13 @@ def test_an_offload_to_the_host_counts_a_host_tier_and_other_engines(
     program = planned_program(engine_config({}))
     whole = ExecutorMemory(weights_bytes=1, step_bytes=1, token_bytes=1)
 
-    def planned(host_bytes: int, **settings: Any) -> offload_plan.OffloadPlan:
+    def planned(
+        host_bytes: int, *, num_ranks: int = 1, **settings: Any
+    ) -> offload_plan.OffloadPlan:
         memory = MachineMemory(available_bytes=host_bytes, limit="a test")
         monkeypatch.setattr(offload_plan, "machine_memory", lambda: memory)
         size = offload_size(engine_config(TORCH | settings), is_gpu=True)
+        size = replace(size, num_ranks=num_ranks)
         return size.plan(program, whole, lambda: memory, max_sequences=2, is_gpu=True)
 
     assert planned(1000) is plan
@@ -82,6 +86,9 @@ def test_an_offload_to_the_host_counts_a_host_tier_and_other_engines(
     assert planned(3000, data_parallel_size=3) is plan
     with pytest.raises(CapacityError, match="for each of 3 engines"):
         planned(2999, data_parallel_size=3)
+    assert planned(2500, num_ranks=2, kv_tier_host_bytes=500) is plan
+    with pytest.raises(CapacityError, match="for each of 2 ranks, beside a KV tier"):
+        planned(2499, num_ranks=2, kv_tier_host_bytes=500)
 
 
 def test_an_offload_from_a_gpu_leaves_it_room_for_a_tiers_buffers() -> None:
