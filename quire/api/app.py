@@ -24,6 +24,7 @@ from quire.api.anthropic.messages import messages_routes
 from quire.api.batch_wiring import batch_routes
 from quire.api.embeddings.routes import embedding_routes
 from quire.api.embeddings.vectors import read_embeddings
+from quire.api.generation.generate import endpoint
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import UnknownRoute
 from quire.api.http.middleware import RequestMiddleware
@@ -31,13 +32,13 @@ from quire.api.http.paths import hint_for
 from quire.api.llama_cpp.dialect import LLAMA_CPP
 from quire.api.llama_cpp.routes import llama_cpp_admin_routes, llama_cpp_routes
 from quire.api.model_wiring import MODELS_DIALECT, model_routes
+from quire.api.native import token_generate
 from quire.api.native.requests import RequestRoutes
 from quire.api.native.timelines import TimelineRoutes
-from quire.api.native.token_generate import TokenGenerateRoute
 from quire.api.native.tokenize import TokenizeRoutes
 from quire.api.ollama.dialect import OLLAMA
 from quire.api.ollama.routes import ollama_routes
-from quire.api.openai.chat import ChatRoute
+from quire.api.openai import chat
 from quire.api.openai.completions import CompletionsRoute
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.responses.create import responses_routes
@@ -72,19 +73,19 @@ def build_app(server_state: ServerState, siblings: SiblingWorkers | None = None)
 
 def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None) -> list[Route]:
     """Return all routes of the public listener; openapi/operations.py documents each."""
-    completions, chat = CompletionsRoute(server_state), ChatRoute(server_state)
-    token_generate = TokenGenerateRoute(server_state, DEFAULT_DIALECT)
+    completions = CompletionsRoute(server_state)
+    generate = token_generate.route_of(DEFAULT_DIALECT)
     requests = RequestRoutes(server_state, None if siblings is None else siblings.forward)
     tokenize = TokenizeRoutes(server_state)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
-        Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        Route("/v1/chat/completions", endpoint(server_state, chat.ROUTE), methods=["POST"]),
         *messages_routes(server_state),
         *ollama_routes(server_state, read_embeddings),
         *llama_cpp_routes(server_state, read_embeddings),
         *_responses_routes(server_state, siblings),
         *embedding_routes(server_state, DEFAULT_DIALECT),
-        Route("/generate", token_generate.post, methods=["POST"]),
+        Route("/generate", endpoint(server_state, generate), methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
         Route("/apply_template", tokenize.apply_template, methods=["POST"]),

@@ -6,11 +6,9 @@ with what to start. Knows no engine beyond its card.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.embeddings.fields import EMBEDDINGS, POOLING, RERANK, SCORE
@@ -20,7 +18,7 @@ from quire.api.generation.generate import (
     GenerationJob,
     GenerationRequest,
     GenerationRoute,
-    generate,
+    endpoint,
 )
 from quire.api.http.dialect import Dialect
 from quire.api.server_state import ServerState
@@ -41,7 +39,7 @@ def embedding_routes(server_state: ServerState, dialect: Dialect) -> list[Route]
     return [
         Route(
             path,
-            _endpoint(
+            endpoint(
                 server_state,
                 GenerationRoute(honoured=honoured, id_prefix=prefix, read=read, dialect=dialect),
             ),
@@ -50,12 +48,3 @@ def embedding_routes(server_state: ServerState, dialect: Dialect) -> list[Route]
         for paths, honoured, prefix, read in _ROUTES
         for path in paths
     ]
-
-
-def _endpoint(
-    server_state: ServerState, route: GenerationRoute
-) -> Callable[[Request], Awaitable[Response]]:
-    async def post(request: Request) -> Response:
-        return await generate(server_state, request, route)
-
-    return post

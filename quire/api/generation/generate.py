@@ -278,6 +278,17 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     return Response(answered, headers=context.headers(), media_type="application/json")
 
 
+def endpoint(
+    server_state: ServerState, route: GenerationRoute
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return the function that answers the requests of a route."""
+
+    async def post(request: Request) -> Response:
+        return await generate(server_state, request, route)
+
+    return post
+
+
 async def _opened(
     server_state: ServerState, request: Request, route: GenerationRoute
 ) -> tuple[RequestContext, dict[str, Any]]:

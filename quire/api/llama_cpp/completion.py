@@ -14,18 +14,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from quire.api.engine_protocol import Engine
 from quire.api.generation.choice_streams import Prompt
 from quire.api.generation.fields import flag
-from quire.api.generation.generate import (
-    GenerationJob,
-    GenerationRequest,
-    GenerationRoute,
-    generate,
-)
+from quire.api.generation.generate import GenerationJob, GenerationRequest, GenerationRoute
 from quire.api.generation.request_context import checked_ids, encode
 from quire.api.generation.text_bounds import TOO_LONG
 from quire.api.generation.truncation import answer_room, fitted
@@ -36,7 +28,6 @@ from quire.api.llama_cpp.infill import NUM_MARKS, InfillTexts
 from quire.api.llama_cpp.line_limits import NO_LIMITS, line_limits, streams_of
 from quire.api.llama_cpp.request import Returned, as_named_here, read_sampling
 from quire.api.llama_cpp.several_answers import SeveralAnswers
-from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_params import SamplingParams
 from quire.base.show import show
@@ -46,50 +37,10 @@ from quire.engine.output.output_stream import PLAIN_TEXT, TextRules
 MAX_PARTS = 1024
 # Of one request.
 MAX_ANSWERS = 1024
-# Timings are in each answer.
-_IMPLIED = frozenset({"timings"})
 _FORMS = (
     "a text, a list of token ids, a list of texts and ids that make one prompt, or a list of such "
     "prompts are allowed"
 )
-
-
-class CompletionRoute:
-    """POST /completion."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self._server_state = server_state
-        self._route = GenerationRoute(
-            honoured=LLAMA_COMPLETION,
-            id_prefix="cmpl-",
-            read=read_completion,
-            dialect=LLAMA_CPP,
-            implied=_IMPLIED,
-            as_named_here=as_named_here,
-        )
-
-    async def post(self, request: Request) -> Response:
-        """Answer one request."""
-        return await generate(self._server_state, request, self._route)
-
-
-class InfillRoute:
-    """POST /infill."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self._server_state = server_state
-        self._route = GenerationRoute(
-            honoured=LLAMA_INFILL,
-            id_prefix="fill-",
-            read=read_infill,
-            dialect=LLAMA_CPP,
-            implied=_IMPLIED,
-            as_named_here=as_named_here,
-        )
-
-    async def post(self, request: Request) -> Response:
-        """Answer one request."""
-        return await generate(self._server_state, request, self._route)
 
 
 async def read_completion(request: GenerationRequest) -> GenerationJob:
@@ -111,6 +62,22 @@ async def read_infill(request: GenerationRequest) -> GenerationJob:
     except TOO_LONG:  # without other texts too
         text = await _shortened(request, texts, first, sampling)
     return await _job(request, [[text]], sampling, returned, adds_special=True)
+
+
+COMPLETION, INFILL = (
+    GenerationRoute(
+        honoured=honoured,
+        id_prefix=id_prefix,
+        read=read,
+        dialect=LLAMA_CPP,
+        implied=frozenset({"timings"}),  # they are in each answer
+        as_named_here=as_named_here,
+    )
+    for honoured, id_prefix, read in (
+        (LLAMA_COMPLETION, "cmpl-", read_completion),
+        (LLAMA_INFILL, "fill-", read_infill),
+    )
+)
 
 
 async def _first_file(

@@ -7,19 +7,17 @@ has a list with one vector, since inputs are pooled.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.api.generation.generate import (
     GenerationJob,
     GenerationRequest,
     GenerationRoute,
-    generate,
+    endpoint,
 )
 from quire.api.generation.reshaped_answer import ReshapedWriter
 from quire.api.generation.usage import Usage
@@ -44,17 +42,8 @@ def embedding_routes(server_state: ServerState, read_vectors: Read) -> list[Rout
     route = GenerationRoute(
         honoured=LLAMA_EMBEDDING, id_prefix="embd-", read=read, dialect=LLAMA_CPP
     )
-    post = _endpoint(server_state, route)
+    post = endpoint(server_state, route)
     return [Route(path, post, methods=["POST"]) for path in ("/embedding", "/embeddings")]
-
-
-def _endpoint(
-    server_state: ServerState, route: GenerationRoute
-) -> Callable[[Request], Awaitable[Response]]:
-    async def post(request: Request) -> Response:
-        return await generate(server_state, request, route)
-
-    return post
 
 
 async def _read(request: GenerationRequest, read_vectors: Read) -> GenerationJob:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
+from quire.api.generation.generate import endpoint
 from quire.api.llama_cpp.adapters import AdapterRoutes
-from quire.api.llama_cpp.completion import CompletionRoute, InfillRoute
+from quire.api.llama_cpp.completion import COMPLETION, INFILL
 from quire.api.llama_cpp.embedding import Read, embedding_routes
 from quire.api.llama_cpp.server_views import ServerViews
 from quire.api.server_state import ServerState
@@ -20,8 +21,8 @@ def llama_cpp_routes(server_state: ServerState, read_vectors: Read) -> list[Rout
     /v1/embeddings."""
     adapters = AdapterRoutes()
     return [
-        Route("/completion", CompletionRoute(server_state).post, methods=["POST"]),
-        Route("/infill", InfillRoute(server_state).post, methods=["POST"]),
+        Route("/completion", endpoint(server_state, COMPLETION), methods=["POST"]),
+        Route("/infill", endpoint(server_state, INFILL), methods=["POST"]),
         *embedding_routes(server_state, read_vectors),
         Route("/props", ServerViews(server_state).props, methods=["GET"]),
         Route("/lora-adapters", adapters.get, methods=["GET"]),

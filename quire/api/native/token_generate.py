@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from quire.api.generation.answer_json import (
     PartedList,
@@ -38,32 +36,16 @@ from quire.api.generation.generate import (
     GenerationRequest,
     GenerationRoute,
     StreamOptions,
-    generate,
 )
 from quire.api.generation.request_context import checked_ids
 from quire.api.generation.truncation import kept_tokens
 from quire.api.generation.usage import Usage
 from quire.api.http.dialect import Dialect
-from quire.api.server_state import ServerState
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.show import show
 from quire.engine.output.output_stream import TextDelta
 from quire.engine.output.token_text import TokenText
-
-
-class TokenGenerateRoute:
-    """The route. dialect: of its errors and events."""
-
-    def __init__(self, server_state: ServerState, dialect: Dialect) -> None:
-        self._server_state = server_state
-        self._route = GenerationRoute(
-            honoured=GENERATE, id_prefix="gen-", read=read_job, dialect=dialect
-        )
-
-    async def post(self, request: Request) -> Response:
-        """Answer one request."""
-        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(request: GenerationRequest) -> GenerationJob:
@@ -101,6 +83,11 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         options=request.stream_options,
     )
     return GenerationJob(prompts=[Prompt(token_ids=token_ids, sampling=chosen)], writer=writer)
+
+
+def route_of(dialect: Dialect) -> GenerationRoute:
+    """Return the route. dialect: of its errors and events."""
+    return GenerationRoute(honoured=GENERATE, id_prefix="gen-", read=read_job, dialect=dialect)
 
 
 class TokenGenerateWriter(ChunkWriter):

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from quire.api.generation.answer_json import (
     check_prompt_numbers,
     prompt_logprobs,
@@ -32,7 +29,6 @@ from quire.api.generation.generate import (
     GenerationRequest,
     GenerationRoute,
     StreamOptions,
-    generate,
 )
 from quire.api.generation.request_context import encode
 from quire.api.generation.thinking_budget import budget_of
@@ -49,7 +45,6 @@ from quire.api.openai.chat_output import (
 )
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs
-from quire.api.server_state import ServerState
 from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.engine.client.request_builder import default_sampling
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
@@ -57,20 +52,6 @@ from quire.engine.output.token_text import TokenText
 
 # Attributes of a whole answer that clients read, whether they were requested or not.
 NOT_OF_ALL: Mapping[str, None] = {"prompt_logprobs": None, "kv_transfer_params": None}
-
-
-class ChatRoute:
-    """The route."""
-
-    def __init__(self, server_state: ServerState) -> None:
-        self._server_state = server_state
-        self._route = GenerationRoute(
-            honoured=CHAT, id_prefix="chatcmpl-", read=read_job, dialect=OPENAI
-        )
-
-    async def post(self, request: Request) -> Response:
-        """Answer one request."""
-        return await generate(self._server_state, request, self._route)
 
 
 async def read_job(request: GenerationRequest) -> GenerationJob:
@@ -124,6 +105,9 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)
     writer = ChatWriter(request.envelope, parser, returned, request.stream_options)
     return GenerationJob(prompts=[prompt], writer=writer)
+
+
+ROUTE = GenerationRoute(honoured=CHAT, id_prefix="chatcmpl-", read=read_job, dialect=OPENAI)
 
 
 class ChatWriter(ChunkWriter):

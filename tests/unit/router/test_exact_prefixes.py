@@ -78,7 +78,7 @@ class Published:
             return ExactPrefixes(fleet, KVEventsTable(replicas=tables, **self.fields), self.sets)
 
         features = Features(sets=self.sets, make_look_up=make)
-        run(self.replicas, story, features, **{"policy": "warm-cache", **settings})
+        run(self.replicas, story, features, **{"policy": "warm-cache", "stall_s": 30.0, **settings})
 
     async def until(self, at: int, num_blocks: int) -> None:
         """Wait until the router knows so many blocks of a replica."""

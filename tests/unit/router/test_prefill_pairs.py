@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.router.virtual_time import run_virtual
 from quire.base.server_url import server_url
 from quire.router.app import RouterApp
 from quire.router.discovery import StaticList
@@ -20,7 +21,7 @@ from quire.routing.prefix_history import PrefixHistory
 from quire.routing.ttft_model import MIN_SAMPLES
 from quire.routing.warm_cache import WarmCache
 from tests.cases import each_case
-from tests.unit.router.fake_replica import FakeReplica, Router
+from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router
 
 OFFER = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
 LONG = {"prompt": "word " * 800, "max_tokens": 40, "min_tokens": 3}
@@ -73,7 +74,7 @@ def run(
                 one.stop_listening(cuts=True)
             await asyncio.sleep(0.01)
 
-    return asyncio.run(go())
+    return run_virtual(go(), tick_s=TICK_S)
 
 
 def handing(**answer: Any) -> FakeReplica:

@@ -78,7 +78,7 @@ class Store:
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
-        assert self.may_go_on.wait(10)
+        assert self.may_go_on.wait(60)
         if self.fails is not None:
             raise self.fails
 
@@ -170,7 +170,7 @@ class Rig:
         """Return ended copies, once there are so many."""
         found: list[CopiesEnded] = []
         while sum(len(one.to_blocks) for one in found) < count:
-            assert self.woken.wait(10)
+            assert self.woken.wait(60)
             self.woken.clear()
             if (copies := self.mover.ended()) is not None:
                 found.append(copies)
@@ -266,7 +266,7 @@ def test_plans_that_name_blocks_in_transfer_wait_for_them(rig: Rig) -> None:
     thread.start()
     assert not waited.wait(0.05)
     rig.store.may_go_on.set()
-    assert waited.wait(10)
+    assert waited.wait(60)
     thread.join()
     rig.mover.close()
 
@@ -378,7 +378,7 @@ def test_a_place_is_refilled_only_after_it_was_read() -> None:
     thread.start()
     assert not begun.wait(0.05)
     rig.store.may_go_on.set()
-    assert begun.wait(10)
+    assert begun.wait(60)
     thread.join()
     rig.mover.close()
     assert np.array_equal(pool.blocks[6], before)

@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 
@@ -302,7 +302,7 @@ def test_a_disconnect_closes_the_engines_generator_at_once(prompt: Any, stream: 
         await until(lambda: site.engine.num_deltas == num)
         assert not site.engine.closed_early
         gone.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
         assert len(site.engine.closed_early) == num
         assert site.metric("quire_disconnects_total") == 1
         assert site.metric('quire_requests_total{finish_reason="abort"}') == num
@@ -334,13 +334,13 @@ def test_a_stalled_reader_delays_only_its_own_stream() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_past_its_time_limit_ends_with_a_timeout(stream: bool) -> None:
     async def exchange() -> None:
-        site = Site(request_timeout_s=0.01)
+        site = Site(request_timeout_s=0.3)
         site.engine.pause = asyncio.Event().wait
         reply = await site.post(COMPLETIONS, {"prompt": "a", "stream": stream})
         error = reply.events[-1]["error"] if stream else reply.error
         assert reply.status == (200 if stream else 504)
         assert error["code"] == "timeout"
-        assert "0.01 s" in error["message"]
+        assert "0.3 s" in error["message"]
         assert site.engine.closed_early
         assert site.metric("quire_timeouts_total") == 1
 
@@ -366,8 +366,8 @@ def test_after_the_grace_period_open_requests_get_an_error_even_if_unread() -> N
         site.server_state.lifecycle.end_all()
         assert (await whole).error["code"] == "shutting_down"
         assert (await stream).events[-1]["error"]["code"] == "shutting_down"
-        await asyncio.wait_for(unread, 5)
-        await asyncio.wait_for(site.server_state.idle.wait(), 5)
+        await asyncio.wait_for(unread, 60)
+        await asyncio.wait_for(site.server_state.idle.wait(), 60)
         assert len(site.engine.closed_early) == 3
 
     asyncio.run(exchange())

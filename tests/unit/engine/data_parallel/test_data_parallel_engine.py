@@ -153,7 +153,7 @@ def test_a_request_goes_on_at_another_engine() -> None:
         assert (health.ok, engine.refusal()) == (True, None)
         with pytest.raises(WorkerError):
             await answer(engine, [5, 1], "b")
-        await asyncio.wait_for(engine.dead.wait(), 5)
+        await asyncio.wait_for(engine.dead.wait(), 60)
         assert not engine.health().ok
         assert "engine 0: signal 9; engine 1" in engine.health().reason
         assert isinstance(engine.refusal(), WorkerError)
@@ -349,7 +349,7 @@ def test_an_engine_that_is_started_again_joins() -> None:
         assert await answer(engine, [1, 2], "b") == WHOLE
         assert len(late.asked) == 1
         late.dead.set()
-        await asyncio.wait_for(engine.dead.wait(), 5)
+        await asyncio.wait_for(engine.dead.wait(), 60)
         await engine.close()
 
     run(check)

@@ -436,7 +436,7 @@ def test_a_prompt_that_shares_a_part_waits_for_that_part(nodes: Callable[..., No
 def test_a_claim_of_a_killed_engine_holds_up_no_one_for_long(
     nodes: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other, third = nodes(), nodes(kv_store_timeout=0.3), nodes(kv_store_timeout=0.3)
+    one, other, third = nodes(), nodes(kv_store_timeout=0.3), nodes()
     one.submit(request_of("a"))
     one.until(lambda: one.stats.claims_total == 1)
     # It is not stepped any more, as if it had been killed: its claim stays.

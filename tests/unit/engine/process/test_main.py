@@ -128,10 +128,14 @@ def test_signals_for_a_clean_end_do_not_end_the_engine_itself(model: Path) -> No
 def test_an_idle_engine_does_not_wake_up(model: Path) -> None:
     async def story(client: EngineClient) -> None:
         await _answer(client, "r", max_tokens=3)
-        await asyncio.sleep(0.3)
-        before = _times_woken(_process_id(client))
-        await asyncio.sleep(0.5)
-        assert _times_woken(_process_id(client)) - before <= 2
+        before, num_woken = 0, 1 << 30
+        for _ in range(20):  # on a busy machine its last wake-ups take a while
+            if num_woken <= 2:
+                break
+            before = _times_woken(_process_id(client))
+            await asyncio.sleep(0.5)
+            num_woken = _times_woken(_process_id(client)) - before
+        assert num_woken <= 2
 
     if not Path("/proc/self/task").is_dir():
         pytest.skip("counting wake-ups needs /proc")
