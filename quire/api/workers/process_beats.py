@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from quire.base.clock import Clock
@@ -25,6 +26,12 @@ MAX_SILENT_S = 2.0
 _LATE_S, _MIN_IN_TIME = 0.3, 3
 # Number and time of the newest beat.
 _SLOT = struct.Struct("=qd")
+
+
+def forget_process(folder: Path, slot: int) -> None:
+    """Clear the slot of a process that has ended: the others do not count it as stopped."""
+    with suppress(FileNotFoundError), open(folder / FILE, "r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes(_SLOT.size), slot * _SLOT.size)
 
 
 class ProcessBeats:

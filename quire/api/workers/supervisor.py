@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
+from quire.api.workers import process_beats
 from quire.api.workers.engine_supervisor import EngineSupervisor
 from quire.api.workers.worker_job import (
     FAILED,
@@ -354,6 +355,7 @@ class _Supervisor:
     def _forget(self, child: _Worker) -> None:
         """Remove a process that has ended; the engines end its requests."""
         socket_path(self._home, child.number).unlink(missing_ok=True)
+        process_beats.forget_process(self._home, child.slot)
         forget_process(self._counts, child.process.pid)
         if self._routing is not None:
             self._routing.forget_process(child.slot)

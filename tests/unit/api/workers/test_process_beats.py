@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.api.workers.process_beats import BEAT_S, MAX_SILENT_S, ProcessBeats
+from quire.api.workers.process_beats import (
+    BEAT_S,
+    MAX_SILENT_S,
+    ProcessBeats,
+    forget_process,
+)
 
 
 class _Processes:
@@ -52,6 +57,18 @@ def test_without_a_history_it_is_waited_for_longer_and_the_end_of_one_is_no_stop
     processes.running[3] = processes.new(1, 3)
     processes.run(0.2)
     assert processes.running[1].stopped == (), "another has taken its place"
+
+
+def test_a_process_that_has_ended_has_not_stopped(tmp_path: Path) -> None:
+    """Even before another has taken its place."""
+    forget_process(tmp_path, 1)  # before any has beaten
+    processes = _Processes(tmp_path, 3)
+    processes.run(5)
+    del processes.running[2]
+    processes.run(0.3)
+    forget_process(tmp_path, 1)
+    processes.run(5)
+    assert [one.stopped for one in processes.running.values()] == [()] * 2
 
 
 def test_a_process_that_was_late_itself_finds_none(tmp_path: Path) -> None:
