@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.api.anthropic.answer_blocks import BlockEvents, joined_blocks
 from quire.api.anthropic.cache_breakpoints import LIFETIMES_MS
-from quire.api.generation.answer_json import drafts_json
+from quire.api.generation.answer_json import drafts_json, finite
 from quire.api.generation.chat_output import ChatOutputParser
 from quire.api.generation.choice_streams import Choice, PromptState
 from quire.api.generation.generate import Envelope
@@ -58,7 +58,8 @@ class MessageWriter:
         pieces = self._pieces(choice.text, choice.token_chars, ends=True)
         content = joined_blocks([*self._blocks.of_pieces(pieces), *self._blocks.close()])
         end = self._end_of(choice.finish_reason, choice.stop_reason)
-        known = {"logprobs": [one.logprob for one in choice.logprobs]} if choice.logprobs else {}
+        logprobs = [finite(one.logprob) for one in choice.logprobs]
+        known = {"logprobs": logprobs} if logprobs else {}
         return {**self._message(content, end, self._usage(usage)), "seed": choice.seed, **known}
 
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
