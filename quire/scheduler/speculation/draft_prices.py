@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.scheduler.speculation.step_curve import Pace, Point, StepCurve, never_falling
+from quire.scheduler.speculation.step_curve import Pace, Point, StepCurve, bucket_of, never_falling
 
 Float64s = NDArray[np.float64]
 # What the prediction from the point before counts for, against the times of a point.
@@ -98,7 +98,8 @@ class DraftPrices:
         self._drafted.note(
             step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
         )
-        if self._positions and step.num_positions > self._positions[-1]:
+        # By buckets: a point is a mean, and may be below the steps that it is of.
+        if self._positions and bucket_of(step.num_positions) > bucket_of(self._positions[-1]):
             self._untried_at = self._pace.num_noted + UNTRIED_EVERY
         is_new = self._drafted.weight(step.num_positions) < SURE_WEIGHT
         if is_new or abs(ms - expected_ms) > AS_EXPECTED * expected_ms:

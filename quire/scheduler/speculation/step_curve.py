@@ -109,7 +109,7 @@ class StepCurve:
             yield Point(positions, ms * times, weight * TRUST_KEEP ** (now - noted))
 
 
-def bucket_of(positions: int) -> int:
+def bucket_of(positions: float) -> int:
     """Return the bucket of steps of so many positions; each has one of its own up to eight."""
     return round(BUCKETS_PER_OCTAVE * math.log2(positions))
 

@@ -7,7 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
+from quire.scheduler.speculation.draft_prices import (
+    NOTES_PER_MAKE,
+    UNTRIED_EVERY,
+    DraftedStep,
+    DraftPrices,
+)
 from quire.scheduler.speculation.step_curve import Pace, Point, StepCurve, bucket_of, never_falling
 
 # Positions and milliseconds of steps of a model of 0.6 billion parameters on two cores.
@@ -183,6 +188,20 @@ def test_the_first_steps_of_a_slower_machine_are_not_scaled_twice() -> None:
     assert prices.plain_ms(1, 0.1) == pytest.approx(20.0, rel=0.1)
     learn(prices, 1, 3, 22.0, 4, slope_ms=0.1)
     assert added(prices, 1, 3, slope_ms=0.1) == pytest.approx(2.0, abs=1.0)
+
+
+def test_more_drafts_than_were_timed_cost_less_once_in_a_while() -> None:
+    """Also where steps have a few more positions than the mean of their bucket."""
+    prices, slope_ms = DraftPrices(), 6.0
+    assert bucket_of(13) == bucket_of(14)
+    for num_drafts, times in ((2, 5), (4, 5), (9, 1), (10, 5)):
+        learn(prices, 4, num_drafts, true_ms(4 + num_drafts), times, slope_ms=slope_ms)
+    usual_ms = added(prices, 4, 14, slope_ms=slope_ms)
+    learn(prices, 4, 10, true_ms(14), UNTRIED_EVERY + NOTES_PER_MAKE, slope_ms=slope_ms)
+    assert added(prices, 4, 14, slope_ms=slope_ms) < 0.8 * usual_ms
+    learn(prices, 4, 14, true_ms(18), slope_ms=slope_ms)
+    further_ms = added(prices, 4, 18, slope_ms=slope_ms) - added(prices, 4, 14, slope_ms=slope_ms)
+    assert further_ms > 0.8 * 4 * slope_ms
 
 
 def test_points_that_fall_are_pooled_by_their_weight() -> None:
