@@ -76,7 +76,7 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
         planner.memory.available_bytes,
         kv_bytes=_kv_bytes(planner, needs),
         max_sequences=needs.max_num_seqs,
-        buffer_bytes=needs.exchange_bytes,
+        buffer_bytes=needs.exchange_bytes + needs.transfer_bytes,
     )
     gib = _gib(max(lacking, 0))
     try:
