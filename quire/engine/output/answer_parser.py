@@ -1,4 +1,4 @@
-"""Hearing: how the answers to one conversation are read: their reasoning, content and calls.
+"""AnswerReading: how the answers to one conversation are read: their reasoning, content and calls.
 
     reading = answer_reading_of(text_side, prompt, settings)
     reading.message(text).calls
