@@ -145,6 +145,7 @@ class FleetBeats:
         self._known: dict[Replica, Beats] = {}
         self._reading: dict[Replica, asyncio.Task[None]] = {}
         self._again_s: dict[Replica, float] = {}  # when it may be asked again
+        self._stopped: dict[Replica, tuple[int, ...]] = {}  # processes, by the newest event
 
     def follow(self, replica: Replica) -> None:
         """Read the beats of a replica from now on. Twice is once."""
@@ -165,12 +166,15 @@ class FleetBeats:
             self._fleet.probe_now.set()
         finally:
             self._reading.pop(replica, None)
+            self._stopped.pop(replica, None)
             if replica in self._known:
                 self._again_s[replica] = self._loop.time() + wait_s
 
     def _hear(self, replica: Replica, health: BeatHealth) -> None:
         """Give up what is open at processes that have stopped; streams continue elsewhere."""
-        if stopped := health.stopped_processes:
+        before = self._stopped.get(replica, ())
+        self._stopped[replica] = health.stopped_processes
+        if stopped := [one for one in health.stopped_processes if one not in before]:
             what = "API processes of a replica have stopped"
             numbers = ",".join(map(str, stopped))
             self._fleet.log.warning(what, replica=replica.name, processes=numbers)
