@@ -187,13 +187,13 @@ class _Connection(asyncio.Protocol):
 
     @property
     def may_be_lost(self) -> bool:
-        """Whether any process may have it, stopped ones too: it has no answer, and is older than
-        the beats that are missing."""
+        """Whether any process may have it, stopped ones too: it has no answer, and may be older
+        than the stop, which was up to a usual gap after the last beat."""
         exchange = self._exchange
         return (
             exchange is not None
             and not (self.process or exchange.status)
-            and self._loop.time() - exchange.last_s > MIN_SILENT_S
+            and self._loop.time() - exchange.last_s > MIN_SILENT_S / 2
         )
 
     def resume(self) -> None:
