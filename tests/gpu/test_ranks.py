@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.base.errors import DeviceLost, ModelError, SettingError, WorkerError
+from quire.base.errors import DeviceLost, ModelError, WorkerError
 from quire.comm.in_process import InProcessGroup, InProcessRank
 from quire.config.proposer_kinds import HEADS as HEAD_KINDS
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
@@ -32,7 +32,6 @@ from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.kernels import linear_fixed
 from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.offload_plan import OffloadSize
-from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import AllGather
 from quire.program.declarations import PIECE_POSITIONS, Weight
 from quire.program.expert_parallel import ExpertPlan, mixtures
@@ -476,30 +475,6 @@ def test_nothing_is_taken_from_a_step_whose_exchange_was_aborted_in_silence(tied
     executor.close()
 
 
-def test_nccl_keeps_to_the_memory_that_is_counted_unless_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    class Group:
-        class Options:
-            pass
-
-        def __init__(self, *_: object) -> None:
-            seen.append(os.environ["NCCL_NVLS_ENABLE"])
-
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
-    for asked in (True, False):
-        if not asked:
-            monkeypatch.delenv("NCCL_NVLS_ENABLE")
-        meeting = str(tmp_path / str(asked))
-        ProcessGroupExchange(
-            "nccl", rendezvous_file=meeting, rank=0, degree=1, timeout_s=5.0
-        ).connect()
-    assert seen == ["2", "0"]
-
-
 @pytest.mark.parametrize("model", ["tied", "mixture"])
 def test_sums_in_the_order_of_ranks_are_the_same_on_all_and_do_not_depend_on_chunks(
     model: str, request: pytest.FixtureRequest
@@ -648,30 +623,6 @@ def test_a_share_of_a_product_has_the_bits_of_the_whole(
 
 
 # ---- refusals and a server
-
-
-def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = TorchExecutorClass(torch.device("cuda", 1))
-    asked: Callable[..., Any] = ranks_like
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(SettingError, match=r"from cuda:1 on there are 2 GPUs: take fewer ranks"):
-        asked(card, num_ranks=4, of_stage=4, num_here=4, asked="tensor_parallel_size is 4")
-    several = {"num_ranks": 4, "num_here": 2, "asked": ""}
-    assert asked(card, of_stage=2, **several).settings.transport == "nccl", "within each machine"
-    assert asked(card, of_stage=4, **several).settings.transport == "host"
-    ranks = asked(card, num_ranks=2, of_stage=2, num_here=2, asked="")
-    assert ranks.offload is None
-    saving = replace(card, offload=OffloadSize(saved_bytes=1))
-    found = [asked(saving, of_stage=degree, **several).offload for degree in (2, 1)]
-    assert [(one.num_ranks, one.exchange_bytes) for one in found] == [(2, NCCL_BYTES), (2, 0)]
-    assert not ranks.shares_memory
-    assert ranks.plans_in_flight() == 2
-    first, second = (ranks.start_fields(rank) for rank in range(2))
-    assert first is not None
-    assert second is not None
-    assert (first["device"], second["device"]) == ("cuda:1", "cuda:2")
-    assert first["transport"] == "nccl"
-    assert second["transport"] == "nccl"
 
 
 def test_memory_is_that_of_all_ranks_on_a_machine_and_of_one_on_a_gpu_each(tied: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_backlog_is_calibrated_by_first_tokens() -> None:
         learned: list[tuple[int, int, int]] = []
         policy: Any = engine._policy
         assert policy._backlog_tokens is None
-        policy.began = lambda member, new, ahead, seconds: learned.append(
+        policy.note_first_token = lambda member, new, ahead, seconds: learned.append(
             (member.number, new, ahead)
         )
         prompt = list(range(128))  # two blocks of the history

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -684,18 +682,6 @@ def test_int8_transfer_is_another_name_for_blocks(
     assert other.stats.fetched_blocks_total == NUM_BLOCKS
     with pytest.raises(SettingError, match="bf16"):
         nodes(kv_store_encoding="int8")
-
-
-def test_an_engine_without_a_store_imports_nothing_of_it() -> None:
-    code = (
-        "import sys; from quire import LLM; LLM(threads=1).generate('a'); "
-        "names = ('quire.kv_store', 'quire.engine.kv_store', 'quire.engine.assembly.kv_store', "
-        "'quire.cache.store_map', 'mooncake'); "
-        "print(*(one for one in sys.modules if one.startswith(names)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
 
 
 def test_a_finish_reason_is_the_one_of_one_engine(nodes: Callable[..., Node]) -> None:
