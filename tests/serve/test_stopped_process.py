@@ -31,6 +31,7 @@ def test_streams_of_a_stopped_api_process_go_on_and_those_of_the_others_stay() -
     flags = ("--api-processes", "3", "--threads", "1", "--max-num-seqs", str(NUM_STREAMS))
     with RunningServer(MODEL, *flags) as server:
         alone = [_alone(server, seed) for seed in range(NUM_STREAMS)]
+        num_idle = max(map(_num_sockets, pids_of(server).values()))
         limits = ("--silence-seconds", "600", "--stall-seconds", "600")
         with RunningRouter(server.url, *limits) as router:
             for _ in range(2):
@@ -38,7 +39,10 @@ def test_streams_of_a_stopped_api_process_go_on_and_those_of_the_others_stay() -
                 answers, pid = _streams_with_a_stop(router, server)
                 assert [normal(one) for one in answers] == [normal(one) for one in alone]
                 resumed = router.metric("quire_router_resumed_streams_total") - resumed
-                assert 0 < resumed < NUM_STREAMS, router.stderr()
+                assert 0 < resumed <= NUM_STREAMS, router.stderr()
+                others = [_num_sockets(one) for one in pids_of(server).values() if one != pid]
+                if max(others) > num_idle + 4:  # one process may have accepted all connections
+                    assert resumed < NUM_STREAMS, router.stderr()
                 os.kill(pid, signal.SIGCONT)
             assert router.metric("quire_router_broken_streams_total") == 0
             assert "replica fenced" not in router.stderr()

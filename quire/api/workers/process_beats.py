@@ -77,5 +77,6 @@ class ProcessBeats:
     def _run(self) -> None:
         clock = Clock()
         while True:
-            self.beat(clock.now_ms() / 1000.0)
+            with suppress(OSError):  # a full disk; the next beat may be written
+                self.beat(clock.now_ms() / 1000.0)
             time.sleep(BEAT_S)

@@ -186,12 +186,12 @@ def _of_responses(text: str, logprob: float, **fields: Any) -> dict[str, Any]:
     return {"object": "response", "status": "completed", "output": output, **fields}
 
 
-# Path, fields, the field that asks for log-probabilities, a good answer, and worse ones by reason.
 def _of_messages(text: str, logprob: float, reason: str) -> dict[str, Any]:
     content = [{"type": "text", "text": text}]
     return {"type": "message", "stop_reason": reason, "content": content, "logprobs": [logprob]}
 
 
+# Path, fields, the field that asks for log-probabilities, a good answer, and worse ones by reason.
 DIALECTS: list[tuple[str, dict[str, Any], str, dict[str, Any], dict[str, dict[str, Any]]]] = [
     (
         "/generate",
