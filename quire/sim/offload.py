@@ -54,7 +54,7 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
         "streamed_bytes": stream.streamed_bytes,
         "window_bytes": stream.window_bytes,
         "rates": [
-            {"disk_gb_per_s": rate} | _at_rate(planner, sized, stream.streamed_bytes, rate, length)
+            _at_rate(planner, sized, stream.streamed_bytes, "disk", rate, length)
             for rate in DISK_GB_PER_S
         ],
     }
@@ -91,7 +91,7 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
         "host_bytes": plan.copied_bytes,
         "saved_bytes": plan.saved_bytes,
         "rates": [
-            {"bus_gb_per_s": rate} | _at_rate(planner, sized, plan.copied_bytes, rate, length)
+            _at_rate(planner, sized, plan.copied_bytes, "bus", rate, length)
             for rate in BUS_GB_PER_S
         ],
     }
@@ -119,7 +119,7 @@ def _kv_bytes(planner: Planner, needs: MemoryNeeds) -> int | None:
 
 
 def _at_rate(
-    planner: Planner, sized: SizedModel, num_bytes: int, gb_per_s: float, length: int
+    planner: Planner, sized: SizedModel, num_bytes: int, what: str, gb_per_s: float, length: int
 ) -> dict[str, Any]:
     read_s = num_bytes / gb_per_s / 1e9
 
@@ -132,6 +132,7 @@ def _at_rate(
         middle = (low + high) // 2
         low, high = (low, middle) if step_s(middle) >= read_s else (middle + 1, high)
     return {
+        f"{what}_gb_per_s": gb_per_s,
         "tokens_per_s": 1 / max(read_s, step_s(1)),
         "batch": low,
         "batch_tokens_per_s": low / max(read_s, step_s(low)),
