@@ -2,9 +2,9 @@
 
 The engine admits each prompt by itself, so it may refuse some of many while others run. A refused
 one then waits here until one of the others has begun or ended, and is sent again: what a client
-sends as one request is not refused halfway. Only where all are refused is the request, before any
-of it is computed. Knows no engine. Always holds: prompts are sent again one at a time, in the order
-of their refusals.
+sends as one request is not refused halfway. The request is refused with a prompt for which no other
+one is under way, before any of it is computed. Knows no engine. Always holds: prompts are sent
+again one at a time, in the order of their refusals.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class PromptAdmission:
             await self._wait(refusal)
 
     async def _wait(self, refusal: OverloadedError) -> None:
-        """Wait until the prompt may be sent again. Raises the refusal where all were refused."""
+        """Wait until the prompt may be sent again. Raises the refusal where no other prompt is
+        under way, and none has begun."""
         if self._num_sent:
             turn = asyncio.Event()
             self._refused.append(turn)
