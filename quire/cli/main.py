@@ -138,6 +138,8 @@ def _run(argv: Sequence[str] | None) -> int:
 _NO_NUMBER = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
 # Its message for a value of a flag that takes none, as in --insecure=yes.
 _NO_VALUE = re.compile(r"ignored explicit argument '(.*)'", re.DOTALL)
+# A usage line lists at most so many flags; the help text below it lists all.
+_MAX_USAGE_FLAGS = 24
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 
@@ -154,6 +156,18 @@ class _Parser(argparse.ArgumentParser):
             for found in super()._get_option_tuples(option_string)
             if option_string.startswith(found[1])
         ]
+
+    def format_help(self) -> str:
+        """Return the help text, with a usage line that does not list many flags twice."""
+        if sum(bool(action.option_strings) for action in self._actions) > _MAX_USAGE_FLAGS:
+            formatter = self._get_formatter()
+            words = (
+                formatter._format_args(action, action.dest)
+                for action in self._actions
+                if not action.option_strings
+            )
+            self.usage = " ".join(("%(prog)s [FLAGS]", *words))
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         from quire.cli.usage_errors import (  # slow imports

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from quire.cli.usage_hints import ACTIONS, EQUIVALENTS, WITHOUT_FLAG
-from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, alternative, begun_with, foreign_value
+from quire.config.foreign_flags import (
+    FOREIGN_SUBCOMMANDS,
+    alternative,
+    begun_with,
+    instead_of_value,
+)
 
 _VERSION_FLAGS = ("-v", "-V", "-version")
 _MAX_SHOWN_CHARS = 120
 _REQUIRED = re.compile(r"the following arguments are required: (.*)", re.DOTALL)
 _CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<value>[^']*)'")
+_QUOTED = re.compile(r"'([^']*)'")
 _PIPE = "a prompt in a file is piped in: quire {name} <FILE"
 # Flags that llama.cpp and Ollama have in a terminal, with the flag here that the hint is about.
 _IN_TERMINAL: Mapping[str, tuple[str, str]] = {
@@ -105,7 +111,9 @@ def with_values_instead(message: str, parser: argparse.ArgumentParser) -> str:
         return message
     name, value = match["name"], match["value"]
     if name.startswith("-"):
-        hint = foreign_value(name.lstrip("-").replace("-", "_"), value)
+        setting = name.partition("/")[0].lstrip("-").replace("-", "_")
+        choices = _QUOTED.findall(message[match.end() :])
+        hint = instead_of_value(setting, value, choices)
     else:
         hint = ACTIONS.get(parser.prog, {}).get(value, "")
     return f"{message}; {hint}" if hint else message

@@ -51,6 +51,7 @@ class ExecutorConfig:
         "the weights, the KV cache and the threads; answers do not change (native and torch "
         "executors)",
         short_flag="-tp",
+        section="Parallelism",
     )
     tp_mode: Literal["exact", "fast"] = setting(
         "exact",
@@ -115,6 +116,7 @@ class ExecutorConfig:
         None,
         "directory that caches the packed weights, in a file of their size which the next start "
         "maps; default: weights are packed at each start",
+        section="Packed and offloaded weights",
     )
     disk_offload_gb: str | None = setting(
         None,
@@ -128,7 +130,9 @@ class ExecutorConfig:
         "auto: as many as do not fit",
     )
     record_plans: str | None = setting(
-        None, "record every step's plan and result in this file, for replay"
+        None,
+        "record every step's plan and result in this file, for replay",
+        section="Recording of steps",
     )
     trace_file: str | None = setting(
         None,

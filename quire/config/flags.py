@@ -95,7 +95,7 @@ def in_keywords(text: str) -> str:
         for group in _hints_of(EngineConfig).values()
         for hints in (_hints_of(group),)
         for setting in fields(group)
-    } | {"--matryoshka-dimensions": ("any",)}
+    } | {"--matryoshka-dimensions": ("any",), "--quantization": ("int4", "int8")}
 
     def keyword(found: re.Match[str]) -> str:
         name, value = found[1][2:].replace("-", "_"), found[2] or ""
@@ -121,6 +121,8 @@ def add_flags(
         hints = _hints_of(group)
         section = parser.add_argument_group(str(group.__doc__).splitlines()[0].rstrip("."))
         for setting in fields(group):
+            if (title := setting.metadata.get("section")) is not None:
+                section = parser.add_argument_group(title)
             if setting.name not in skip:
                 _add_flag(section, setting, hints[setting.name])
 

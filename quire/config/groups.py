@@ -108,7 +108,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache."""
+    """KV cache."""
 
     block_size: int = setting(16, "tokens per KV block: 4, 8, or a multiple of 16 from 16 to 128")
     kv_cache_memory_bytes: int | None = setting(
@@ -141,6 +141,7 @@ class CacheConfig:
         None,
         "directory of the disk tier: evicted KV blocks stay findable there, also after a restart, "
         "and are fetched if that is faster than recomputing them; default: none",
+        section="KV tiers and events",
     )
     kv_tier_bytes: int = setting(
         KV_TIER_BYTES, "maximum size of the disk tier, as in 8GiB", flag="kv-tier-size"

@@ -33,70 +33,73 @@ class ServerConfig:
         "127.0.0.1", "address to listen on; anything but loopback requires --api-key"
     )
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
-    api_key: tuple[str, ...] = setting(
-        (),
-        "API key; may be repeated; other users can see command lines: prefer QUIRE_API_KEY or "
-        "--api-key-file",
-        secret=True,
+    uds: str | None = setting(
+        None, "listen on a Unix socket at this path, instead of an address and a port"
     )
-    api_key_file: str | None = setting(
-        None, "file of API keys, one per line; they are accepted beside those of --api-key"
-    )
-    api_processes: int = setting(
-        1, "API processes (HTTP, chat templates, tokenization) of the engine or engines: 1 to 64"
-    )
-    share_prefixes: bool = setting(
-        False,
-        "share cached prefixes between tenants and keys: faster for common prefixes, but response "
-        "times then reveal which prompts others have sent",
-    )
-    insecure: bool = setting(False, "allow listening beyond loopback without an API key")
     grpc_port: int | None = setting(
         None,
         "also serve gRPC at this port of --host (KServe v2, quire.v1.Generation, health); 0 takes "
         "a free one; needs quire-llm[grpc]; default: none",
     )
-    uds: str | None = setting(
-        None, "listen on a Unix socket at this path, instead of an address and a port"
-    )
-    web_page: bool = setting(True, "serve the web page at / to browsers (chat, engine view)")
     root_path: str = setting("", "path prefix under which a proxy serves this server, as in /llm")
+    tls_cert: str | None = setting(None, "PEM file with the certificate chain; enables HTTPS")
+    tls_key: str | None = setting(
+        None, "PEM file with the certificate's private key; default: the file of --tls-cert"
+    )
     cors_origin: tuple[str, ...] = setting(
         (),
         "allow browser pages of this origin (as in https://app.example), or of any (*); may be "
         "repeated; default: the server's own origin only",
+    )
+    web_page: bool = setting(True, "serve the web page at / to browsers (chat, engine view)")
+    api_processes: int = setting(
+        1, "API processes (HTTP, chat templates, tokenization) of the engine or engines: 1 to 64"
+    )
+    max_body_bytes: int = setting(
+        8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
+    )
+    keep_alive_s: float = setting(
+        75.0,
+        "seconds that an idle connection is kept open for the next request; closed earlier if file "
+        "descriptors run short",
+        flag="keep-alive-seconds",
+    )
+    api_key: tuple[str, ...] = setting(
+        (),
+        "API key; may be repeated; other users can see command lines: prefer QUIRE_API_KEY or "
+        "--api-key-file",
+        secret=True,
+        section="Keys and access",
+    )
+    api_key_file: str | None = setting(
+        None, "file of API keys, one per line; they are accepted beside those of --api-key"
+    )
+    insecure: bool = setting(False, "allow listening beyond loopback without an API key")
+    share_prefixes: bool = setting(
+        False,
+        "share cached prefixes between tenants and keys: faster for common prefixes, but response "
+        "times then reveal which prompts others have sent",
+    )
+    admin_key_file: str | None = setting(
+        None, "file of admin keys, one per line; with it an --api-key grants no admin access"
     )
     admin_port: int | None = setting(
         None,
         "serve the admin routes only at this port of 127.0.0.1; 0 takes a free one; default: at "
         "the main port, for local clients or with an admin key",
     )
-    admin_key_file: str | None = setting(
-        None, "file of admin keys, one per line; with it an --api-key grants no admin access"
+    record_content: bool = setting(
+        False,
+        "let admins record token ids of prompts and answers (quire record --content), which show "
+        "what users sent",
     )
-    access_log: Literal["text", "json", "off"] = setting(
-        "text", "log one line per request: in the log format, with all lines as JSON, or none"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        "info", "minimum severity of log lines, for all processes"
-    )
-    log_format: Literal["text", "json"] | None = setting(
-        None,
-        "format of all log lines, including those of libraries and tracebacks; default: json with "
-        "--access-log json, else text",
-    )
-    tls_cert: str | None = setting(None, "PEM file with the certificate chain; enables HTTPS")
-    tls_key: str | None = setting(
-        None, "PEM file with the certificate's private key; default: the file of --tls-cert"
-    )
-    otlp_endpoint: str | None = setting(
-        None,
-        "send an OpenTelemetry span of each request to this OTLP/HTTP collector, as in "
-        "http://localhost:4318; needs quire-llm[otel]; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    trust_request_chat_template: bool = setting(
+        False, "run chat templates from requests, which are programs from untrusted clients"
     )
     max_output_tokens: int | None = setting(
         None,
         "maximum output tokens a request may ask for; also limits requests without max_tokens",
+        section="Requests and answers",
     )
     unknown_fields: Literal["refuse", "warn"] = setting(
         "refuse", "how to handle unknown request fields: reject the request, or warn"
@@ -112,17 +115,6 @@ class ServerConfig:
         "format of reasoning: auto, by the chat template; none, reasoning stays text; "
         "think, mistral, seed, kimi, harmony",
     )
-    record_content: bool = setting(
-        False,
-        "let admins record token ids of prompts and answers (quire record --content), which show "
-        "what users sent",
-    )
-    trust_request_chat_template: bool = setting(
-        False, "run chat templates from requests, which are programs from untrusted clients"
-    )
-    grace_s: float = setting(
-        30.0, "seconds for running requests to finish after SIGTERM", flag="grace-seconds"
-    )
     request_timeout_s: float | None = setting(
         None, "time limit of a request in seconds; default: none", flag="request-timeout"
     )
@@ -131,12 +123,6 @@ class ServerConfig:
         "seconds without output after which a stream sends a comment, so that proxies and clients "
         "keep it open; 0: none",
         flag="heartbeat-seconds",
-    )
-    keep_alive_s: float = setting(
-        75.0,
-        "seconds that an idle connection is kept open for the next request; closed earlier if file "
-        "descriptors run short",
-        flag="keep-alive-seconds",
     )
     stall_s: float = setting(
         30.0,
@@ -157,6 +143,7 @@ class ServerConfig:
     responses_store: str | None = setting(
         None,
         "SQLite file of stored responses (/v1/responses), kept across restarts; default: in memory",
+        section="Stored responses and batches",
     )
     responses_store_bytes: int = setting(
         64 * 1024 * 1024,
@@ -179,8 +166,29 @@ class ServerConfig:
         "lines of batches that run at once on an idle server; each open request of others takes "
         "the place of one",
     )
-    max_body_bytes: int = setting(
-        8 * 1024 * 1024, "largest request body, as in 8MiB", flag="max-body"
+    access_log: Literal["text", "json", "off"] = setting(
+        "text",
+        "log one line per request: in the log format, with all lines as JSON, or none",
+        section="Logs and traces",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "minimum severity of log lines, for all processes"
+    )
+    log_format: Literal["text", "json"] | None = setting(
+        None,
+        "format of all log lines, including those of libraries and tracebacks; default: json with "
+        "--access-log json, else text",
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "send an OpenTelemetry span of each request to this OTLP/HTTP collector, as in "
+        "http://localhost:4318; needs quire-llm[otel]; default: OTEL_EXPORTER_OTLP_ENDPOINT",
+    )
+    grace_s: float = setting(
+        30.0,
+        "seconds for running requests to finish after SIGTERM",
+        flag="grace-seconds",
+        section="Shutdown and restart",
     )
     watchdog_s: float = setting(
         60.0,

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.config.foreign_flags import foreign_value
+from quire.config.foreign_flags import instead_of_value
 
 
 def setting(
@@ -21,12 +21,16 @@ def setting(
     flag: str | None = None,
     short_flag: str | None = None,
     secret: bool = False,
+    section: str | None = None,
 ) -> Any:
     """Return a field with a default, the help text of its flag, and the flag if not its name.
 
     short_flag: another spelling of the flag, with its dash. secret: the value is never printed.
+    section: the heading of `--help` that begins with this field of its group.
     """
     metadata: dict[str, Any] = {"help": text, "secret": secret, "short_flag": short_flag}
+    if section is not None:
+        metadata["section"] = section
     return field(default=default, metadata=metadata if flag is None else metadata | {"flag": flag})
 
 
@@ -45,7 +49,7 @@ def at_most(name: str, value: float, high: float, reason: str) -> None:
 def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(map(str, allowed))
-        hint = foreign_value(name, value)
+        hint = instead_of_value(name, value, allowed)
         raise SettingError(f"{name} is {value!r}; allowed: {listed}{hint and '; ' + hint}")
 
 

@@ -67,6 +67,21 @@ def test_every_subcommand_has_help(subcommand: str, capsys: pytest.CaptureFixtur
     assert SUBCOMMANDS[subcommand][1:] in " ".join(shown.split())
 
 
+def test_help_of_many_flags_is_in_short_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: quire serve [FLAGS] [MODEL]\n\nStart an OpenAI-compatible")
+    titles = re.findall(r"^([A-Z].*):$", shown, re.MULTILINE)
+    assert titles[:2] == ["HTTP server", "Keys and access"]
+    assert len(titles) == len(set(titles)) == 17
+    for section in re.split(r"^[A-Z].*:$", shown, flags=re.MULTILINE)[1:]:
+        assert 1 < len(re.findall(r"^  --", section, re.MULTILINE)) <= 16
+    with pytest.raises(SystemExit):
+        main(["replay", "--help"])
+    assert capsys.readouterr().out.startswith("usage: quire replay [FLAGS] FILE [MODEL]\n")
+
+
 @pytest.mark.parametrize(
     "words", [["sing"], ["chat", "--no-such-flag"], ["complete", "--seed", "x"]]
 )
