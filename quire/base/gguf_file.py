@@ -186,8 +186,8 @@ def _why_no_gguf(path: Path, start: bytes, size: int) -> str:
         )
     if start[:4] != MAGIC:
         return (
-            f"{path}: begins with {start[:4]!r}; a GGUF file begins with {MAGIC!r}; this is none, "
-            "or it is corrupt: fetch it again"
+            f"{path}: begins with {start[:4]!r}, a GGUF file with {MAGIC!r}; the "
+            "file is corrupt or of another format: download it again, as with `quire pull`"
         )
     return f"{path}: the file has {size} bytes, too short for GGUF; fetch it again"
 

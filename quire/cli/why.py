@@ -58,6 +58,12 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
     """Return a server's timeline of a request. Raises WorkerError and InvalidParameter."""
     if not request_id:
         raise InvalidParameter("the request id is empty; give an answer's id", param="request_id")
+    if request_id.startswith(("http://", "https://")):
+        raise InvalidParameter(
+            f"REQUEST_ID is {request_id}, the address of a server; give the id of an answer, and "
+            "the address with --url",
+            param="request_id",
+        )
     address = server_url(url)
     shown = address.shown + address.path
     kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection

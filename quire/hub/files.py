@@ -156,7 +156,7 @@ def _why_nothing(listing: Listing) -> str:
             "with peft, and give that directory"
         )
     if "model_index.json" in listing:
-        return "it is a pipeline that makes pictures (model_index.json); only text models run"
+        return "it is a pipeline that makes images (model_index.json); only text models run"
     if pickles:
         return (
             f"its weights are pickles only ({_listed(pickles)}), which can run any code when they "

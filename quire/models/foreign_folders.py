@@ -1,6 +1,6 @@
 """Say what a folder without config.json is, judged by its file names, and what to do.
 
-Adapters, pipelines that make pictures, vendors' own formats, a hub's cache, a folder of models.
+Adapters, pipelines that make images, vendors' own formats, a hub's cache, a folder of models.
 Reads one small file at most, an adapter's description, to name the model it belongs to.
 """
 
@@ -20,7 +20,7 @@ def what_else(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
         return _adapter(folder / "adapter_config.json")
     if (folder / "model_index.json").is_file():
-        return "this is a pipeline that makes pictures (model_index.json); only text models run"
+        return "this is a pipeline that makes images (model_index.json); only text models run"
     if (folder / "params.json").is_file():
         return (
             "this is a vendor's own format (params.json); take the same model as transformers has "

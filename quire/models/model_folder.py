@@ -28,7 +28,9 @@ def box_path() -> Path:
     """Return the directory of the built-in model. Raises ConfigError if it is absent."""
     box = Path(__file__).parent / "box"
     if not (box / "config.json").is_file():
-        raise ConfigError(f"{box}: this installation has no built-in model; give a model folder")
+        raise ConfigError(
+            f"{box}: this installation has no built-in model; give the directory of a model"
+        )
     return box
 
 
@@ -82,8 +84,8 @@ def check_model_folder(folder: Path) -> None:
                 "repository (docs/coming-from-ollama.md)"
             )
         raise ConfigError(
-            f"{folder}: no such folder; give a folder with config.json and *.safetensors, "
-            "or a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"
+            f"{folder}: no such file or directory; give a directory with config.json and "
+            "*.safetensors, a GGUF file, or ORG/NAME of a model that `quire pull` has downloaded"
         )
     if not folder.is_dir():
         is_part = folder.suffix == ".safetensors" or folder.name == "config.json"

@@ -24,7 +24,7 @@ NEVER_RUN = (
 _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")
 
 _SEES_OR_HEARS = (
-    "it also reads pictures or sound ({found}); only text models run, so take a text-only "
+    "it also reads images or audio ({found}); only text models run, so take a text-only "
     "checkpoint of the family if there is one"
 )
 _TAKES_TURNS = "it is an encoder with a decoder ({found}); only models that are one decoder run"
@@ -36,7 +36,7 @@ _HAS_EXPERTS = (
     "it is a mixture of experts ({found}) of a family that does not run yet; {mixtures} do"
 )
 _RECURS = "it has state-space or recurrent layers ({found}), which are not supported"
-_PAINTS = "it makes pictures ({found}); only models that continue text run"
+_PAINTS = "it makes images ({found}); only models that continue text run"
 
 # (name of a kind, keys and names that identify it); the first match counts.
 _KINDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -181,7 +181,7 @@ def _reason(values: Mapping[str, Any], mixtures: Sequence[str]) -> str:
 _GGUF_KINDS: tuple[tuple[str, str], ...] = (
     (
         r"clip|mmproj|siglip",
-        "it is the part of a model that reads pictures or sound (mmproj); take the GGUF file of "
+        "it is the part of a model that reads images or audio (mmproj); take the GGUF file of "
         "its text model, from the same repository",
     ),
     (r"adapter|lora|control_?vector", "it is an adapter; merge it into the model's weights"),
@@ -194,7 +194,7 @@ _GGUF_KINDS: tuple[tuple[str, str], ...] = (
         r".*mamba.*|.*rwkv.*|jamba|.*ssm.*|qwen3next|lfm2.*|falcon-h1|nemotron_h",
         "it has state-space or recurrent layers, which are not supported",
     ),
-    (r".*vl.*|.*omni.*|mllama|llama4", "it also reads pictures or sound; only text models run"),
+    (r".*vl.*|.*omni.*|mllama|llama4", "it also reads images or audio; only text models run"),
     (
         r"deepseek2.*",
         "its attention is over latent keys and values (MLA), which is not supported",
@@ -204,7 +204,7 @@ _GGUF_KINDS: tuple[tuple[str, str], ...] = (
         "it is a mixture of experts that is not read from GGUF; take its checkpoint in "
         "safetensors, if the family runs",
     ),
-    (r"flux|sd\d?|wan|whisper|.*tts.*|wavtokenizer.*", "it makes or reads pictures or sound"),
+    (r"flux|sd\d?|wan|whisper|.*tts.*|wavtokenizer.*", "it makes or reads images or audio"),
 )
 
 

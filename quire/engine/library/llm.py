@@ -72,7 +72,7 @@ _INSTEAD = {
 class LLM:
     """A model to call. `settings` are the server's flags with underscores (max_num_seqs=8).
 
-    model: its folder; empty for the built-in model. Raises SettingError, ModelError or
+    model: its directory; empty for the built-in model. Raises SettingError, ModelError or
     CapacityError. Not to be called from several threads at once. `memory_text` is the sum that
     led to the size of the KV cache.
     """
@@ -201,7 +201,7 @@ class LLM:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Name what there is where a method of vLLM's LLM is looked for."""
-            advice = _INSTEAD.get(name, "it has generate and chat")
+            advice = _INSTEAD.get(name, "it has generate, chat and embed")
             raise AttributeError(f"LLM has no attribute {name!r}; {advice}")
 
     def __enter__(self) -> LLM:

@@ -84,12 +84,14 @@ def _prompt(given: object) -> Prompt:
 
 
 def listed(given: object) -> Sequence[Any]:
-    """Return a list of whatever, or an array. Raises InvalidParameter for what a prompt cannot
-    be."""
+    """Return a list or an array as it is. Raises InvalidParameter for what no prompt can be."""
     is_listed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if not is_listed or isinstance(given, str | bytes | bytearray | Mapping):
+        of_vllm = isinstance(given, Mapping) and ("prompt" in given or "prompt_token_ids" in given)
+        hint = "; give the text or the ids themselves, without an object" if of_vllm else ""
         raise InvalidParameter(
-            f"prompt is {show(given)}; a text, a list of token ids, or a list of these is allowed",
+            f"prompt is {show(given)}; a text, a list of token ids, or a list of these is "
+            f"allowed{hint}",
             param="prompt",
         )
     return cast("Sequence[Any]", given)

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("complete fewer-layers -p x", "1 problem\n  - there are weights of 2 layers, and config"),
         ("complete cut-header -p x", "the file is damaged: copy or download it again\n"),
-        ("complete clip.gguf -p x", "it is the part of a model that reads pictures or sound (mmp"),
+        ("complete clip.gguf -p x", "it is the part of a model that reads images or audio (mmp"),
         ("complete nomic-bert.gguf -p x", ": it is an encoder for embeddings, which writes no te"),
         ("complete mamba2.gguf -p x", "it has state-space or recurrent layers, which are not sup"),
         ("complete unheard-of.gguf -p x", "which is not read from GGUF; these are: llama, qwen2"),
@@ -96,19 +96,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("profile --tokens 9", "there is no such flag; leave it out"),
         ("complete empty -p x", "no config.json; it is empty; give the directory of a model"),
         ("complete https://huggingface.co/a/b?x=1 -p x", "an address; give the model's name: a/b"),
-        ("complete ~nobody-of-this-name/x -p x", "~nobody-of-this-name/x: no such folder"),
+        (
+            "complete ~nobody-of-this-name/x -p x",
+            "~nobody-of-this-name/x: no such file or directory",
+        ),
         ("complete good -p x --temperature hot", "--temperature: 'hot' is not a number"),
         (
             "complete good -p x --max-tokens=-5",
             "--max-tokens: '-5' is not a whole number of at lea",
         ),
         ("complete good -p x --top-p 3", "complete: --top-p is 3.0; a finite number from 0.0 to"),
-        ("complete good -p x --draft-model ./none", "complete: --draft-model none: no such folde"),
+        ("complete good -p x --draft-model ./none", "complete: --draft-model none: no such file "),
         ("complete good -p x --draft-model ./empty", "--draft-model empty: there is no config.js"),
         ("complete good -p x --draft-model a/b", "complete: --draft-model a/b is neither a path"),
         (
             "complete good -p x --speculate eagle --draft-model ./none",
-            "complete: --draft-model none: no such folder; give",
+            "complete: --draft-model none: no such file or directory; give",
         ),
         (
             "serve --speculative-config {}",
@@ -233,7 +236,7 @@ def test_a_variable_is_named_with_its_flag_and_range(monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_that_is_not_there_is_one_error(folder: Path) -> None:
-    with pytest.raises(QuireError, match="no such folder") as caught:
+    with pytest.raises(QuireError, match="no such file or directory") as caught:
         LLM(folder / "none")
     error: BaseException | None = caught.value
     assert error is not None

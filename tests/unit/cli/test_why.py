@@ -149,6 +149,11 @@ def test_errors_of_the_server_are_passed_on(
         (["why", "x", "--url", "http://127.0.0.1:9"], 1, "give its address with --url"),
         (["why", "x", "--url", "ftp://host"], 2, "http:// or https://"),
         (["why", ""], 2, "the request id is empty"),
+        (
+            ["why", "http://127.0.0.1:8000"],
+            2,
+            "give the id of an answer, and the address with --url",
+        ),
     ],
 )
 def test_wrong_arguments_are_explained(

@@ -476,7 +476,7 @@ def test_an_unsupported_architecture_is_refused_before_its_weights(
     [
         ({"config.json": b"{}", "pytorch_model.bin": b"x"}, "pickles only (pytorch_model.bin)"),
         ({"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}, "it is an adapter"),
-        ({"model_index.json": b"{}"}, "makes pictures"),
+        ({"model_index.json": b"{}"}, "makes images"),
         ({}, "the repository is empty"),
         ({"README.md": b"x"}, "but README.md"),
     ],

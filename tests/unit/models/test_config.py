@@ -575,7 +575,7 @@ def test_a_config_without_architecture_and_a_foreign_type_is_rejected(tmp_path: 
 def test_a_path_without_a_model_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path, said in (
-        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path / "nowhere", "no such file or directory"),
         (tmp_path / "file", "this is a file"),
     ):
         with pytest.raises(ConfigError, match=said):

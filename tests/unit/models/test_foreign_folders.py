@@ -48,7 +48,7 @@ def test_a_merged_model_beside_its_adapter_opens(tmp_path: Path) -> None:
 def test_an_image_pipeline_is_rejected(tmp_path: Path) -> None:
     put(tmp_path, "model_index.json", '{"_class_name": "StableDiffusionPipeline"}')
     put(tmp_path, "unet/config.json")
-    assert "a pipeline that makes pictures (model_index.json)" in refused(tmp_path)
+    assert "a pipeline that makes images (model_index.json)" in refused(tmp_path)
 
 
 def test_a_vendors_own_format_is_rejected(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_an_unknown_field_of_sampling_leads_to_the_right_one(
         ({"kv_cache_memory": 0.9}, SettingError, "or a text like '2GiB'; it is no share of the"),
         ({"kv_cache_memory": 4}, CapacityError, "kv_cache_memory is 4 bytes, less than one block"),
         ({"kv_cache_memory": 4}, CapacityError, "raise it or lower block_size"),
-        ({"dtype": "float16"}, SettingError, "with half the memory: dtype bf16"),
-        ({"quantization": "awq"}, SettingError, "while loading, as in quantization int4"),
+        ({"dtype": "float16"}, SettingError, 'with half the memory: dtype="bf16"'),
+        ({"quantization": "awq"}, SettingError, 'while loading, as in quantization="int4"'),
     ],
 )
 def test_a_setting_is_named_as_it_was_given(
@@ -73,6 +73,10 @@ def test_a_setting_is_named_as_it_was_given(
          "SamplingParams(temperature=0)"),
         (lambda llm: llm.generate("a", use_tqdm=False), TypeError, "'use_tqdm'; write progress"),
         (lambda llm: llm.generate("a", zzz=1), TypeError, "no argument 'zzz'; leave it out"),
+        (lambda llm: llm.generate({"prompt": "a"}), InvalidParameter, "give the text or the ids"),
+        (lambda llm: llm.generate([{"prompt_token_ids": [5]}]), InvalidParameter, "or the ids them"),
+        (lambda llm: llm.generate({"text": "a"}), InvalidParameter, "a list of these is allowed"),
+        (lambda llm: llm.get_tokenizer(), AttributeError, "it has generate, chat and embed"),
         (lambda llm: llm.chat(ASKED, max_tokens=3), TypeError, "SamplingParams(max_tokens=3)"),
         (lambda llm: llm.chat(ASKED, tools="f"), InvalidParameter, 'tools is "f"; a list of obj'),
         (lambda llm: llm.chat(ASKED, tools=["f"]), InvalidParameter, 'tools[0] is "f"; an object'),
