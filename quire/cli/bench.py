@@ -164,7 +164,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--text", action="store_true", help="send prompts as text, not as token ids"
     )
     parser.add_argument(
-        "--may-end",
+        *("--no-ignore-eos", "--may-end"),
+        dest="may_end",
         action="store_true",
         help="do not send ignore_eos: answers may be shorter than requested",
     )
@@ -172,12 +173,14 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--ttft-goal",
         type=positive_float,
         default=2.0,
+        metavar="S",
         help="TTFT objective in seconds (default 2)",
     )
     parser.add_argument(
         "--tpot-goal",
         type=positive_float,
         default=0.1,
+        metavar="S",
         help="TPOT objective in seconds (default 0.1)",
     )
     parser.add_argument(

@@ -139,7 +139,7 @@ _NO_NUMBER = re.compile(r"invalid (int|float) value: (.*)", re.DOTALL)
 # Its message for a value of a flag that takes none, as in --insecure=yes.
 _NO_VALUE = re.compile(r"ignored explicit argument '(.*)'", re.DOTALL)
 # A usage line lists at most so many flags; the help text below it lists all.
-_MAX_USAGE_FLAGS = 24
+_MAX_USAGE_FLAGS = 16
 _KINDS = {"int": "a whole number", "float": "a number"}
 
 

@@ -36,6 +36,8 @@ def positive_int(text: str) -> int:
     return value
 
 
+# Settings of embeddings, which no subcommand but `quire serve` makes.
+_ONLY_SERVED = frozenset({"convert", "matryoshka_dimensions"})
 _ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, SpeculationConfig)
 _SAMPLING: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("temperature", float, "0 always takes the most likely token; higher values vary more"),
@@ -75,7 +77,7 @@ def add_engine_arguments(
     """
     _add_model_and_file(parser)
     names = {name for group in _ENGINE_GROUPS for name in group.__dataclass_fields__}
-    left_out = skip | {"model"} | (names - only if only else set())
+    left_out = skip | _ONLY_SERVED | {"model"} | (names - only if only else set())
     add_flags(parser, *_ENGINE_GROUPS, skip=left_out)
 
 

@@ -68,15 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=argparse.SUPPRESS,
         metavar="NUM",
-        help="requests at once; with --context, so many of that length must fit (default 64, as "
-        "far as they fit)",
+        help="number of requests at once; with --context, this many of that length must fit "
+        "(default: 64, or as many as fit)",
     )
     parser.add_argument(
         "--devices",
         type=positive_int,
         default=0,
         metavar="NUM",
-        help="recommend a layout of the model over so many of these devices",
+        help="recommend a layout of the model over this many devices",
     )
     parser.add_argument(
         "--devices-per-node",
@@ -88,13 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link-gb-per-s",
         type=float,
         metavar="NUM",
-        help="what a device receives from its node (default: usual for the device)",
+        help="bandwidth between devices of a node, in GB/s (default: usual for the device)",
     )
     parser.add_argument(
         "--network-gb-per-s",
         type=float,
         metavar="NUM",
-        help="what a device receives from other nodes (default: usual for the device)",
+        help="bandwidth between nodes for each device, in GB/s (default: usual for the device)",
     )
     add_engine_arguments(parser, only=_SIZING)
 

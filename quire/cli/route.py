@@ -31,21 +31,24 @@ if TYPE_CHECKING:
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
 _DEFAULTS = RouterSettings()
 _SECONDS = {
-    "probe_s": ("--probe-seconds", "read the health of each replica so often"),
+    "probe_s": ("--probe-seconds", "interval between health checks of a replica"),
     "stall_s": (
         "--stall-seconds",
-        "a replica without progress for so long is given up; longer where its gaps are usually "
-        "long",
+        "time without progress after which a replica counts as stalled; longer for a replica with "
+        "long gaps in normal operation",
     ),
-    "silence_s": ("--silence-seconds", "a stream without any byte for so long is given up"),
+    "silence_s": (
+        "--silence-seconds",
+        "time without a byte after which a stream counts as interrupted",
+    ),
     "connect_s": ("--connect-seconds", "time to connect to a replica"),
-    "resume_s": ("--resume-seconds", "an interrupted stream waits so long for another replica"),
+    "resume_s": ("--resume-seconds", "time that an interrupted stream waits for another replica"),
     "wait_s": (
         "--wait-seconds",
-        "a request waits so long for a first replica, where they are started on demand; 0: it is "
-        "refused at once",
+        "time that a request waits for a first replica, where replicas are started on demand; 0: "
+        "rejected at once",
     ),
-    "grace_s": ("--grace-seconds", "open requests may end within this time after SIGTERM"),
+    "grace_s": ("--grace-seconds", "time for open requests to finish after SIGTERM"),
 }
 
 
@@ -60,23 +63,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas-file",
         metavar="FILE",
-        help="a file with one address a line, read again when it changes, instead of URLs",
+        help="file with one address per line, read again when it changes, instead of URLs",
     )
     _add_prefill(parser)
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="a TOML file with these settings, and with models, quotas, hedging, cascades, Redis "
-        "and Kubernetes (docs/router.md); flags count before it",
+        help="TOML file with these settings, and with models, quotas, hedging, cascades, Redis and "
+        "Kubernetes (docs/router.md); flags override it",
     )
-    parser.add_argument("--host", help=f"address to listen at (default {_DEFAULT_HOST})")
+    parser.add_argument("--host", help=f"address to listen on (default {_DEFAULT_HOST})")
     parser.add_argument(
-        "--port", type=int, help=f"port to listen at; 0: a free one (default {_DEFAULT_PORT})"
+        "--port", type=int, help=f"port to listen on; 0: a free one (default {_DEFAULT_PORT})"
     )
     parser.add_argument(
         "--reuse-port",
         action="store_true",
-        help="let several routers listen at one port; the system divides connections among them",
+        help="let several routers listen on one port; the kernel divides connections among them",
     )
     parser.add_argument(
         "--policy",
@@ -87,9 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backlog-tokens",
         type=_backlog_tokens,
         metavar="N",
-        help="policy warm-cache: a replica with so many more open tokens than the least loaded "
-        "one is not preferred for its cache; auto: with as many as its measured first tokens say "
-        f"that computing the prompt elsewhere pays (default {_DEFAULTS.backlog_tokens})",
+        help="with --policy warm-cache: number of open tokens above the least loaded replica from "
+        "which a replica is no longer preferred for its cache; auto: the number from which "
+        f"computing the prompt elsewhere is faster, by measured TTFT "
+        f"(default {_DEFAULTS.backlog_tokens})",
     )
     for name, (flag, text) in _SECONDS.items():
         default = getattr(_DEFAULTS, name)
@@ -105,25 +109,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="max_open",
         type=int,
         metavar="N",
-        help=f"open requests of all clients; more are refused with 503 (default "
+        help=f"maximum open requests of all clients; more are rejected with 503 (default "
         f"{_DEFAULTS.max_open})",
     )
     parser.add_argument(
         "--max-open-per-key",
         type=int,
         metavar="N",
-        help="open requests of one API key; more are refused with 429 (default 0: no limit)",
+        help="maximum open requests of one API key; more are rejected with 429 (default 0: "
+        "no limit)",
     )
     parser.add_argument(
         "--replica-key-file",
         metavar="FILE",
-        help="a file with an API key of the replicas, to read what they serve; clients send their "
+        help="file with an API key of the replicas, to read what they serve; clients send their "
         "own keys",
     )
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="listen at an address that is not loopback although the replicas need no key",
+        help="allow listening beyond loopback if the replicas need no key",
     )
 
 
@@ -151,7 +156,7 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill-file",
         metavar="FILE",
-        help="a file with their addresses, like --replicas-file, instead of --prefill",
+        help="file with addresses of prefill servers, like --replicas-file, instead of --prefill",
     )
     parser.add_argument(
         "--min-prefill-tokens",
@@ -175,7 +180,7 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.role_hold_s,
         metavar="S",
-        help="prompts or answers lack servers for so long before a movable one changes over "
+        help="time that prompts or answers lack servers before a movable server changes its role "
         f"(default {_DEFAULTS.role_hold_s:g})",
     )
 

@@ -102,13 +102,21 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="the light tenant's speed (default: the slowest of --speed)",
     )
     section.add_argument(
-        "--ttft-goal", type=float, default=2.0, help="TTFT objective in seconds (default 2)"
+        "--ttft-goal",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="TTFT objective in seconds (default 2)",
     )
     section.add_argument(
-        "--tpot-goal", type=float, default=0.1, help="TPOT objective in seconds (default 0.1)"
+        "--tpot-goal",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="TPOT objective in seconds (default 0.1)",
     )
     section.add_argument(
-        "--tell-goals",
+        "--send-goals",
         action="store_true",
         help="send the objectives as ttft_slo_ms and tpot_slo_ms, so that the engine plans for "
         "them and rejects requests that would miss them",
@@ -163,8 +171,8 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = RequestDefaults(
         max_tokens=arguments.max_tokens,
         max_model_len=config.model.max_model_len or machine.max_model_len,
-        ttft_slo_ms=1e3 * goals.ttft_s if arguments.tell_goals else None,
-        tpot_slo_ms=1e3 * goals.tpot_s if arguments.tell_goals else None,
+        ttft_slo_ms=1e3 * goals.ttft_s if arguments.send_goals else None,
+        tpot_slo_ms=1e3 * goals.tpot_s if arguments.send_goals else None,
     )
     comparison = Comparison(
         trace_name=path.name,

@@ -40,7 +40,7 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=1,
         metavar="NUM",
-        help="simulate so many engines with and without a KV store that they share (default 1)",
+        help="number of engines to simulate, with and without a shared KV store (default 1)",
     )
     section.add_argument(
         "--routing",
@@ -54,16 +54,16 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
         "--store-gb-per-s",
         type=float,
         metavar="NUM",
-        help="what an engine reads from the store, and writes to it, in a second (default 5)",
+        help="bandwidth of an engine to and from the store, in GB/s (default 5)",
     )
     section.add_argument(
         "--store-latency-ms",
         type=float,
         metavar="NUM",
-        help="the time of a lookup and a fetch beside their bytes (default 2)",
+        help="fixed time of a lookup and a fetch (default 2)",
     )
     section.add_argument(
-        "--store-size", metavar="BYTES", help="what the store holds (default 1TiB)"
+        "--store-size", metavar="BYTES", help="capacity of the store (default 1TiB)"
     )
     section.add_argument(
         "--store-buffer-size",
@@ -78,8 +78,8 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
             f"--{role}-engines",
             type=positive_int,
             metavar="NUM",
-            help=f"simulate so many {role} engines, beside as many engines in all of both roles; "
-            "with a --store flag, all of them also with that store",
+            help=f"number of {role} engines to simulate; compared with as many engines of both "
+            "roles; with a --store flag, all of them also with that store",
         )
     section.add_argument(
         "--movable-engines",
@@ -105,7 +105,7 @@ def _add_roles(section: argparse._ArgumentGroup) -> None:
         "--role-seconds",
         type=float,
         metavar="NUM",
-        help="a role lacks engines for so long before the router moves one (default 30)",
+        help="seconds that a role lacks engines before the router moves one to it (default 30)",
     )
     section.add_argument(
         "--prefill-profile",

@@ -42,27 +42,27 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "--link-gb-per-s",
         type=float,
         metavar="NUM",
-        help="what a rank of --tensor-parallel-size receives from the others (default 60, the "
-        "memory of another socket); the ranks share the other rates",
+        help="bandwidth into a rank of --tensor-parallel-size, in GB/s (default 60, the memory of "
+        "another socket); the ranks share the other rates",
     )
     section.add_argument(
         "--exchange-us",
         type=float,
         metavar="NUM",
-        help="the time of one exchange beside its bytes (default 3)",
+        help="fixed time of one exchange (default 3)",
     )
     section.add_argument(
         "--message-gb-per-s",
         type=float,
         metavar="NUM",
-        help="what a stage of --pipeline-parallel-size receives from the stage before (default: "
+        help="bandwidth between two stages of --pipeline-parallel-size, in GB/s (default: "
         "--link-gb-per-s)",
     )
     section.add_argument(
         "--message-us",
         type=float,
         metavar="NUM",
-        help="the time of one message between stages beside its bytes (default: --exchange-us)",
+        help="fixed time of one message between stages (default: --exchange-us)",
     )
 
 

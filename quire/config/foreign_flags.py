@@ -412,7 +412,10 @@ _HALF = (
     "weights of this dtype are computed as f32, which holds their values, or as bf16 with half the "
     "memory: {given} bf16"
 )
-_STORED = "it is a format of quantized checkpoints that is not read; take the original weights and quantize them while loading, as in {given} int4, or a GGUF file"
+_STORED = (
+    "it is a format of quantized checkpoints that is not read; take the original weights and "
+    "quantize them while loading, as in {given} int4, or a GGUF file"
+)
 _OF_GGUF = (
     "it is a quantization of GGUF files, which bring their own: quire serve ORG/NAME:{upper}; "
     "other weights are quantized while loading, as in {given} int4"

@@ -43,9 +43,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "text_2": "A text or texts: the documents of the pairs.",
         **dict.fromkeys(("data_1", "queries"), "Another name of text_1."),
         **dict.fromkeys(("data_2", "items"), "Another name of text_2."),
-        "max_tokens_per_query": "Cut each query to so many tokens, at its end; 0, the default: "
+        "max_tokens_per_query": "Cut each query to this many tokens, at its end; 0, the default: "
         "nothing is cut.",
-        "max_tokens_per_doc": "Cut each document to so many tokens, at its end; 0, the default: "
+        "max_tokens_per_doc": "Cut each document to this many tokens, at its end; 0, the default: "
         "nothing is cut.",
         "prompt_name": 'The name of one of the model\'s prompts, which precedes each text; "" for '
         "none, the model's default if it is left out.",
@@ -147,8 +147,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "Embeddings and scores": {
         "encoding_format": "float: vectors are lists of numbers (default); base64: their "
         "little-endian f32 bytes.",
-        "dimensions": "Keep the first so many numbers of a vector, brought to length 1 again; only "
-        "sizes for which the model was trained (Matryoshka).",
+        "dimensions": "Keep this many numbers from the beginning of a vector, brought to length 1 "
+        "again; only sizes for which the model was trained (Matryoshka).",
         "normalize": "Bring vectors to length 1; as the model's files say if it is left out.",
         "embd_normalize": "2: bring vectors to length 1 (default); -1: leave them as they are.",
         "task": "embed: one vector a text.",
@@ -186,7 +186,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "chat_template_kwargs": "Variables for the template; one that it does not read is ignored.",
         "documents": "Documents for the template.",
         "thinking": "Whether the model reasons: enabled, adaptive (both: yes) or disabled; the "
-        "template's default if it is left out. budget_tokens: the reasoning ends after so many.",
+        "template's default if it is left out. budget_tokens: the reasoning ends after this many.",
         "output_config": "effort: how much the model reasons. format: a JSON schema that the "
         "answer follows.",
     },

@@ -456,7 +456,7 @@ OPERATIONS: Mapping[str, Operation] = {
             {
                 "name": "seconds",
                 "in": "query",
-                "description": "End after so many seconds, and the requests open then.",
+                "description": "Record for this many seconds, then until open requests end.",
                 "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 604_800},
             },
         ),

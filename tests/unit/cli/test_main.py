@@ -77,6 +77,7 @@ def test_help_of_many_flags_is_in_short_sections(capsys: pytest.CaptureFixture[s
     assert len(titles) == len(set(titles)) == 17
     for section in re.split(r"^[A-Z].*:$", shown, flags=re.MULTILINE)[1:]:
         assert 1 < len(re.findall(r"^  --", section, re.MULTILINE)) <= 16
+    assert "--convert" in shown
     with pytest.raises(SystemExit):
         main(["replay", "--help"])
     assert capsys.readouterr().out.startswith("usage: quire replay [FLAGS] FILE [MODEL]\n")

@@ -45,7 +45,7 @@ def test_policies_are_compared_at_each_speed(trace: str) -> None:
 
 def test_json_has_every_run_with_its_settings(trace: str) -> None:
     done = quire_main(
-        "simulate", "--json", "--trace", trace, *MACHINE, "--max-requests", "40", "--tell-goals"
+        "simulate", "--json", "--trace", trace, *MACHINE, "--max-requests", "40", "--send-goals"
     )
     printed = json.loads(done.stdout)
     assert printed["bench"] == "simulate"

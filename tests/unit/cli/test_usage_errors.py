@@ -36,6 +36,7 @@ from tests.unit.cli.command import quire_main
         ("models remove x", "(choose from 'rm'); quire models rm NAME removes a model\n"),
         ("config list", "'check'); quire config show\n"),
         ("bench serving", "'startup'); quire bench serve URL\n"),
+        ("complete --convert embed -p x", "--convert is a flag of quire serve\n"),
         ("serve --dtype half", "or as bf16 with half the memory: --dtype bf16\n"),
         ("serve --quantization awq", "a format of quantized checkpoints that is not read"),
         ("serve --kv-cache-dtype fp8_e4m3", "keys and values is --kv-cache-dtype fp8, on GPUs; on"),

@@ -210,7 +210,9 @@ def test_settings_that_contradict_the_files_are_refused(model: Path, tmp_path: P
         LLM(model, speculate="draft", draft_model=folder, **SETTINGS)
     with pytest.raises(SettingError, match=r"speculate is medusa, and .* holds a draft model"):
         LLM(model, speculate="medusa", draft_model=str(model), **SETTINGS)
-    with pytest.raises(ConfigError, match=r"no such file or directory; give a directory with config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"no such file or directory; give a directory with config\.json"
+    ):
         LLM(model, speculate="medusa", draft_model=str(tmp_path / "none"), **SETTINGS)
     with pytest.raises(SettingError, match="no heads are given; give draft_model"):
         LLM(model, speculate="medusa", **SETTINGS)

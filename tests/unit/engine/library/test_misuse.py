@@ -74,7 +74,7 @@ def test_a_setting_is_named_as_it_was_given(
         (lambda llm: llm.generate("a", use_tqdm=False), TypeError, "'use_tqdm'; write progress"),
         (lambda llm: llm.generate("a", zzz=1), TypeError, "no argument 'zzz'; leave it out"),
         (lambda llm: llm.generate({"prompt": "a"}), InvalidParameter, "give the text or the ids"),
-        (lambda llm: llm.generate([{"prompt_token_ids": [5]}]), InvalidParameter, "or the ids them"),
+        (lambda llm: llm.generate([{"prompt_token_ids": [5]}]), InvalidParameter, "ids them"),
         (lambda llm: llm.generate({"text": "a"}), InvalidParameter, "a list of these is allowed"),
         (lambda llm: llm.get_tokenizer(), AttributeError, "it has generate, chat and embed"),
         (lambda llm: llm.chat(ASKED, max_tokens=3), TypeError, "SamplingParams(max_tokens=3)"),
