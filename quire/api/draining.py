@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.api.server_state import ServerState
 
-# Open requests have so long to write their last events once they are ended.
+# Time for open requests to write their last events once they are ended.
 LAST_EVENTS_S = 3.0
 
 

@@ -52,7 +52,7 @@ from quire.obs.metrics import Metrics
 EXIT_DONE = 0
 EXIT_FAILED = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# After the engine's death /health answers for so long, so that a monitor can see the reason.
+# Time that /health still answers after the engine's death, so that a monitor sees the reason.
 _LINGER_S = 1.0
 # Threads for large bodies and long prompts; server_state.ThreadPools has others.
 _NUM_THREADS = 4

@@ -51,7 +51,7 @@ T = TypeVar("T")
 # Template rendering holds the interpreter lock: more threads end no earlier and delay the loop.
 NUM_THREADS = 2
 MAX_ENDED = 1024
-# Ended requests are kept for so long.
+# Time that ended requests are kept.
 ENDED_S = 60.0
 
 

@@ -143,7 +143,7 @@ class BeatRoutes:
                 if (health.ok, health.state, stopped) != before:
                     await writer.write(_event_of(health, stopped))
                 else:
-                    await writer.look()
+                    await writer.write_if_due()
         finally:
             writer.close()
         if not gone.done():
@@ -177,7 +177,7 @@ class _BeatResponse:
 class _Writer(Protocol):
     async def write(self, event: bytes) -> None: ...
 
-    async def look(self) -> None: ...
+    async def write_if_due(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -194,8 +194,8 @@ class _ThreadWriter:
     async def write(self, event: bytes) -> None:
         self._thread.write(self._socket, _chunk(event))
 
-    async def look(self) -> None:
-        """Nothing is to be done: the thread writes."""
+    async def write_if_due(self) -> None:
+        """Do nothing: the thread writes."""
 
     def close(self) -> None:
         self._thread.remove(self._socket)
@@ -212,7 +212,7 @@ class _LoopWriter:
     async def write(self, event: bytes) -> None:
         await _send(self._send, event)
 
-    async def look(self) -> None:
+    async def write_if_due(self) -> None:
         if (now_s := self._loop.time()) >= self._due_s:
             self._due_s = now_s + BEAT_S
             await self.write(_BEAT)

@@ -16,7 +16,7 @@ from quire.base.show import show
 
 ANCHOR = "created_at"
 MIN_S, MAX_S = 3600, 30 * 24 * 3600
-# Expired files are looked for so often.
+# Interval of searches for expired files.
 SWEEP_S = 600.0
 # A condition on rows of files, for now_s() as :now.
 IS_ALIVE = "(expires IS NULL OR expires > :now)"

@@ -23,7 +23,7 @@ WINDOW_S = 24 * 60 * 60
 MAX_BATCHES, MAX_UNFINISHED = 10_000, 100
 ENDED = ("completed", "failed", "expired", "cancelled")
 _ENDED = str(ENDED)
-# A line during which the server was killed so often is not tried again.
+# Attempts of a line during which the server was killed, after which it is not tried again.
 MAX_ATTEMPTS = 3
 _OUTPUT, _ERROR = 0, 1
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

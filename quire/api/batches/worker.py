@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# While there is no room for a line, it is looked for so often.
+# Interval of checks for room while a line waits for it.
 _POLL_S = 0.05
 # A line that the server could not run now is tried again after this.
 _AGAIN_S = 1.0

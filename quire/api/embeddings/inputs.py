@@ -121,7 +121,7 @@ async def input_ids(
 
 
 def cut(ids: Sequence[int], most: int, cutting: Cutting) -> Sequence[int]:
-    """Return at most so many of the ids, from the side that is kept."""
+    """Return at most `most` of the ids, from the side that is kept."""
     most = max(most, 0)
     return ids[max(len(ids) - most, 0) :] if cutting.from_left else ids[:most]
 
@@ -135,7 +135,7 @@ def special_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return full[:at], full[at + len(plain) :]
 
 
-async def breathe(at: int) -> None:
+async def yield_regularly(at: int) -> None:
     """Let other requests continue between many short inputs."""
     if at % 8 == 7:
         await asyncio.sleep(0)

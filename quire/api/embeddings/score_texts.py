@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.api.embeddings.inputs import breathe
+from quire.api.embeddings.inputs import yield_regularly
 from quire.api.generation.request_context import RequestContext
 from quire.api.generation.text_bounds import max_text_bytes
 from quire.base.errors import InvalidParameter
@@ -53,13 +53,13 @@ async def shortened(request: RequestContext, texts: Sequence[str], limit: str) -
         return texts
     cut = []
     for at, text in enumerate(texts):
-        await breathe(at)
+        await yield_regularly(at)
         cut.append(await request.run_in_thread(_first_tokens, request, text, num_tokens))
     return cut
 
 
 def _first_tokens(request: RequestContext, text: str, num_tokens: int) -> str:
-    """Return the beginning of a text with so many tokens; all of it if it has no more."""
+    """Return the first `num_tokens` tokens of a text as text; all of it if it has no more."""
     tokenizer = request.engine.tokenizer
     tokenized = text.encode()[: max_text_bytes(request.engine)].decode(errors="ignore")
     ids = tokenizer.encode(tokenized, add_special_tokens=False)

@@ -15,11 +15,11 @@ from typing import Any
 
 from quire.api.embeddings.inputs import (
     Cutting,
-    breathe,
     cut,
     cutting_of,
     input_ids,
     listed_texts,
+    yield_regularly,
 )
 from quire.api.embeddings.score_texts import MAX_TOKENS, shortened, sides_of
 from quire.api.generation.answer_json import prompt_usage_json
@@ -221,7 +221,7 @@ async def _prompts(
     for param, texts in zip(params, (left, right), strict=True):
         before = _side_prompt(pooling, is_query=param == params[0])
         for text in texts:
-            await breathe(len(prompts))
+            await yield_regularly(len(prompts))
             ids = await input_ids(request.context, text, cutting, before=before, param=param)
             prompts.append(Prompt(token_ids=ids, sampling=sampling))
     pairs = [
@@ -265,7 +265,7 @@ async def _judge_prompts(
     instruction = request.given.get("instruction", DEFAULT_INSTRUCTION)
     prompts = []
     for at, (query, document) in enumerate(zip(queries, documents, strict=True)):
-        await breathe(at)
+        await yield_regularly(at)
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         check_text_bytes(engine, text, param=param)
         pair_ids = await request.context.run_in_thread(encode, text, add_special_tokens=False)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from quire.api.embeddings.fields import ENCODINGS, TASKS
-from quire.api.embeddings.inputs import breathe, cutting_of, input_ids, listed_inputs
+from quire.api.embeddings.inputs import cutting_of, input_ids, listed_inputs, yield_regularly
 from quire.api.generation.answer_json import prompt_usage_json
 from quire.api.generation.choice_streams import Choice, Prompt
 from quire.api.generation.fields import flag
@@ -123,7 +123,7 @@ async def _read(request: GenerationRequest, kind: str) -> GenerationJob:
     cutting, sampling = cutting_of(given, request.engine), pooling_params(pooling)
     prompts = []
     for at, entry in enumerate(entries):
-        await breathe(at)
+        await yield_regularly(at)
         ids = await input_ids(request.context, entry, cutting, before=before, param="input")
         prompts.append(Prompt(token_ids=ids, sampling=sampling))
     return GenerationJob(prompts=prompts, writer=VectorWriter(request.envelope, form))

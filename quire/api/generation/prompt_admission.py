@@ -1,10 +1,10 @@
 """PromptAdmission: the prompts of one request are refused together, or all are computed.
 
 The engine admits each prompt by itself, so it may refuse some of many while others run. A refused
-one then waits here until one of the others has begun or ended, and is sent again: what a client
-sends as one request is not refused halfway. The request is refused with a prompt for which no other
-one is under way, before any of it is computed. Knows no engine. Always holds: prompts are sent
-again one at a time, in the order of their refusals.
+prompt waits here until another one has begun or ended, and is sent again: a request is not refused
+halfway. The request is refused if a prompt is refused while no other one of the request is sent,
+and before any of it is computed. Knows no engine. Always holds: prompts are sent again one at a
+time, in the order of their refusals.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from quire.base.errors import OverloadedError, TenantLimit
 
 T = TypeVar("T")
 
-# Where others have taken the room of a prompt that ended, so long until the next try.
+# Interval of tries where other requests have taken the room of a prompt that ended.
 _RETRY_S = 0.25
-# Refusals for want of room; others, such as a deadline that would be missed, are final.
+# Refusals for lack of room; others, such as a deadline that would be missed, are final.
 _FULL = (OverloadedError, TenantLimit)
 
 
 class PromptAdmission:
-    """Of one request."""
+    """Admit the prompts of one request together."""
 
     def __init__(self) -> None:
         self._num_sent = 0  # and neither refused nor ended
@@ -34,8 +34,11 @@ class PromptAdmission:
         self._refused: deque[asyncio.Event] = deque()
 
     async def run(self, send: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Yield the items of one prompt; `send` sends it. Raises what that raises, but refusals for
-        want of room only where no prompt of the request has been taken."""
+        """Yield the items of one prompt, which `send` sends.
+
+        Raises what `send` raises; refusals for lack of room only before the engine has admitted a
+        prompt of the request.
+        """
         has_begun = False
         while True:
             refusal: OverloadedError | None = None
@@ -60,8 +63,10 @@ class PromptAdmission:
             await self._wait(refusal)
 
     async def _wait(self, refusal: OverloadedError) -> None:
-        """Wait until the prompt may be sent again. Raises the refusal where no other prompt is
-        under way, and none has begun."""
+        """Wait until the prompt may be sent again.
+
+        Raises the refusal if no other prompt is being sent and none has begun.
+        """
         if self._num_sent:
             turn = asyncio.Event()
             self._refused.append(turn)

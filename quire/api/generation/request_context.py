@@ -27,7 +27,7 @@ from quire.engine.model_card import ModelCard
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Tokenizing so many characters takes about a millisecond.
+# Texts up to this length are tokenized in about a millisecond.
 _SHORT_CHARS = 4096
 
 

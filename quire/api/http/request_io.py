@@ -31,8 +31,8 @@ T = TypeVar("T")
 BODY_TIME_S = 60.0
 # Larger bodies are parsed in a thread, so that the event loop continues between objects.
 _SMALL_BYTES = 128 * 1024
-# Up to so many bytes of a refused body are read and discarded: a client that is still writing would
-# see a broken connection instead of the response.
+# Maximum bytes of a refused body that are read and discarded: without that, a client that is still
+# writing would see a broken connection instead of the response.
 _DISCARD_BYTES = 64 * 1024 * 1024
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 

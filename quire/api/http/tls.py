@@ -20,7 +20,7 @@ HANDSHAKE_TIME_S = 10.0
 _MAX_ACCEPTS = 64  # in one iteration of the event loop
 _MIN_HANDSHAKE_S = 0.001
 _MAX_REFUSED_BYTES = 64 * 1024
-# Accepting stops for so long without descriptors or memory.
+# Pause of accepting after an accept failed for lack of descriptors or memory.
 _RETRY_S = 0.1
 
 

@@ -118,7 +118,7 @@ async def _shortened(
 
 
 async def _fits(request: GenerationRequest, texts: InfillTexts, first_file: int, room: int) -> bool:
-    """Return whether a prompt leaves so many tokens to the answer."""
+    """Return whether a prompt leaves `room` tokens to the answer."""
     text = texts.prompt(request.engine.tokenizer, first_file)
     try:
         await encode(request.context, text, add_special_tokens=True, min_output=room)

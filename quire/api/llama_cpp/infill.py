@@ -52,7 +52,7 @@ class InfillTexts:
         return f"{repository_context(tokenizer, files)}{text}" if files else text
 
     def shorten(self, tokenizer: Tokenizer, num_tokens: int) -> list[str]:
-        """Keep so many tokens: the last before the gap and the first after it, three to one as
+        """Keep `num_tokens` tokens: the last before the gap and the first after it, three to one as
         llama.cpp's server does; return what is left out of the texts that were sent."""
         num_before, num_after = num_tokens - num_tokens // 4, num_tokens // 4
         prefix, suffix = self._sent

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # A message has names and texts that a JSON body has not; beyond this it is refused unread.
 _EXTRA_BYTES = 64 * 1024
-# Calls that are open when the server stops have so long to write their last message.
+# Time for open calls to write their last message when the server stops.
 _LAST_MESSAGES_S = 1.0
 
 

@@ -120,7 +120,7 @@ def _text(tensor: Any, raw: list[bytes], num_values: int) -> str:
         if size != len(texts[0]):
             raise _fault(
                 f"the raw contents of {TEXT_INPUT} have {len(raw[0])} bytes; the length of the "
-                "text in four bytes and so many bytes are needed"
+                "text in four bytes, then the bytes of the text, are needed"
             )
     else:
         texts = list(tensor.contents.bytes_contents)

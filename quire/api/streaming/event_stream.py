@@ -33,7 +33,7 @@ _HEADERS = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"
 # A client that does not accept the last event within this time does not get it.
 _LAST_EVENT_S = 1.0
 _CHECK_S = 1.0
-# Events of deltas that are available together are written together, up to so many.
+# Maximum events in one write, of deltas that are available together.
 _MAX_TOGETHER = 64
 # Stands for the text of a chunk while the bytes around it are found. No name of ours has a NUL.
 _TEXT = "\0text\0"

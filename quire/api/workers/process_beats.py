@@ -20,9 +20,9 @@ from quire.routing.beat_gaps import BeatGaps
 
 FILE = "beats"
 BEAT_S = 0.1
-# Without a history of its gaps a process counts as stopped after so long.
+# Time without a beat after which a process without a history of gaps counts as stopped.
 MAX_SILENT_S = 2.0
-# One's own beats are late beyond this; so many that are not, one after the other, are needed.
+# A process with a late beat of its own judges no other until several in a row were in time.
 _LATE_S, _MIN_IN_TIME = 0.3, 3
 # Number and time of the newest beat.
 _SLOT = struct.Struct("=qd")

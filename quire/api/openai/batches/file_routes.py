@@ -53,7 +53,7 @@ _EXPIRES = {"anchor": "expires_after[anchor]", "seconds": "expires_after[seconds
 _FIELDS = ("purpose", *_EXPIRES.values())
 # Beside the file, a form has heads and a purpose.
 _FORM_BYTES = 64 * 1024
-# Of a refused form so many bytes are read and dropped, for BODY_TIME_S in all.
+# Maximum bytes of a refused form that are read and dropped, within BODY_TIME_S.
 _DISCARD_BYTES = 2 * MAX_FILE_BYTES
 
 
