@@ -116,7 +116,8 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
         help="TPOT objective in seconds (default 0.1)",
     )
     section.add_argument(
-        "--send-goals",
+        *("--send-goals", "--tell-goals"),
+        dest="send_goals",
         action="store_true",
         help="send the objectives as ttft_slo_ms and tpot_slo_ms, so that the engine plans for "
         "them and rejects requests that would miss them",
