@@ -168,8 +168,11 @@ def is_served(name: str, card: ModelCard, suffix: str) -> bool:
 
 def unknown_model(name: str, card: ModelCard, *, param: str | None = None) -> UnknownModel:
     """Return the error for a model name that is not served, with the names that are."""
-    served = " or ".join(map(repr, card.names))
-    return UnknownModel(f"model {show(name)} is not served here; {served} is", param=param)
+    served = ", ".join(map(show, card.names))
+    return UnknownModel(
+        f"model {show(name)} is not served here; served: {served} (--served-model-name adds names)",
+        param=param,
+    )
 
 
 async def encode(

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from quire.api.generation.request_context import unknown_model
 from quire.api.http.auth import Caller
 from quire.api.rpc import tensors
 from quire.api.rpc.calls import Calls, Context
@@ -114,8 +115,7 @@ class KServeService:
     def _check_model(self, name: str, version: str) -> None:
         card = self._server_state.engine().card
         if name not in card.names:
-            served = " or ".join(map(repr, card.names))
-            raise UnknownModel(f"model {show(name)} is not served here; {served} is", param="name")
+            raise unknown_model(name, card, param="name")
         if version:
             raise UnknownModel(
                 f"model {show(name)} has no version {show(version)}; leave the version out",

@@ -16,7 +16,7 @@ def test_a_model_answers_to_each_of_its_names() -> None:
             assert (reply.status, reply.json["model"]) == (200, "first")
         reply = await site.post("/v1/completions", {"prompt": "a", "model": "fourth"})
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-        assert "'first' or 'second' or 'org/third' is" in reply.error["message"]
+        assert 'served: "first", "second", "org/third" (--served-' in reply.error["message"]
         assert reply.error["param"] == "model"
         listed = (await site.get("/v1/models")).json["data"]
         assert [model["id"] for model in listed] == ["first", "second", "org/third"]

@@ -541,7 +541,10 @@ def test_errors_are_texts_before_and_within_a_stream() -> None:
     reply = ask({**ASKED, "model": "other"})
     assert (reply.status, reply.json) == (
         404,
-        {"error": "model \"other\" is not served here; 'fake' is"},
+        {
+            "error": 'model "other" is not served here; served: "fake" (--served-model-name adds '
+            "names)"
+        },
     )
     failing = engine()
     failing.fails_with, failing.fails_after = WorkerError("it was killed"), 1
