@@ -68,7 +68,7 @@ def _add_store(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--store-buffer-size",
         metavar="BYTES",
-        help="host memory of an engine for blocks on their way (default 16GiB)",
+        help="an engine's host memory for blocks to and from the store (default 16GiB)",
     )
 
 

@@ -36,8 +36,8 @@ class KVStoreConfig:
     )
     kv_store_buffer_bytes: int = setting(
         1024**3,
-        "host memory for blocks on their way to and from the store, as in 2GiB; a prefix that does "
-        "not fit is computed from where it ends",
+        "host memory of the buffer for blocks to and from the store, as in 2GiB; a prefix that "
+        "does not fit is computed from where it ends",
         flag="kv-store-buffer-size",
     )
     kv_store_fetch: Literal["cost", "always", "never"] = setting(

@@ -40,8 +40,8 @@ class TransferConfig:
     )
     kv_transfer_bytes: int = setting(
         512 * 1024**2,
-        "memory for blocks on their way to or from other engines, as in 2GiB; what does not fit is "
-        "computed by the decode engine",
+        "memory of the buffer for blocks to or from other engines, as in 2GiB; what does not fit "
+        "is computed by the decode engine",
         flag="kv-transfer-size",
     )
     kv_transfer_backend: Literal["auto", "tcp", "shm", "nixl"] = setting(

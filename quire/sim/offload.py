@@ -143,10 +143,10 @@ def _at_rate(
 def disk_offload_text(offload: Mapping[str, Any], length: int) -> str:
     """Return the table of an outcome of disk_offload."""
     return (
-        f"It runs with --disk-offload-gb {offload['gib']:g} --pack-cache DIRECTORY: so much of the "
-        f"weights is\nread from disk in each step. Computed, for requests of {length:,} tokens and "
-        f"some rates of disks:\n{_rates_text(offload, 'disk')}\nBatch: from so many requests on "
-        "the disk does not slow decoding; more of them gain nothing from it."
+        f"It runs with --disk-offload-gb {offload['gib']:g} --pack-cache DIRECTORY: this part of "
+        f"the weights is\nread from disk in each step. Computed, for requests of {length:,} tokens "
+        f"and some rates of disks:\n{_rates_text(offload, 'disk')}\nBatch: the number of requests "
+        "from which the disk does not slow decoding; more gain nothing from it."
     )
 
 
@@ -156,8 +156,9 @@ def cpu_offload_text(offload: Mapping[str, Any], length: int) -> str:
     return (
         f"It runs with --cpu-offload-gb {offload['gib']:g}: {host_gib:.2f} GiB of a GPU's weights "
         "stay in host memory\nand are copied in each step. Computed, for requests of "
-        f"{length:,} tokens and some rates of buses:\n{_rates_text(offload, 'bus')}\nBatch: from "
-        "so many requests on the bus does not slow decoding; the GPU must have their KV cache."
+        f"{length:,} tokens and some rates of buses:\n{_rates_text(offload, 'bus')}\nBatch: the "
+        "number of requests from which the bus does not slow decoding; the GPU must have their\n"
+        "KV cache."
     )
 
 

@@ -374,4 +374,4 @@ def _address(settings: TransferConfig, port: ExchangePort) -> str:
 
 def _note(settings: TransferConfig, port: ExchangePort, num_tokens: int) -> str:
     where = f", hands over at {_address(settings, port)}" if port.number else ""
-    return f"KV transfer: role {settings.role}{where}, room for {num_tokens} tokens on their way"
+    return f"KV transfer: role {settings.role}{where}, transfer buffer of {num_tokens} tokens"

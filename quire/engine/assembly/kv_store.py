@@ -143,8 +143,8 @@ class StorePort:
             disk=disk,
             room=room,
             num_blocks=num_blocks,
-            note=f"shared KV store: {self.note}; room for {num_blocks * self._block_tokens} "
-            f"tokens on their way{on_disk}",
+            note=f"shared KV store: {self.note}; transfer buffer of "
+            f"{num_blocks * self._block_tokens} tokens{on_disk}",
         )
 
     def open_tier(
