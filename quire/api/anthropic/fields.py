@@ -7,6 +7,7 @@ that judge how sure the model was, such as a router's cascade.
 
 from __future__ import annotations
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import CHAT, SAMPLING, SCHEDULING
 
@@ -44,6 +45,7 @@ _OF_PROMPTS = frozenset(
 MESSAGES = (
     _OF_PROMPTS
     | (SAMPLING | SCHEDULING) - _NOT_CARRIED
+    | CONTINUED_STREAMS
     | {
         "stop_sequences",
         "stream",

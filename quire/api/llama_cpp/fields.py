@@ -6,6 +6,7 @@ foreign_fields.py (`repeat_penalty`, `grammar`, `json_schema`). Answers have one
 
 from __future__ import annotations
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
@@ -20,7 +21,7 @@ _NOT_CARRIED = frozenset(
         "return_cached_tokens_details",
     }
 )
-_EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
+_EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | CONTINUED_STREAMS | {
     "model",
     "prompt",
     "stream",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 from quire.api.generation.foreign_fields import SYNONYMS
@@ -27,7 +28,7 @@ _NOT_CARRIED = frozenset(
         "structured_outputs",
     }
 )
-_EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
+_EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | CONTINUED_STREAMS | {
     "model",
     "options",
     "format",

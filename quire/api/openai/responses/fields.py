@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
@@ -26,7 +27,7 @@ _NOT_CARRIED = frozenset(
         "return_cached_tokens_details",
     }
 )
-_RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
+_RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | CONTINUED_STREAMS | {
     "model",
     "input",
     "instructions",
