@@ -119,7 +119,6 @@ def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
 
 OTHER = {"include_output_ids": True, "stream": True}
 SAID = {"messages": [{"role": "user", "content": "hello"}]}
-# Streams of other APIs, with the place of the seed.
 OTHER_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("/v1/messages", {**SAID, "max_tokens": 30, "seed": 5}),
     "message with a stop": (
@@ -185,7 +184,10 @@ def test_a_stream_of_another_api_continues_byte_for_byte(server: RunningServer, 
 
 def _plain(events: list[bytes]) -> list[bytes]:
     """Return events without times and counts of cached tokens, which differ by what ran before."""
-    names = rb'"(?:input_tokens|cache\w*|cached_tokens|completed_at|\w+_duration)":[0-9]+|"timings":\{[^}]*\}'
+    names = (
+        rb'"(?:input_tokens|cache\w*|cached_tokens|completed_at|\w+_duration)":[0-9]+'
+        rb'|"timings":\{[^}]*\}'
+    )
     return [re.sub(names, b"", event) for event in events]
 
 

@@ -79,6 +79,37 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+SAID = {"messages": [{"role": "user", "content": "Tell me of a dog"}]}
+# As long as the streams without a grammar, which go on to their limit.
+LONG_TEXT = {"type": "string", "minLength": 600, "maxLength": 640}
+PARAMETERS = {"type": "object", "properties": {"place": LONG_TEXT}, "required": ["place"]}
+OLLAMA = {"model": "box", "options": {"seed": 1, "num_predict": 250, "ignore_eos": True}}
+OTHER_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {**SAID, "max_tokens": 200, "ignore_eos": True, "seed": 1}),
+    ("/v1/messages", {**SAID, "max_tokens": 200, "ignore_eos": True, "stop_sequences": ["zebra"]}),
+    (
+        "/v1/messages",
+        {**SAID, "max_tokens": 400, "seed": 2, "tool_choice": {"type": "any"}}
+        | {"tools": [{"name": "remember", "input_schema": PARAMETERS}]},
+    ),
+    ("/v1/responses", {"input": "Once", "max_output_tokens": 200, "ignore_eos": True, "seed": 1}),
+    (
+        "/v1/responses",
+        {"input": "Once", "max_output_tokens": 400, "seed": 2, "tool_choice": "required"}
+        | {"tools": [{"type": "function", "name": "remember", "parameters": PARAMETERS}]},
+    ),
+    ("/api/chat", {**SAID, **OLLAMA, "logprobs": True, "top_logprobs": 2}),
+    ("/api/chat", {**SAID, **OLLAMA, "format": PARAMETERS}),
+    ("/api/generate", {"prompt": "Once upon a time", **OLLAMA}),
+    (
+        "/completion",
+        {"prompt": "Once upon a time", "n_predict": 250, "ignore_eos": True, "seed": -1}
+        | {"n_probs": 1, "return_tokens": True},
+    ),
+    ("/completion", {"prompt": [5, 9, 11, 40], "n_predict": 250, "ignore_eos": True, "seed": 3}),
+]
+
+
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[RunningServer]]:
     with ExitStack() as stack:
@@ -111,22 +142,63 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
         router.until(lambda: router.health()["replicas_available"] == 2, "the stopped one returns")
 
 
-def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
+def test_streams_of_other_apis_survive_a_killed_server(
+    servers: list[RunningServer], tmp_path: Path
+) -> None:
+    """All streams have begun at one server when it is stopped; then another joins."""
+    file = tmp_path / "replicas"
+    flags = ("--probe-seconds", "0.25", "--wait-seconds", "30")
+    with RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim:
+        file.write_text(f"{victim.url}\n")
+        with RunningRouter("--replicas-file", str(file), *flags) as router:
+
+            def interrupt() -> None:
+                os.kill(victim.process.pid, signal.SIGSTOP)
+                file.write_text(f"{victim.url}\n{servers[0].url}\n")
+                router.until(lambda: len(router.health()["replicas"]) == 2, "the other joins")
+                os.kill(victim.process.pid, signal.SIGKILL)
+
+            answers = _at_once(router, interrupt, OTHER_CASES)
+            assert router.metric("quire_router_resumed_streams_total") >= len(OTHER_CASES)
+            assert router.metric("quire_router_broken_streams_total") == 0
+            for (path, body), got in zip(OTHER_CASES, answers, strict=True):
+                seed = re.search(rb'"seed":(\d+)', got)
+                assert seed is not None, (path, got)
+                body = {**body, "seed": int(seed[1])} if path[:4] != "/api" else body
+                wanted = _streamed(servers[0], path, {**body, "stream": True})
+                assert normal(got) == normal(wanted), (path, body)
+                assert b"output_ids" not in got
+                assert b'"ended"' not in got
+                ids = re.findall(rb'"id":"((?:msg|resp)_[0-9a-f]{24})"', got)
+                assert len(set(ids)) == (path in ("/v1/messages", "/v1/responses"))
+            id_ = re.search(rb'"id":"(resp_[0-9a-f]{24})"', answers[3])
+            assert id_ is not None
+            stored = json.loads(router.request("GET", f"/v1/responses/{id_[1].decode()}")[1])
+            texts = [
+                json.loads(one) for one in re.findall(rb'"delta":("(?:[^"\\]|\\.)*")', answers[3])
+            ]
+            assert stored["output"][0]["content"][0]["text"] == "".join(texts)
+
+
+def _at_once(
+    router: RunningRouter, interrupt: Any, cases: list[tuple[str, dict[str, Any]]] = CASES
+) -> list[bytes]:
     """Stream all cases at once, and call `interrupt` when tokens of each of them have come."""
-    answers = dict.fromkeys(range(len(CASES)), b"")
+    answers = dict.fromkeys(range(len(cases)), b"")
     changed = threading.Condition()
 
     def stream(index: int) -> None:
-        path, body = CASES[index]
+        path, body = cases[index]
         for line in router.lines("POST", path, {**body, "stream": True}):
             with changed:
                 answers[index] += line
                 changed.notify()
 
     def have_begun() -> bool:
-        return min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2
+        return min(re.subn(rb"(?m)^(data: )?{", b"", one)[1] for one in answers.values()) >= least
 
-    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(CASES))]
+    least = 2 if cases is CASES else 8  # a message begins with events before its text
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(cases))]
     for thread in threads:
         thread.start()
     with changed:
@@ -134,7 +206,7 @@ def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
     interrupt()
     for thread in threads:
         thread.join()
-    return [answers[index] for index in range(len(CASES))]
+    return [answers[index] for index in range(len(cases))]
 
 
 def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
@@ -144,7 +216,12 @@ def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
 
 def normal(raw: bytes) -> bytes:
     """Return a stream without what names it: ids, times and cached tokens; and heartbeats."""
-    names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
+    names = (
+        rb'"created(?:_at)?":(?:\d+|"[^"]*")|"(?:completed_at|\w+_duration)":\d+'
+        rb"|(?:cmpl|chatcmpl|gen|call|msg|resp|toolu|fc|rs)[-_][0-9a-f]{24}"
+        rb'|"(?:cached_tokens|cache_read_input_tokens|input_tokens)":\d+|"timings":\{[^}]*\}'
+        rb"|event: ping\ndata: [^\n]*\n\n"
+    )
     return re.sub(rb"(?m)^: *\n\n", b"", re.sub(names, b"", raw))
 
 

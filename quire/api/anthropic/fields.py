@@ -45,10 +45,10 @@ _OF_PROMPTS = frozenset(
 MESSAGES = (
     _OF_PROMPTS
     | (SAMPLING | SCHEDULING) - _NOT_CARRIED
-    | CONTINUED_STREAMS
     | {
         "stop_sequences",
         "stream",
+        *CONTINUED_STREAMS,
         "logprobs",
         "metadata",
         "service_tier",

@@ -3,8 +3,8 @@
 `output_ids` are tokens of the answer that the client has; they count as output. The writer of the
 answer is given what they had delivered, so that it stands where the original stood (in reasoning, a
 tool call, or after the first chunk), and what it writes of that is discarded. Always holds: one
-prompt and one choice; a combination that cannot be continued exactly is refused by name, and so is a
-cursor of another prompt or of known tokens with another text.
+prompt and one choice; a combination that cannot be continued exactly is refused by name, and so is
+a cursor of another prompt or of known tokens with another text.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ CONTINUATION = frozenset({"output_ids", "output_cursor"})
 # Fields of routes without stream_options, or with other ones than OpenAI's.
 CONTINUED_STREAMS = CONTINUATION | {"include_output_ids"}
 _DIGITS = 24  # of an id
-CURSOR = (
-    "([a-z]{1,16}[-_][0-9a-f]{24}):([0-9]{1,12}):([0-9]{1,9}):([0-9]{1,6})(?::([0-9a-f]{8}))?"
-)
+CURSOR = "([a-z]{1,16}[-_][0-9a-f]{24}):([0-9]{1,12}):([0-9]{1,9}):([0-9]{1,6})(?::([0-9a-f]{8}))?"
 _CURSOR = re.compile(CURSOR)
 
 

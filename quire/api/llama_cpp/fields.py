@@ -21,10 +21,11 @@ _NOT_CARRIED = frozenset(
         "return_cached_tokens_details",
     }
 )
-_EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | CONTINUED_STREAMS | {
+_EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "model",
     "prompt",
     "stream",
+    *CONTINUED_STREAMS,
     "n_predict",
     "n_probs",
     "logprobs",

@@ -28,11 +28,12 @@ _NOT_CARRIED = frozenset(
         "structured_outputs",
     }
 )
-_EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | CONTINUED_STREAMS | {
+_EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
     "model",
     "options",
     "format",
     "stream",
+    *CONTINUED_STREAMS,
     "think",
     "keep_alive",
     "truncate",

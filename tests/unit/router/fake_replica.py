@@ -211,7 +211,7 @@ class FakeReplica:
             _chunk(writer, b": %b\n\n" % json.dumps(fields, separators=(",", ":")).encode())
             await writer.drain()
             await asyncio.sleep(0)
-        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b'data: [DONE]\n\n: {"ended":null}\n\n')
         _chunk(writer, b"")
         return True
 

@@ -27,7 +27,7 @@ _NOT_CARRIED = frozenset(
         "return_cached_tokens_details",
     }
 )
-_RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | CONTINUED_STREAMS | {
+_RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "model",
     "input",
     "instructions",
@@ -47,6 +47,7 @@ _RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | CONTINUED_STREAMS | {
     "top_logprobs",
     "stream",
     "stream_options",
+    *CONTINUED_STREAMS,
     "chat_template_kwargs",
     "add_special_tokens",
     "include_reasoning",
