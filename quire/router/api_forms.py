@@ -35,7 +35,7 @@ Path = tuple[str, ...]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` object of an event or a response, in the form of any API."""
+    """The `error` of a response, in the form of any API; of Ollama's it is a message."""
 
     message: str = ""
     code: str | int | None = None
@@ -46,7 +46,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 class ErrorEvent(msgspec.Struct, frozen=True):
     """A body with an error."""
 
-    error: ErrorBody
+    error: ErrorBody | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +172,12 @@ def _is_of_user(message: Any) -> bool:
 
 
 def read_error(raw: bytes) -> ErrorBody | None:
-    """Return the error of a response's body or of an event; None where it has none."""
+    """Return the error of a response's body; None where it has none."""
     try:
-        return _read_error(raw).error
+        found = _read_error(raw).error
     except msgspec.MsgspecError:
         return None
+    return ErrorBody(message=found) if isinstance(found, str) else found
 
 
 def form_of(path: str) -> ApiForm:

@@ -11,8 +11,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,39 +145,68 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
 def test_streams_of_other_apis_survive_a_killed_server(
     servers: list[RunningServer], tmp_path: Path
 ) -> None:
-    """All streams have begun at one server when it is stopped; then another joins."""
-    file = tmp_path / "replicas"
+    with (
+        RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim,
+        _moving(victim, servers[0], tmp_path) as (router, move),
+    ):
+        answers = _at_once(router, move, OTHER_CASES)
+        assert router.metric("quire_router_resumed_streams_total") >= len(OTHER_CASES)
+        assert router.metric("quire_router_broken_streams_total") == 0
+        found = re.search(rb'"id":"(resp_[0-9a-f]{24})"', answers[3])
+        assert found is not None
+        stored = json.loads(router.request("GET", f"/v1/responses/{found[1].decode()}")[1])
+    deltas = re.findall(rb'"delta":("(?:[^"\\]|\\.)*")', answers[3])
+    assert stored["output"][0]["content"][0]["text"] == "".join(map(json.loads, deltas))
+    for (path, body), got in zip(OTHER_CASES, answers, strict=True):
+        seed = re.search(rb'"seed":(\d+)', got)
+        assert seed is not None, (path, got)
+        again = body if path.startswith("/api/") else {**body, "seed": int(seed[1])}
+        wanted = _streamed(servers[0], path, {**again, "stream": True})
+        assert normal(got) == normal(wanted), (path, body)
+        assert b"output_ids" not in got
+        assert b'"ended"' not in got
+        ids = re.findall(rb'"id":"((?:msg|resp)_[0-9a-f]{24})"', got)
+        assert len(set(ids)) == (path in ("/v1/messages", "/v1/responses"))
+
+
+def test_a_stream_whose_prompt_would_be_another_ends_with_an_error(tmp_path: Path) -> None:
+    """The template has the time in it, so no other replica has the prompt of the first."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    flags = ("--threads", "1", "--convert", "embed", "--chat-template", str(template))
+    cases = [OTHER_CASES[0], OTHER_CASES[3], OTHER_CASES[5]]
+    cases += [("/v1/chat/completions", {**CHAT, "max_tokens": 200, "ignore_eos": True})]
+    with (
+        RunningServer(MODEL, *flags) as victim,
+        RunningServer(MODEL, *flags) as other,
+        _moving(victim, other, tmp_path) as (router, move),
+    ):
+        answers = _at_once(router, move, cases)
+    for (path, _), got in zip(cases, answers, strict=True):
+        last = got.rstrip().split(b"\n")[-1].removeprefix(b"data: ")
+        assert b"the stream cannot go on: output_cursor is of another prompt" in last, path
+
+
+@contextmanager
+def _moving(
+    victim: RunningServer, other: RunningServer, folder: Path
+) -> Iterator[tuple[RunningRouter, Callable[[], None]]]:
+    """A router before a server only, and what stops that server, lets another one join, and then
+    kills the first: all streams that have begun move."""
+    file = folder / "replicas"
+    file.write_text(f"{victim.url}\n")
     flags = ("--probe-seconds", "0.25", "--wait-seconds", "30")
-    with RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim:
-        file.write_text(f"{victim.url}\n")
-        with RunningRouter("--replicas-file", str(file), *flags) as router:
+    with RunningRouter("--replicas-file", str(file), *flags) as router:
 
-            def interrupt() -> None:
-                os.kill(victim.process.pid, signal.SIGSTOP)
-                file.write_text(f"{victim.url}\n{servers[0].url}\n")
-                router.until(lambda: len(router.health()["replicas"]) == 2, "the other joins")
-                os.kill(victim.process.pid, signal.SIGKILL)
+        def move() -> None:
+            os.kill(victim.process.pid, signal.SIGSTOP)
+            file.write_text(f"{victim.url}\n{other.url}\n")
+            router.until(lambda: len(router.health()["replicas"]) == 2, "the other joins")
+            os.kill(victim.process.pid, signal.SIGKILL)
 
-            answers = _at_once(router, interrupt, OTHER_CASES)
-            assert router.metric("quire_router_resumed_streams_total") >= len(OTHER_CASES)
-            assert router.metric("quire_router_broken_streams_total") == 0
-            for (path, body), got in zip(OTHER_CASES, answers, strict=True):
-                seed = re.search(rb'"seed":(\d+)', got)
-                assert seed is not None, (path, got)
-                body = {**body, "seed": int(seed[1])} if path[:4] != "/api" else body
-                wanted = _streamed(servers[0], path, {**body, "stream": True})
-                assert normal(got) == normal(wanted), (path, body)
-                assert b"output_ids" not in got
-                assert b'"ended"' not in got
-                ids = re.findall(rb'"id":"((?:msg|resp)_[0-9a-f]{24})"', got)
-                assert len(set(ids)) == (path in ("/v1/messages", "/v1/responses"))
-            id_ = re.search(rb'"id":"(resp_[0-9a-f]{24})"', answers[3])
-            assert id_ is not None
-            stored = json.loads(router.request("GET", f"/v1/responses/{id_[1].decode()}")[1])
-            texts = [
-                json.loads(one) for one in re.findall(rb'"delta":("(?:[^"\\]|\\.)*")', answers[3])
-            ]
-            assert stored["output"][0]["content"][0]["text"] == "".join(texts)
+        yield router, move
 
 
 def _at_once(
