@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 _CURSOR, ENDED = b': {"output_ids":', b': {"ended":'
-# In place of a comment in Anthropic's streams, whose clients read events only.
+# In place of a comment in Anthropic's streams.
 _PING = b"event: ping\n"
 
 

@@ -275,7 +275,7 @@ def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping
         return f"{path} takes no output_ids"
     prompt = fields.get("prompt")
     if _has_prompts(prompt) if form.api == LLAMA_CPP else _is_list_of_prompts(prompt):
-        return f"it has {len(prompt)} prompts"
+        return f"it has {len(prompt or ())} prompts"
     for name in form.answers:
         if fields.get(name) not in (None, 1):
             return f"{name} is not 1"
