@@ -58,7 +58,10 @@ HARMONY = [
     *("<|channel|>", "commentary", "<|message|>", " ", "\n", " I ", "look.", "<|end|>"),
     *("<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "Yes", "\n", "no."),
 ]
-SCRIPTS = {"qwen": (QWEN, {}), "harmony": (HARMONY, {"reasoning_parser": "harmony"})}
+SCRIPTS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "qwen": (QWEN, {}),
+    "harmony": (HARMONY, {"reasoning_parser": "harmony"}),
+}
 
 
 class KnowingEngine(FakeEngine):
