@@ -78,7 +78,7 @@ class ScriptedReplica:
             await writer.drain()
             if times.token_ms:
                 await asyncio.sleep(times.token_ms / 1000)
-        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b'data: [DONE]\n\n: {"ended":null}\n\n')
         _chunk(writer, b"")
 
 

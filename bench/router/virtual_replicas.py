@@ -106,7 +106,7 @@ class CachingReplica:
                 self._steps_total += 1
                 self._emit(exchange, number)
                 await asyncio.sleep(self._token_s)
-        exchange.got(b"data: [DONE]\n\n")
+        exchange.got(b'data: [DONE]\n\n: {"ended":null}\n\n')
         exchange.completed()
 
     async def _compute(self, tokens: list[int]) -> None:

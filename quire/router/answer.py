@@ -18,6 +18,7 @@ from quire.router.deadlines import before_deadline
 from quire.router.faults import ProcessStopped, Refusal, ReplicaFault
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
+from quire.router.http_client import Exchange
 from quire.router.model_choice import ModelChoice
 from quire.router.placement import Placement
 from quire.router.replica import ASLEEP, Replica
@@ -134,7 +135,7 @@ class Answer:
     async def _take(self, attempt: Attempt) -> bool:
         """Pass on a response after its head has arrived; as _try."""
         request, client, exchange = self._request, self._client, attempt.exchange
-        if exchange.status == 200 and request.is_stream:
+        if exchange.status == 200 and request.is_stream and not _is_json(exchange):
             if not client.started:
                 self._state.fingerprint = attempt.replica.fingerprint(request.model)
             if not self._choice.judges_stream:
@@ -257,3 +258,9 @@ class Answer:
             )
         self._metrics.broken.labels(reason).inc()
         return Refusal(503, "stream_broken", f"the stream cannot go on: {why}")
+
+
+def _is_json(exchange: Exchange) -> bool:
+    """Return whether a response is one object, such as Ollama's to a request without a prompt."""
+    found = (value for name, value in exchange.headers if name == b"content-type")
+    return next(found, b"").startswith(b"application/json")

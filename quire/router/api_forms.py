@@ -30,10 +30,12 @@ from quire.base.http_apis import (
 from quire.router.faults import Refusal
 
 _TAIL_BYTES = 16_384
+# The names of a field and of those around it, from the outermost.
+Path = tuple[str, ...]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` object of an event or a response, in the form of any API."""
+    """The `error` of a response, in the form of any API; of Ollama's it is a message."""
 
     message: str = ""
     code: str | int | None = None
@@ -44,7 +46,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 class ErrorEvent(msgspec.Struct, frozen=True):
     """A body with an error."""
 
-    error: ErrorBody
+    error: ErrorBody | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,9 @@ class ApiForm:
     a path; the first that has one counts. answers: fields with the number of answers. model_suffix:
     that a client may add to the name of a model; "" for none. usage: the names of the counts of
     prompt and output, in the last bytes of an answer. is_too_long: whether an error says that
-    prompt and output do not fit the context of the model.
+    prompt and output do not fit the context of the model. event_end: the bytes that end each event
+    of a stream. seed: the path of its field. output_ids: the path of the field that asks for what
+    a stream needs to be continued; () where its streams cannot be.
     """
 
     api: str
@@ -67,11 +71,14 @@ class ApiForm:
     overloaded: int = 503
     prompts: tuple[str, ...]
     texts: tuple[str, ...] = ("messages", "prompt", "input")
-    limits: tuple[tuple[str, ...], ...]
+    limits: tuple[Path, ...]
     answers: tuple[str, ...] = ()
     model_suffix: str = ""
     usage: tuple[str, str]
     is_too_long: Callable[[ErrorBody], bool]
+    event_end: bytes = b"\n\n"
+    seed: Path = ("seed",)
+    output_ids: Path = ()
 
     def status_of(self, refusal: Refusal) -> int:
         """Return the status of a refusal."""
@@ -96,9 +103,7 @@ class ApiForm:
     def asked_tokens(self, fields: Mapping[str, Any], default: int) -> int:
         """Return how many tokens the answer may have; `default` where it is not limited."""
         for path in self.limits:
-            found: Any = fields
-            for name in path:
-                found = found.get(name) if isinstance(found, dict) else None
+            found = value_at(fields, path)
             if type(found) is int and found >= 0:
                 return found
         return default
@@ -127,6 +132,23 @@ class ApiForm:
         return int(prompts[-1]) if prompts else -1, int(outputs[-1]) if outputs else 0
 
 
+def value_at(fields: Mapping[str, Any], path: Path) -> Any:
+    """Return the value of a field; None without it."""
+    found: Any = fields
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def with_value(fields: Mapping[str, Any], path: Path, value: object) -> dict[str, Any]:
+    """Return a copy of fields in which one has this value."""
+    name, *rest = path
+    if rest:
+        inner = fields.get(name)
+        value = with_value(inner if isinstance(inner, dict) else {}, tuple(rest), value)
+    return {**fields, name: value}
+
+
 def _text_in(given: Any) -> str:
     """Return the text of a prompt, or of the newest user message with any."""
     if isinstance(given, list) and any(isinstance(one, dict) and "role" in one for one in given):
@@ -150,11 +172,12 @@ def _is_of_user(message: Any) -> bool:
 
 
 def read_error(raw: bytes) -> ErrorBody | None:
-    """Return the error of a response's body or of an event; None where it has none."""
+    """Return the error of a response's body; None where it has none."""
     try:
-        return _read_error(raw).error
+        found = _read_error(raw).error
     except msgspec.MsgspecError:
         return None
+    return ErrorBody(message=found) if isinstance(found, str) else found
 
 
 def form_of(path: str) -> ApiForm:
@@ -209,6 +232,7 @@ def _count(name: str) -> re.Pattern[bytes]:
 
 
 _read_error = msgspec.json.Decoder(ErrorEvent).decode
+_INCLUDES_IDS = "include_output_ids"
 _OPENAI = ApiForm(
     api=OPENAI,
     error=_openai,
@@ -220,6 +244,7 @@ _OPENAI = ApiForm(
     answers=("n", "num_return_sequences", "n_cmpl", "best_of"),
     usage=("prompt_tokens", "completion_tokens"),
     is_too_long=_has_code,
+    output_ids=("stream_options", _INCLUDES_IDS),
 )
 FORMS: dict[str, ApiForm] = {
     OPENAI: _OPENAI,
@@ -233,6 +258,7 @@ FORMS: dict[str, ApiForm] = {
         limits=(("max_output_tokens",),),
         answers=(),
         usage=("input_tokens", "output_tokens"),
+        output_ids=(_INCLUDES_IDS,),
     ),
     ANTHROPIC: ApiForm(
         api=ANTHROPIC,
@@ -243,6 +269,7 @@ FORMS: dict[str, ApiForm] = {
         limits=(("max_tokens",),),
         usage=("input_tokens", "output_tokens"),
         is_too_long=lambda error: error.message.startswith("prompt is too long: "),
+        output_ids=(_INCLUDES_IDS,),
     ),
     OLLAMA: ApiForm(
         api=OLLAMA,
@@ -253,6 +280,9 @@ FORMS: dict[str, ApiForm] = {
         model_suffix=MODEL_TAG,
         usage=("prompt_eval_count", "eval_count"),
         is_too_long=lambda error: False,  # an error is a text without a code
+        event_end=b"\n",
+        seed=("options", "seed"),
+        output_ids=(_INCLUDES_IDS,),
     ),
     LLAMA_CPP: ApiForm(
         api=LLAMA_CPP,
@@ -263,5 +293,6 @@ FORMS: dict[str, ApiForm] = {
         answers=("n", "n_cmpl"),
         usage=("tokens_evaluated", "tokens_predicted"),
         is_too_long=lambda error: error.kind == "exceed_context_size_error",
+        output_ids=(_INCLUDES_IDS,),
     ),
 }

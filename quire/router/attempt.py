@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
-from quire.router.event_blocks import STREAM_END, STREAM_ERROR
+from quire.router.event_blocks import ENDED
 from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
 from quire.router.http_client import Exchange
@@ -156,7 +156,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received
-            if not received or STREAM_END in self.early or STREAM_ERROR in self.early:
+            if not received or ENDED in self.early:
                 return
 
     def _end(self) -> None:

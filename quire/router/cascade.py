@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from quire.base.http_apis import OPENAI
 from quire.base.log import Log
 from quire.router.classifier import read_classifier
 from quire.router.judged_answers import (
@@ -125,7 +126,9 @@ class Cascade:
             return False
         if request.path == RESPONSES and _needs_stored(request.fields):
             return False
-        return not request.is_stream or not (request.why_not or not self._table.judge_streams)
+        if not request.is_stream:
+            return True
+        return self._table.judge_streams and not request.why_not and request.form.api == OPENAI
 
 
 class Judge:

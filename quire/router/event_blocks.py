@@ -1,20 +1,19 @@
 """EventBlocks: a stream's bytes as whole blocks, and the comments that say where it stands.
 
-A replica that is asked for `include_output_ids` writes a comment after the events of each delta.
-What is between two comments is one delta: it is passed on as a whole or not at all, so that the
-journal and the client always agree. Knows no request and no replica. Is used for streams that can
-be continued, which have the form of OpenAI's API.
+A replica that is asked for `include_output_ids` writes a comment after the events of each delta,
+and one after the last event or the error that ends the stream. What is between two comments is one
+delta: it is passed on as a whole or not at all, so that the journal and the client always agree.
+Knows no request, no replica and no API: events are never read. Is used for streams that can be
+continued.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from quire.router.api_forms import ErrorBody, read_error
-
-_CURSOR = b': {"output_ids":'
-_DATA_LINE = b"data: "
-STREAM_END, STREAM_ERROR = _DATA_LINE + b"[DONE]", _DATA_LINE + b'{"error":'
+_CURSOR, ENDED = b': {"output_ids":', b': {"ended":'
+# In place of a comment in Anthropic's streams.
+_PING = b"event: ping\n"
 
 
 class CursorComment(msgspec.Struct, frozen=True):
@@ -25,24 +24,39 @@ class CursorComment(msgspec.Struct, frozen=True):
     seed: int | None = None
     prompt_tokens: int | None = None
 
+    @property
+    def answer_id(self) -> str:
+        """The id of the answer."""
+        return self.output_cursor.partition(":")[0]
+
+
+class EndComment(msgspec.Struct, frozen=True):
+    """The last comment. ended: the code of the error that ended the stream; None without one."""
+
+    ended: str | None
+
 
 _read_cursor = msgspec.json.Decoder(CursorComment).decode
+_read_end = msgspec.json.Decoder(EndComment).decode
 
 
 class Delta(msgspec.Struct):
     """Blocks that belong together. cursor: where the stream stands after them; None at its end and
-    for a heartbeat between deltas. is_last: the stream ends with them. error: that ended it."""
+    for a heartbeat between deltas. is_last: the stream ends with them. error: the code of the error
+    that ended it; "" for none."""
 
     blocks: bytes
     cursor: CursorComment | None = None
     is_last: bool = False
-    error: ErrorBody | None = None
+    error: str = ""
 
 
 class EventBlocks:
-    """Splits the bytes of one stream. shows_comments: the client asked for them itself."""
+    """Splits the bytes of one stream. end: of each block. shows_comments: the client asked for them
+    itself."""
 
-    def __init__(self, *, shows_comments: bool = False) -> None:
+    def __init__(self, end: bytes = b"\n\n", *, shows_comments: bool = False) -> None:
+        self._end = end
         self._shows_comments = shows_comments
         self._rest = b""
         self._pending: list[bytes] = []
@@ -50,38 +64,33 @@ class EventBlocks:
     def push(self, received: bytes) -> list[Delta]:
         """Return the deltas that are complete now."""
         found: list[Delta] = []
-        *blocks, self._rest = (self._rest + received).split(b"\n\n")
+        *blocks, self._rest = (self._rest + received).split(self._end)
         for block in blocks:
-            if block.startswith(b":"):
-                cursor = _cursor_of(block)
-                if cursor is None:  # a heartbeat
-                    if not self._pending:
-                        found.append(Delta(block + b"\n\n"))
-                    continue
-                if self._shows_comments:
-                    self._pending.append(block)
-                found.append(Delta(self._take(), cursor))
-            elif block.endswith(STREAM_END):
+            if not block.startswith((b":", _PING)):
                 self._pending.append(block)
-                found.append(Delta(self._take(), is_last=True))
-            elif block.startswith(STREAM_ERROR) or b"\n" + STREAM_ERROR in block:
-                error = read_error(block[block.index(_DATA_LINE) + len(_DATA_LINE) :])
+                continue
+            comment = _comment_of(block)
+            if comment is None:  # a heartbeat
+                if not self._pending:
+                    found.append(Delta(block + self._end))
+                continue
+            if self._shows_comments:
                 self._pending.append(block)
-                if error is not None:
-                    found.append(Delta(self._take(), is_last=True, error=error))
+            if isinstance(comment, EndComment):
+                found.append(Delta(self._take(), is_last=True, error=comment.ended or ""))
             else:
-                self._pending.append(block)
+                found.append(Delta(self._take(), comment))
         return found
 
     def _take(self) -> bytes:
         pending, self._pending = self._pending, []
-        return b"".join([block + b"\n\n" for block in pending])
+        return b"".join([block + self._end for block in pending])
 
 
-def _cursor_of(block: bytes) -> CursorComment | None:
-    if not block.startswith(_CURSOR):
-        return None
+def _comment_of(block: bytes) -> CursorComment | EndComment | None:
     try:
-        return _read_cursor(block[2:])
+        if block.startswith(_CURSOR):
+            return _read_cursor(block[2:])
+        return _read_end(block[2:]) if block.startswith(ENDED) else None
     except msgspec.MsgspecError:
         return None

@@ -59,9 +59,11 @@ class Hedger:
 
     def hedges(self, request: RoutedRequest) -> bool:
         """Return whether a request may be sent twice: what it computes leaves nothing behind."""
+        if request.route.stores:
+            return False
         if request.is_stream:
             return not request.why_not
-        return self._whole_answers and request.route.is_continuable and bool(request.fields)
+        return self._whole_answers and request.route.generates and bool(request.fields)
 
     def cost_tokens(self, request: RoutedRequest) -> int:
         """Return what a hedge computes again before it is decided, at most."""

@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from quire.base.http_apis import LLAMA_CPP
-from quire.router.api_forms import ApiForm, form_of
+from quire.base.http_apis import LLAMA_CPP, RESPONSES
+from quire.router.api_forms import ApiForm, form_of, value_at, with_value
 from quire.router.event_blocks import CursorComment
+from quire.router.judged_answers import LOGPROBS_OF_RESPONSES
 from quire.router.routes import Route, route_of
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import block_names
@@ -30,6 +31,10 @@ _USUAL_TOKENS = 256
 _MIN_WAITED_MS = 10
 _MAX_MS = 1e12
 _MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
+# What ends or goes on by more than the tokens so far.
+_NOT_CONTINUABLE = (
+    *("use_beam_search", "mirostat", "echo", "t_max_predict_ms", "n_indent", "background"),
+)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -75,16 +80,14 @@ class RoutedRequest:
         self.why_not = "it is whole"
         if self.is_stream:
             self.why_not = _why_not_continuable(path, self.route, self.form, self.fields)
-        options = self.fields.get("stream_options")
-        self._options: Mapping[str, Any] = options if isinstance(options, dict) else {}
-        self.shows_comments = bool(self._options.get("include_output_ids"))
+        self.shows_comments = bool(value_at(self.fields, self.form.output_ids))
         given = None if self.why_not else self.fields.get("output_ids")
         self.output_ids = array("q", given or ())
         self.cursor: str | None = None
         self.num_delivered = 0
         self.transfer: dict[str, Any] | None = None  # of the prompt's blocks (prefill_pairs.py)
-        if not self.why_not and self.fields.get("seed") is None:
-            self.fields["seed"] = secrets.randbits(31)
+        if not self.why_not and value_at(self.fields, self.form.seed) is None:
+            self.fields = with_value(self.fields, self.form.seed, secrets.randbits(31))
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
         asked = min(self.form.asked_tokens(self.fields, _USUAL_TOKENS), _MAX_TOKENS)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
@@ -189,11 +192,7 @@ class RoutedRequest:
         transfer = {} if self.transfer is None else {"kv_transfer_params": self.transfer}
         if self.why_not:
             return _encode({**self.fields, **transfer}) if transfer else self.raw
-        fields = {
-            **self.fields,
-            **transfer,
-            "stream_options": {**self._options, "include_output_ids": True},
-        }
+        fields = with_value({**self.fields, **transfer}, self.form.output_ids, True)
         if self.num_delivered:  # the prompt's progress was reported
             fields.pop("return_progress", None)
         if self.cursor is not None:
@@ -210,6 +209,8 @@ class RoutedRequest:
         self.cursor = cursor.output_cursor
         if cursor.prompt_tokens is not None:
             self.used_prompt_tokens = cursor.prompt_tokens
+        if cursor.seed is not None:  # the client may have asked for any seed by a number
+            self.fields = with_value(self.fields, self.form.seed, cursor.seed)
 
     @property
     def user_text(self) -> str:
@@ -259,21 +260,36 @@ def _has_prompts(given: Any) -> bool:
     return is_list and all(isinstance(one, str | list) for one in given)
 
 
+def _is_list_of_prompts(given: Any) -> bool:
+    """Return whether a prompt of OpenAI's form is a list of several, or of none."""
+    return isinstance(given, list) and len(given) != 1 and not all(type(t) is int for t in given)
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
+
+
 def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping[str, Any]) -> str:
     """Return why the stream of a request cannot be continued; "" if it can."""
-    if not route.is_continuable:
+    if not (route.generates and form.output_ids):
         return f"{path} takes no output_ids"
     prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) != 1 and not all(type(t) is int for t in prompt):
-        return f"it has {len(prompt)} prompts"
+    if _has_prompts(prompt) if form.api == LLAMA_CPP else _is_list_of_prompts(prompt):
+        return f"it has {len(prompt or ())} prompts"
     for name in form.answers:
         if fields.get(name) not in (None, 1):
             return f"{name} is not 1"
-    for name in ("use_beam_search", "mirostat", "echo"):
-        if fields.get(name):
+    *outer, _ = form.seed
+    sampling = value_at(fields, tuple(outer)) or {}
+    if not isinstance(sampling, dict):
+        return f"its {outer[0]} are no object"
+    for name in _NOT_CONTINUABLE:
+        if fields.get(name) or sampling.get(name):
             return f"it has {name}"
     if fields.get("prompt_logprobs") is not None:
         return "it has prompt_logprobs"
+    if form.api == RESPONSES and LOGPROBS_OF_RESPONSES in _listed(fields.get("include")):
+        return f"its include has {LOGPROBS_OF_RESPONSES}, which the last events repeat"
     options = fields.get("stream_options")
     if options is not None and not isinstance(options, dict):
         return "its stream_options are no object"

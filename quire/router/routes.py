@@ -18,16 +18,16 @@ _PARTS = {"{id}": r"[A-Za-z0-9_-]{1,100}", "{model}": r"[^\x00-\x1f\x7f]{1,1000}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """streams: whether an answer is a stream unless the body has `stream`. is_continuable: whether
-    a stream can be continued from output_ids. generates: whether it computes output tokens.
-    is_free: it computes nothing, and no quota counts it. takes_query: replicas read parameters of
-    the query. model_fields: fields of the body with the model, the first that is given; a path with
-    {model} has it there instead. metric: its name in metrics; "" for its path."""
+    """streams: whether an answer is a stream unless the body has `stream`. generates: whether it
+    computes output tokens. stores: whether a replica keeps the answer. is_free: it computes
+    nothing, and no quota counts it. takes_query: replicas read parameters of the query.
+    model_fields: fields of the body with the model, the first that is given; a path with {model}
+    has it there instead. metric: its name in metrics; "" for its path."""
 
     methods: tuple[str, ...] = ("POST",)
     streams: bool = False
-    is_continuable: bool = False
     generates: bool = True
+    stores: bool = False
     is_free: bool = False
     takes_query: bool = False
     model_fields: tuple[str, ...] = ("model",)
@@ -61,10 +61,10 @@ _STORED = Route(
     metric=f"{RESPONSES}/ID",
 )
 ROUTES: dict[str, Route] = {
-    "/v1/chat/completions": Route(is_continuable=True),
-    "/v1/completions": Route(is_continuable=True),
-    "/generate": Route(is_continuable=True),
-    RESPONSES: Route(),
+    "/v1/chat/completions": Route(),
+    "/v1/completions": Route(),
+    "/generate": Route(),
+    RESPONSES: Route(stores=True),
     INPUT_TOKENS: _FREE,
     f"{RESPONSES}/{{id}}": _STORED,
     f"{RESPONSES}/{{id}}/cancel": _STORED,

@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 
 from quire.router.answer_state import AnswerState
-from quire.router.api_forms import ErrorBody
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks
 from quire.router.faults import ReplicaFault
@@ -36,6 +35,7 @@ class StreamRelay:
         self._choice = state.choice
         self._features = state.parts.features
         self._loop = asyncio.get_running_loop()
+        self._stored_by: Attempt | None = None
 
     async def stream(self, attempt: Attempt) -> None:
         """Pass a stream on to its end. Raises ReplicaFault."""
@@ -43,11 +43,14 @@ class StreamRelay:
         if request.why_not:
             await self._pass_on(attempt)
             return
-        blocks = EventBlocks(shows_comments=request.shows_comments)
+        stores = request.route.stores
+        blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
         received = attempt.early or await exchange.read()
         while received:
             for delta in blocks.push(received):
                 self._note(attempt, delta)
+                if stores and self._stored_by is not attempt:
+                    self._note_response(attempt, delta)
                 if not client.started:
                     await client.start(200, exchange.headers)
                 shown = delta.blocks
@@ -68,7 +71,7 @@ class StreamRelay:
         """Hold a stream until it is complete; return whether it was passed on, and False where
         another model is to answer. The client has nothing of it before. Raises ReplicaFault."""
         request, client, exchange = self._request, self._client, attempt.exchange
-        blocks = EventBlocks(shows_comments=request.shows_comments)
+        blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
         held, num_tokens, is_complete = list[bytes](), 0, False
         received = attempt.early or await exchange.read()
         while received:
@@ -116,13 +119,21 @@ class StreamRelay:
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
-        if delta.error is not None:
-            _check_final(delta.error)
+        if delta.error in LEAVING or delta.error in FAILED:  # another replica can go on
+            is_suspect = delta.error in FAILED
+            raise ReplicaFault(f"error {delta.error}", is_suspect=is_suspect, cause="error")
         if delta.cursor is None:
             return 0
         num_tokens = len(delta.cursor.output_ids)
         self._count(attempt, num_tokens)
         return num_tokens
+
+    def _note_response(self, attempt: Attempt, delta: Delta) -> None:
+        """Note which replica will have the response: the one that ends it."""
+        id_ = created_id(delta.blocks) if delta.cursor is None else delta.cursor.answer_id
+        if id_:
+            self._state.parts.responses.note(self._state.client_key, id_, attempt.replica)
+            self._stored_by = attempt
 
     def _count(self, attempt: Attempt, num_tokens: int) -> None:
         now_s, load, parts = self._loop.time(), attempt.load, self._state.parts
@@ -157,10 +168,3 @@ class StreamRelay:
 
 def _ended_early(attempt: Attempt) -> ReplicaFault:
     return ReplicaFault(f"{attempt.replica.name} ended the stream early", is_suspect=True)
-
-
-def _check_final(error: ErrorBody) -> None:
-    """Raise ReplicaFault for an error after which another replica can go on."""
-    code = error.code or ""
-    if code in LEAVING or code in FAILED:
-        raise ReplicaFault(f"{code}: {error.message}", is_suspect=code in FAILED, cause="error")

@@ -92,7 +92,7 @@ class Tiers:
             )
         if given is not None:
             request.change("service_tier", None)
-        if tier != "default" and request.route.is_continuable and "priority" not in request.fields:
+        if tier != "default" and request.route.generates and "priority" not in request.fields:
             request.change("priority", _PRIORITIES[tier])
         return tier
 

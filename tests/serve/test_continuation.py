@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -86,15 +87,16 @@ def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
         text = server.post(path, plain)[1]["choices"][0]["text"]
         body = {**body, "stop": [text[at : at + 9] + "~#~" for at in range(20, 36)]}
     blocks = _stream(server, path, body)
-    comments = [at for at, block in enumerate(blocks) if block.startswith(b": {")]
+    comments = [at for at, block in enumerate(blocks) if block.startswith(b': {"output_ids"')]
     assert len(comments) > 5
     cuts = sorted({*comments[:2], *comments[2::5], comments[-1]})
     output_ids: list[int] = []
     num_events = len(_events(blocks))
     if name == "stop held back":
         cursors = [json.loads(blocks[at][2:])["output_cursor"] for at in comments]
-        cuts += [at for at, one in zip(comments, cursors, strict=True) if not one.endswith(":0")]
-        assert any(not one.endswith(":0") for one in cursors), "some deltas hold tokens back"
+        held = [one.split(":")[3] != "0" for one in cursors]
+        cuts += [at for at, holds in zip(comments, held, strict=True) if holds]
+        assert any(held), "some deltas hold tokens back"
     for at in comments:
         cursor = json.loads(blocks[at][2:])
         output_ids += cursor["output_ids"]
@@ -113,6 +115,80 @@ def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
             assert rest[-2:] == wanted[-2:] or _usage(rest) == _usage(wanted)
             continue
         assert [_without_cached(one) for one in rest] == [_without_cached(one) for one in wanted]
+
+
+OTHER = {"include_output_ids": True, "stream": True}
+SAID = {"messages": [{"role": "user", "content": "hello"}]}
+OTHER_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("/v1/messages", {**SAID, "max_tokens": 30, "seed": 5}),
+    "message with a stop": (
+        "/v1/messages",
+        {**SAID, "max_tokens": 40, "seed": 6, "stop_sequences": ["q"], "top_k": 30},
+    ),
+    "response": ("/v1/responses", {"input": "hello", "max_output_tokens": 30, "seed": 5}),
+    "response with a grammar": (
+        "/v1/responses",
+        {"input": "hello", "max_output_tokens": 60, "seed": 5}
+        | {"structured_outputs": {"regex": "[a-z ]{20,40}"}, "metadata": {"a": "b"}},
+    ),
+    "ollama's chat": (
+        "/api/chat",
+        {**SAID, "options": {"seed": 5, "num_predict": 30}, "logprobs": True, "top_logprobs": 2},
+    ),
+    "ollama's completion": (
+        "/api/generate",
+        {"prompt": "the sea", "options": {"seed": 5, "num_predict": 30}},
+    ),
+    "llama.cpp's completion": (
+        "/completion",
+        {"prompt": "the sea", "seed": 5, "n_predict": 30, "n_probs": 2, "return_tokens": True},
+    ),
+    "llama.cpp's with response_fields": (
+        "/completion",
+        {"prompt": "the sea", "seed": 5, "n_predict": 30, "response_fields": ["content", "stop"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CASES)
+def test_a_stream_of_another_api_continues_byte_for_byte(server: RunningServer, name: str) -> None:
+    path, body = OTHER_CASES[name]
+    end = b"\n" if path.startswith("/api/") else b"\n\n"
+    model = {"model": "tiny"} if path.startswith("/api/") else {}
+
+    def streamed(**more: Any) -> list[bytes]:
+        with server.stream(path, {**model, **body, **OTHER, **more}) as reader:
+            assert reader.status == 200, reader.read()
+            return reader.read().split(end)[:-1]
+
+    blocks = streamed()
+    comments = [at for at, block in enumerate(blocks) if block.startswith(b': {"output_ids"')]
+    assert len(comments) > 5
+    assert blocks[-1] == b': {"ended":null}'
+    assert sum(b'"ended"' in block for block in blocks) == 1
+    output_ids: list[int] = []
+    for number, at in enumerate(comments):
+        cursor = json.loads(blocks[at][2:])
+        output_ids += cursor["output_ids"]
+        if number > 2 and number % 4 and at != comments[-1]:
+            continue
+        again = streamed(output_ids=output_ids, output_cursor=cursor["output_cursor"])
+        assert _plain(_events(again)) == _plain(_events(blocks[at:]))
+    digest = cursor["output_cursor"][-8:]
+    wrong = cursor["output_cursor"].replace(digest, f"{int(digest, 16) ^ 1:08x}")
+    refused = {**model, **body, **OTHER, "output_ids": output_ids, "output_cursor": wrong}
+    status, answer = server.post(path, refused)
+    assert status == 400
+    assert "its digest differs" in json.dumps(answer)
+
+
+def _plain(events: list[bytes]) -> list[bytes]:
+    """Return events without times and counts of cached tokens, which differ by what ran before."""
+    names = (
+        rb'"(?:input_tokens|cache\w*|cached_tokens|completed_at|\w+_duration)":[0-9]+'
+        rb'|"timings":\{[^}]*\}'
+    )
+    return [re.sub(names, b"", event) for event in events]
 
 
 def test_the_event_id_of_another_client_s_stream_gives_nothing_but_its_name(

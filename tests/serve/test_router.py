@@ -11,8 +11,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,37 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+SAID = {"messages": [{"role": "user", "content": "Tell me of a dog"}]}
+# As long as the streams without a grammar, which go on to their limit.
+LONG_TEXT = {"type": "string", "minLength": 600, "maxLength": 640}
+PARAMETERS = {"type": "object", "properties": {"place": LONG_TEXT}, "required": ["place"]}
+OLLAMA = {"model": "box", "options": {"seed": 1, "num_predict": 250, "ignore_eos": True}}
+OTHER_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/messages", {**SAID, "max_tokens": 200, "ignore_eos": True, "seed": 1}),
+    ("/v1/messages", {**SAID, "max_tokens": 200, "ignore_eos": True, "stop_sequences": ["zebra"]}),
+    (
+        "/v1/messages",
+        {**SAID, "max_tokens": 400, "seed": 2, "tool_choice": {"type": "any"}}
+        | {"tools": [{"name": "remember", "input_schema": PARAMETERS}]},
+    ),
+    ("/v1/responses", {"input": "Once", "max_output_tokens": 200, "ignore_eos": True, "seed": 1}),
+    (
+        "/v1/responses",
+        {"input": "Once", "max_output_tokens": 400, "seed": 2, "tool_choice": "required"}
+        | {"tools": [{"type": "function", "name": "remember", "parameters": PARAMETERS}]},
+    ),
+    ("/api/chat", {**SAID, **OLLAMA, "logprobs": True, "top_logprobs": 2}),
+    ("/api/chat", {**SAID, **OLLAMA, "format": PARAMETERS}),
+    ("/api/generate", {"prompt": "Once upon a time", **OLLAMA}),
+    (
+        "/completion",
+        {"prompt": "Once upon a time", "n_predict": 250, "ignore_eos": True, "seed": -1}
+        | {"n_probs": 1, "return_tokens": True},
+    ),
+    ("/completion", {"prompt": [5, 9, 11, 40], "n_predict": 250, "ignore_eos": True, "seed": 3}),
+]
+
+
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[RunningServer]]:
     with ExitStack() as stack:
@@ -111,22 +142,92 @@ def test_streams_survive_a_killed_and_a_stopped_server(servers: list[RunningServ
         router.until(lambda: router.health()["replicas_available"] == 2, "the stopped one returns")
 
 
-def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
+def test_streams_of_other_apis_survive_a_killed_server(
+    servers: list[RunningServer], tmp_path: Path
+) -> None:
+    with (
+        RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim,
+        _moving(victim, servers[0], tmp_path) as (router, move),
+    ):
+        answers = _at_once(router, move, OTHER_CASES)
+        assert router.metric("quire_router_resumed_streams_total") >= len(OTHER_CASES)
+        assert router.metric("quire_router_broken_streams_total") == 0
+        found = re.search(rb'"id":"(resp_[0-9a-f]{24})"', answers[3])
+        assert found is not None
+        stored = json.loads(router.request("GET", f"/v1/responses/{found[1].decode()}")[1])
+    deltas = re.findall(rb'"delta":("(?:[^"\\]|\\.)*")', answers[3])
+    assert stored["output"][0]["content"][0]["text"] == "".join(map(json.loads, deltas))
+    for (path, body), got in zip(OTHER_CASES, answers, strict=True):
+        seed = re.search(rb'"seed":(\d+)', got)
+        assert seed is not None, (path, got)
+        again = body if path.startswith("/api/") else {**body, "seed": int(seed[1])}
+        wanted = _streamed(servers[0], path, {**again, "stream": True})
+        assert normal(got) == normal(wanted), (path, body)
+        assert b"output_ids" not in got
+        assert b'"ended"' not in got
+        ids = re.findall(rb'"id":"((?:msg|resp)_[0-9a-f]{24})"', got)
+        assert len(set(ids)) == (path in ("/v1/messages", "/v1/responses"))
+
+
+def test_a_stream_whose_prompt_would_be_another_ends_with_an_error(tmp_path: Path) -> None:
+    """The template has the time in it, so no other replica has the prompt of the first."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    flags = ("--threads", "1", "--convert", "embed", "--chat-template", str(template))
+    cases = [OTHER_CASES[0], OTHER_CASES[3], OTHER_CASES[5]]
+    cases += [("/v1/chat/completions", {**CHAT, "max_tokens": 200, "ignore_eos": True})]
+    with (
+        RunningServer(MODEL, *flags) as victim,
+        RunningServer(MODEL, *flags) as other,
+        _moving(victim, other, tmp_path) as (router, move),
+    ):
+        answers = _at_once(router, move, cases)
+    for (path, _), got in zip(cases, answers, strict=True):
+        last = got.rstrip().split(b"\n")[-1].removeprefix(b"data: ")
+        assert b"the stream cannot go on: output_cursor is of another prompt" in last, path
+
+
+@contextmanager
+def _moving(
+    victim: RunningServer, other: RunningServer, folder: Path
+) -> Iterator[tuple[RunningRouter, Callable[[], None]]]:
+    """A router before a server only, and what stops that server, lets another one join, and then
+    kills the first: all streams that have begun move."""
+    file = folder / "replicas"
+    file.write_text(f"{victim.url}\n")
+    flags = ("--probe-seconds", "0.25", "--wait-seconds", "30")
+    with RunningRouter("--replicas-file", str(file), *flags) as router:
+
+        def move() -> None:
+            os.kill(victim.process.pid, signal.SIGSTOP)
+            file.write_text(f"{victim.url}\n{other.url}\n")
+            router.until(lambda: len(router.health()["replicas"]) == 2, "the other joins")
+            os.kill(victim.process.pid, signal.SIGKILL)
+
+        yield router, move
+
+
+def _at_once(
+    router: RunningRouter, interrupt: Any, cases: list[tuple[str, dict[str, Any]]] = CASES
+) -> list[bytes]:
     """Stream all cases at once, and call `interrupt` when tokens of each of them have come."""
-    answers = dict.fromkeys(range(len(CASES)), b"")
+    answers = dict.fromkeys(range(len(cases)), b"")
     changed = threading.Condition()
 
     def stream(index: int) -> None:
-        path, body = CASES[index]
+        path, body = cases[index]
         for line in router.lines("POST", path, {**body, "stream": True}):
             with changed:
                 answers[index] += line
                 changed.notify()
 
     def have_begun() -> bool:
-        return min(answer.count(b"\ndata: {") for answer in answers.values()) >= 2
+        return min(re.subn(rb"(?m)^(data: )?{", b"", one)[1] for one in answers.values()) >= least
 
-    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(CASES))]
+    least = 2 if cases is CASES else 8  # a message begins with events before its text
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(cases))]
     for thread in threads:
         thread.start()
     with changed:
@@ -134,7 +235,7 @@ def _at_once(router: RunningRouter, interrupt: Any) -> list[bytes]:
     interrupt()
     for thread in threads:
         thread.join()
-    return [answers[index] for index in range(len(CASES))]
+    return [answers[index] for index in range(len(cases))]
 
 
 def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
@@ -144,7 +245,12 @@ def _streamed(server: RunningServer, path: str, body: dict[str, Any]) -> bytes:
 
 def normal(raw: bytes) -> bytes:
     """Return a stream without what names it: ids, times and cached tokens; and heartbeats."""
-    names = rb'"created":\d+|(?:cmpl|chatcmpl|gen|call)[-_][0-9a-f]{24}|"cached_tokens":\d+'
+    names = (
+        rb'"created(?:_at)?":(?:\d+|"[^"]*")|"(?:completed_at|\w+_duration)":\d+'
+        rb"|(?:cmpl|chatcmpl|gen|call|msg|resp|toolu|fc|rs)[-_][0-9a-f]{24}"
+        rb'|"(?:cached_tokens|cache_read_input_tokens|input_tokens)":\d+|"timings":\{[^}]*\}'
+        rb"|event: ping\ndata: [^\n]*\n\n"
+    )
     return re.sub(rb"(?m)^: *\n\n", b"", re.sub(names, b"", raw))
 
 

@@ -34,7 +34,7 @@ _TOO_LONG = "prompt is too long: "
 class AnthropicFraming:
     """Server-sent events: `event: TYPE`, one `data:` line each, `message_stop` last."""
 
-    media_type = "text/event-stream"
+    media_type, event_end = "text/event-stream", b"\n\n"
     heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def event(self, number: int, payload: bytes, kind: str) -> bytes:

@@ -7,6 +7,7 @@ that judge how sure the model was, such as a router's cascade.
 
 from __future__ import annotations
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import CHAT, SAMPLING, SCHEDULING
 
@@ -47,6 +48,7 @@ MESSAGES = (
     | {
         "stop_sequences",
         "stream",
+        *CONTINUED_STREAMS,
         "logprobs",
         "metadata",
         "service_tier",

@@ -375,10 +375,9 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
         raise InvalidParameter(
             f"stream_options is {show(options)}; an object is allowed", param="stream_options"
         )
-    if "stream_options" in given and not stream:
+    for name in () if stream else {"stream_options", "include_output_ids"} & given.keys():
         raise InvalidParameter(
-            "stream_options is given without stream: true; add that, or leave it out",
-            param="stream_options",
+            f"{name} is given without stream: true; add that, or leave it out", param=name
         )
     for name, value in options.items():
         if value is not None and (name not in STREAM_OPTIONS or not isinstance(value, bool)):
@@ -392,7 +391,7 @@ def _stream_options(given: Mapping[str, Any], *, stream: bool) -> StreamOptions:
         continuous_usage=bool(options.get("continuous_usage_stats")),
         continuous_timings=flag(given, "timings_per_token"),
         resumable=bool(options.get("resumable")),
-        output_ids=bool(options.get("include_output_ids")),
+        output_ids=bool(options.get("include_output_ids")) or flag(given, "include_output_ids"),
     )
 
 

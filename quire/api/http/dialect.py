@@ -35,6 +35,10 @@ class EventFraming(Protocol):
     def heartbeat(self) -> bytes:
         """Return the bytes that keep an idle connection open; b"" for none."""
 
+    @property
+    def event_end(self) -> bytes:
+        """Return the bytes that end each event, and each comment."""
+
     def event(self, number: int, payload: bytes, kind: str) -> bytes:
         """Return an event with JSON `payload`. kind: the chunk's field `type`, "" without one."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.choice_streams import Prompt
+from quire.api.generation.continued_answer import CONTINUATION
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest, GenerationRoute
 from quire.api.generation.request_context import checked_ids, encode
@@ -137,6 +138,12 @@ async def _job(
 ) -> GenerationJob:
     """Return the job of prompts. Each answer has its prompt's text: as it was sent, or decoded."""
     limits, num_each = line_limits(request.given), sampling.n
+    if limits != NO_LIMITS and not CONTINUATION.isdisjoint(request.given):
+        raise InvalidParameter(
+            "output_ids is given with t_max_predict_ms or n_indent, which count the lines and the "
+            "time of the whole answer: leave them out",
+            param="output_ids",
+        )
     rules = PLAIN_TEXT if limits == NO_LIMITS else TextRules(counts_chars=True)
     if len(prompts) * num_each > MAX_ANSWERS:
         raise InvalidParameter(

@@ -27,7 +27,7 @@ TOO_LONG = "exceed_context_size_error"
 class LlamaCppFraming:
     """Server-sent events without ids and names."""
 
-    media_type = "text/event-stream"
+    media_type, event_end = "text/event-stream", b"\n\n"
     heartbeat = b":\n\n"
 
     def event(self, number: int, payload: bytes, kind: str = "") -> bytes:

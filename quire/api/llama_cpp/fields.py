@@ -6,6 +6,7 @@ foreign_fields.py (`repeat_penalty`, `grammar`, `json_schema`). Answers have one
 
 from __future__ import annotations
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
@@ -24,6 +25,7 @@ _EVERYWHERE = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "model",
     "prompt",
     "stream",
+    *CONTINUED_STREAMS,
     "n_predict",
     "n_probs",
     "logprobs",

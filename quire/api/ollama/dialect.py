@@ -20,7 +20,7 @@ MEDIA_TYPE = "application/x-ndjson"
 class OllamaFraming:
     """One line of JSON for each event; the object with `done` is the last."""
 
-    media_type = MEDIA_TYPE
+    media_type, event_end = MEDIA_TYPE, b"\n"
     heartbeat = b""
 
     def event(self, number: int, payload: bytes, kind: str = "") -> bytes:

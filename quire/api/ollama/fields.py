@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 from quire.api.generation.foreign_fields import SYNONYMS
@@ -32,6 +33,7 @@ _EVERYWHERE = (SCHEDULING - {"return_cached_tokens_details"}) | {
     "options",
     "format",
     "stream",
+    *CONTINUED_STREAMS,
     "think",
     "keep_alive",
     "truncate",

@@ -92,12 +92,14 @@ async def prompted_job(
         )
     sampling = request.limited(sampling, len(token_ids), default_tokens=None)
     sampling = fitted(sampling, max_model_len - len(token_ids))
+    known = request.given.get("output_ids")  # checked once the job is known
+    context = [*token_ids, *(known if isinstance(known, list) else ())]
     writer = AnswerWriter(
         request.envelope,
         parser,
         is_chat=is_chat,
         num_top=sampling.logprobs,
-        prompt_ids=token_ids if returns_context else None,
+        prompt_ids=context if returns_context else None,
     )
     text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
     prompt = Prompt(token_ids=token_ids, sampling=sampling, text_rules=text_rules)

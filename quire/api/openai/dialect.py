@@ -22,7 +22,7 @@ _OTHER_HEADERS = (b"x-api-key", b"api-key", b"x-goog-api-key")
 class OpenAIFraming:
     """Server-sent events: `id: REQUEST:NUMBER`, one `data:` line each, `[DONE]` last."""
 
-    media_type = "text/event-stream"
+    media_type, event_end = "text/event-stream", b"\n\n"
     heartbeat = b": waiting\n\n"
 
     def __init__(self, request_id: str) -> None:

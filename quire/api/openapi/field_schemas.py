@@ -358,7 +358,7 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         "content": TEXT,
         "output_ids": list_of(token_id),
         "output_cursor": {"type": "string", "pattern": f"^{CURSOR}$"},
-        "stream": FLAG,
+        **dict.fromkeys(("stream", "include_output_ids"), FLAG),
         "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {
             "type": "integer",

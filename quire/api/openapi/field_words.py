@@ -196,6 +196,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "continuous_usage_stats: the usage so far in every chunk. resumable: the stream "
         "can be resumed after a disconnect. include_output_ids: a comment after the events of each "
         "delta has what a request needs to continue the answer.",
+        "include_output_ids": "In a stream, a comment after the events of each delta has what a "
+        "request needs to continue the answer.",
         "cache_control": "A breakpoint of the cache: the prefix that ends there is kept longer.",
         "metadata": "user_id: a label of the user; without effect.",
         "store": "Keep the response, for GET and previous_response_id; true by default.",

@@ -1,13 +1,15 @@
 """ContinuableEvents: a stream that also reports what is needed to continue it elsewhere.
 
-With stream_options.include_output_ids a comment follows the events of each delta:
+With stream_options.include_output_ids (of other APIs than OpenAI's: include_output_ids) a comment
+follows the events of each delta, and one the last event or the error that ends the stream:
 
-    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0", "seed": 42, ...}
+    : {"output_ids": [411, 7], "output_cursor": "chatcmpl-...:1795648853:12:0:5b2c90ff", "seed": 42}
+    : {"ended": null}
 
 A client that has all comments up to one, and all events before it, has an exact prefix of the
 stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment, with
-the number of prompt tokens) are the fields of a request that continues it. Comments are no events
-to other clients. Knows no dialect.
+the number of prompt tokens) are the fields of a request that continues it. `ended` is null, or the
+code of the error. Comments are no events to other clients. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.api.generation.choice_streams import Prompt
-from quire.api.generation.continued_answer import Cursor
-from quire.api.streaming.event_stream import Events
-from quire.base.errors import InvalidParameter
+from quire.api.generation.continued_answer import Cursor, digest_after, prompt_digest
+from quire.api.http.errors import report_of
+from quire.api.streaming.event_stream import Events, Put
+from quire.base.errors import InvalidParameter, QuireError
 from quire.engine.output.text_delta import TextDelta
 
 
@@ -49,22 +52,43 @@ class ContinuableEvents(Events):
         super().__init__(*arguments, **options)
         self._names = names
         self._is_first = True
+        self._digest = prompt_digest(self._answers.prompts[0].token_ids)
+
+    async def write(self, put: Put) -> None:
+        """Hand all events to `put`, and the comment that the stream has ended with the last."""
+
+        async def put_ended(events: list[bytes], is_last: bool) -> None:
+            await put([*events, self._comment({"ended": None})] if is_last else events, is_last)
+
+        await super().write(put_ended)
+
+    def of_error(self, error: QuireError) -> bytes:
+        """Return the event of an error that ends the stream, and the comment with its code."""
+        code = report_of(error).code or "error"
+        return super().of_error(error) + self._comment({"ended": code})
 
     def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
         events = super()._of_delta(prompt, delta)
         if delta.prompt_progress is not None or delta.finish_reason is not None:
             return events
+        if delta.known is not None:
+            self._digest = digest_after(self._digest, delta.known.text)
+        self._digest = digest_after(self._digest, delta.text)
         cursor = Cursor(
             answer_id=self._names.id,
             created_s=self._names.created_s,
             num_events=self.number,
             held_tokens=delta.held_tokens,
+            digest=self._digest,
         )
         fields: dict[str, Any] = {"output_ids": delta.token_ids, "output_cursor": str(cursor)}
         if self._is_first:
             self._is_first = False
             fields |= {"seed": delta.seed, "prompt_tokens": delta.num_prompt_tokens}
-        return [*events, b": %b\n\n" % msgspec.json.encode(fields)]
+        return [*events, self._comment(fields)]
+
+    def _comment(self, fields: dict[str, Any]) -> bytes:
+        return b": %b%b" % (msgspec.json.encode(fields), self.framing.event_end)
 
 
 def continuable(
@@ -82,8 +106,8 @@ def continuable(
         )
     if len(prompts) != 1 or prompts[0].sampling.num_sequences != 1:
         raise InvalidParameter(
-            f"stream_options.include_output_ids is given with {len(prompts)} prompts and n "
+            f"include_output_ids is given with {len(prompts)} prompts and n "
             f"{prompts[0].sampling.n}; one prompt and n = 1 are allowed: leave it out",
-            param="stream_options",
+            param="include_output_ids",
         )
     return partial(ContinuableEvents, names=names)

@@ -50,9 +50,10 @@ class Reply:
 
     @property
     def lines(self) -> list[Any]:
-        """The objects of a stream with one in each line."""
+        """The objects of a stream with one in each line, beside comments."""
         assert self.body.endswith(b"\n")
-        return [json.loads(line) for line in self.body.splitlines()]
+        lines = self.body.splitlines()
+        return [json.loads(line) for line in lines if not line.startswith(b":")]
 
     @property
     def events(self) -> list[Any]:

@@ -34,8 +34,10 @@ class FakeReplica:
     of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
-    health_gate: /health answers once it is set. has_beats: whether it sends beats, and then until
-    its `beats` are cleared. process: the one of several that accepts connections now; 0: one only.
+    event_end: of each event and comment; with a line break streams are lines, as Ollama's are.
+    seed: that the first comment reports. answer_id: in its cursors. health_gate: /health answers
+    once it is set. has_beats: whether it sends beats, and then until its `beats` are cleared.
+    process: the one of several that accepts connections now; 0: one only.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -51,6 +53,9 @@ class FakeReplica:
         self.fails_after: int | None = None
         self.says = b""
         self.silent_after: int | None = None
+        self.event_end = b"\n\n"
+        self.seed: int | None = None
+        self.answer_id = f"gen-{'0' * 24}"
         self.length = LENGTH
         self.status = 200
         self.body = b'{"choices":[]}'
@@ -187,14 +192,15 @@ class FakeReplica:
         self.began.set()
         if self.gate is not None:
             await self.gate.wait()
-        known = request.get("output_ids", [])
+        end, known = self.event_end, request.get("output_ids", [])
+        data = b"" if end == b"\n" else b"data: "
         for count, token in enumerate(range(100 + len(known), 100 + self.length)):
             if self.silent_after == count:
                 await asyncio.Event().wait()
             if self.fails_after == count:
                 if not self.says:
                     # half of the next delta: an event without its comment
-                    _chunk(writer, b'data: {"token": %d}\n\n' % token)
+                    _chunk(writer, b'%b{"token": %d}%b' % (data, token, end))
                     await writer.drain()
                     return False
                 _chunk(writer, self.says)
@@ -203,15 +209,18 @@ class FakeReplica:
             self.before_token(token)
             fields: dict[str, Any] = {
                 "output_ids": [token],
-                "output_cursor": f"gen-{'0' * 24}:1:{token - 99}:0",
+                "output_cursor": f"{self.answer_id}:1:{token - 99}:0",
             }
             if count == 0 and self.prompt_tokens is not None:
                 fields["prompt_tokens"] = self.prompt_tokens
-            _chunk(writer, b'data: {"token": %d}\n\n' % token)
-            _chunk(writer, b": %b\n\n" % json.dumps(fields, separators=(",", ":")).encode())
+            if count == 0 and self.seed is not None:
+                fields["seed"] = self.seed
+            comment = json.dumps(fields, separators=(",", ":")).encode()
+            _chunk(writer, b'%b{"token": %d}%b' % (data, token, end))
+            _chunk(writer, b": %b%b" % (comment, end))
             await writer.drain()
             await asyncio.sleep(0)
-        _chunk(writer, b"data: [DONE]\n\n")
+        _chunk(writer, b'%b[DONE]%b: {"ended":null}%b' % (data, end, end))
         _chunk(writer, b"")
         return True
 

@@ -311,7 +311,8 @@ def _events(*pieces: tuple[str, float], **last: Any) -> bytes:
         comment = {"output_ids": [number], "output_cursor": f"chat-0:1:{number + 1}:0"}
         blocks.append(b": %b" % json.dumps(comment, separators=(",", ":")).encode())
     choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop", **last}
-    blocks += [b"data: %b" % json.dumps({"choices": [choice]}).encode(), b"data: [DONE]", b""]
+    blocks += [b"data: %b" % json.dumps({"choices": [choice]}).encode(), b"data: [DONE]"]
+    blocks += [b': {"ended":null}', b""]
     return b"\n\n".join(blocks)
 
 

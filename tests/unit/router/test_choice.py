@@ -88,6 +88,7 @@ def test_deltas_do_not_depend_on_how_bytes_are_cut() -> None:
         b'id: a:1\ndata: {"x":1}\n\n: {"output_ids":[1],"output_cursor":"g:1:1:0"}\n\n'
         b': \n\ndata: {"text":"data: {\\"error\\":1}"}\n\ndata: {"y":2}\n\n'
         b': {"output_ids":[2,3],"output_cursor":"g:1:2:1"}\n\ndata: {"z":3}\n\ndata: [DONE]\n\n'
+        b': {"ended":null}\n\n'
     )
     whole = EventBlocks().push(stream)
     assert [delta.is_last for delta in whole] == [False, False, False, True]

@@ -15,6 +15,7 @@ STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_toke
 WHOLE = b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
 ANSWER = WHOLE + b"data: [DONE]\n\n"
 ERROR_EVENT = b'data: {"error":{"message":"it ends","code":"%s"}}\n\n'
+ENDED = b': {"ended":"%s"}\n\n'
 
 
 def stream(router: Router, **fields: Any) -> Awaitable[tuple[int, dict[bytes, bytes], bytes]]:
@@ -120,7 +121,7 @@ def test_a_silent_stream_of_a_replica_that_computes_is_waited_for() -> None:
 @pytest.mark.parametrize("code", ["worker_error", "shutting_down", "device_lost"])
 def test_a_stream_that_a_replica_ends_continues_elsewhere(code: str) -> None:
     first, second = FakeReplica(), FakeReplica()
-    first.fails_after, first.says = 5, ERROR_EVENT % code.encode()
+    first.fails_after, first.says = 5, (ERROR_EVENT + ENDED) % (code.encode(), code.encode())
 
     async def story(router: Router) -> None:
         assert (await stream(router))[2] == ANSWER
@@ -130,11 +131,12 @@ def test_a_stream_that_a_replica_ends_continues_elsewhere(code: str) -> None:
 
 def test_an_error_that_is_the_requests_own_is_passed_on() -> None:
     first, second = FakeReplica(), FakeReplica()
-    first.fails_after, first.says = 5, ERROR_EVENT % b"no_token_to_choose"
+    event, comment = (one % b"no_token_to_choose" for one in (ERROR_EVENT, ENDED))
+    first.fails_after, first.says = 5, event + comment
 
     async def story(router: Router) -> None:
         body = (await stream(router))[2]
-        assert body == WHOLE[: WHOLE.index(b'data: {"token": 105}')] + first.says
+        assert body == WHOLE[: WHOLE.index(b'data: {"token": 105}')] + event
 
     run([first, second], story)
     assert not second.requests

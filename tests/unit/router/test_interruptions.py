@@ -35,7 +35,9 @@ def test_the_phases_are_the_whole_interruption() -> None:
     assert len(PHASES) == 3
 
 
-ERROR_EVENT = b'data: {"error":{"message":"it ends","code":"worker_error"}}\n\n'
+ERROR_EVENT = (
+    b'data: {"error":{"message":"it ends","code":"worker_error"}}\n\n: {"ended":"worker_error"}\n\n'
+)
 
 
 @pytest.mark.parametrize(("says", "cause"), [(b"", "connection"), (ERROR_EVENT, "error")])

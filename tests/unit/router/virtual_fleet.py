@@ -118,7 +118,7 @@ class SteppedServer:
         exchange.last_s = self._loop.time()
         exchange.got(b'data: {"token": %d}\n\n: %b\n\n' % (token, written))
         if stream.next_token == stream.end_token:
-            exchange.got(b"data: [DONE]\n\n")
+            exchange.got(b'data: [DONE]\n\n: {"ended":null}\n\n')
             exchange.completed()
             self._streams.remove(stream)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.continued_answer import CONTINUED_STREAMS
 from quire.api.generation.field_set import FieldSet
 from quire.api.generation.fields import SAMPLING, SCHEDULING
 
@@ -46,6 +47,7 @@ _RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "top_logprobs",
     "stream",
     "stream_options",
+    *CONTINUED_STREAMS,
     "chat_template_kwargs",
     "add_special_tokens",
     "include_reasoning",

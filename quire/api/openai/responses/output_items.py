@@ -62,9 +62,11 @@ class OutputItems:
                 more: dict[str, Any] = (
                     {"role": "assistant"} if kind == "content" else {"summary": []}
                 )
-                if piece.phase:  # white space before a paragraph is between messages here
-                    more["phase"], text = piece.phase, text.lstrip()
+                if piece.phase:
+                    more["phase"] = piece.phase
                 yield from self._open(kind, {**more, "content": []}, piece.phase)
+            if piece.phase and not any(self._texts):
+                text = text.lstrip()  # white space before a paragraph is between messages here
             self._texts.append(text)
             delta: dict[str, Any] = {"delta": text}
             if kind == "content":

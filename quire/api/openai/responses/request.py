@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.api.generation.continued_answer import CONTINUATION, CONTINUED_STREAMS
 from quire.api.generation.conversation import EFFORTS
 from quire.api.generation.fields import flag
 from quire.api.generation.request_context import RequestContext
@@ -176,6 +177,25 @@ def check_stream_options(given: Mapping[str, Any]) -> None:
                 "has the usage anyway, and a response with background: true can be resumed",
                 param="stream_options",
             )
+
+
+def check_continuation(given: Mapping[str, Any]) -> None:
+    """Refuse to continue what cannot be continued exactly. Raises InvalidParameter."""
+    for name in CONTINUED_STREAMS & given.keys() if flag(given, "background") else ():
+        raise InvalidParameter(
+            f"{name} is given with background: true; such a response goes on without its client: "
+            "leave one of them out",
+            param=name,
+        )
+    if CONTINUATION.isdisjoint(given):
+        return
+    if not flag(given, "stream"):
+        why = "without stream: true; only a streamed response can be continued"
+    elif LOGPROBS in included(given):
+        why = f"with {LOGPROBS} in include; the last events would need those of all tokens"
+    else:
+        return
+    raise InvalidParameter(f"output_ids is given {why}", param="output_ids")
 
 
 def includes_reasoning(given: Mapping[str, Any]) -> bool:

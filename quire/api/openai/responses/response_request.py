@@ -32,6 +32,7 @@ from quire.api.openai.responses.input_items import Item
 from quire.api.openai.responses.namespaces import names_of
 from quire.api.openai.responses.prompt import PromptMaker
 from quire.api.openai.responses.request import (
+    check_continuation,
     check_stream_options,
     check_text,
     echoed_fields,
@@ -150,6 +151,7 @@ class ResponseRequest:
         """Check all fields. Raises RequestError naming the field."""
         given, engine, context = request.given, request.engine, request.context
         check_stream_options(given)
+        check_continuation(given)
         check_text(given, context)
         include = included(given)
         sampling = sampling_of(

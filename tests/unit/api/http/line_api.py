@@ -45,7 +45,7 @@ SAY, RECITE = f"{TOP}/{{model}}:say", f"{TOP}/{{model}}:recite"
 class LineFraming:
     """One line of JSON for each event: its kind, if it has one, and its payload; no ids."""
 
-    media_type = "application/x-ndjson"
+    media_type, event_end = "application/x-ndjson", b"\n"
     heartbeat = b"\n"
 
     def event(self, number: int, payload: bytes, kind: str) -> bytes:
