@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.execute.packing import LoadWeights
+from quire.execute.packing import load as load_into_memory
+from quire.execute.streamed_weights import StreamPlan, load_streamed
 from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.connected_pools import PoolServer
 from quire.ranks.rank_executor import RankExecutor
@@ -108,6 +112,7 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
             isa=start.isa,
             poison=start.poison,
             pool_file=start.pool_file,
+            load_weights=_load_weights(start),
         )
         return _with_drafts(executor, start), next_command
     stage = StageExecutor(
@@ -119,8 +124,16 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         isa=start.isa,
         poison=start.poison,
         pool_file=start.pool_file,
+        load_weights=_load_weights(start),
     )
     return _with_drafts(stage, start), next_command
+
+
+def _load_weights(start: RankStart) -> LoadWeights:
+    """Return what loads the weights: all into memory, or some from disk in each step."""
+    if start.stream is None:
+        return load_into_memory
+    return partial(load_streamed, StreamPlan(**start.stream))
 
 
 def _with_drafts(executor: RankExecutor, start: RankStart) -> RankExecutor:

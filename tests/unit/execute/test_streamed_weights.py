@@ -20,7 +20,11 @@ from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
-from quire.execute.streamed_weights import StreamingExecutorClass, plan_stream
+from quire.execute.streamed_weights import (
+    StreamingExecutorClass,
+    StreamSize,
+    plan_stream,
+)
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
@@ -49,6 +53,10 @@ def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def program_of(model: Path) -> Program:
     return build_program(open_model(model), dtype=DType.BF16, max_positions=64)
+
+
+def streaming(offload_bytes: int | None, kv_bytes: int | None = None) -> StreamingExecutorClass:
+    return StreamingExecutorClass(StreamSize(offload_bytes=offload_bytes, kv_bytes=kv_bytes))
 
 
 class File:
@@ -151,13 +159,13 @@ def test_memory_is_planned_without_what_stays_on_disk(
 ) -> None:
     program = program_of(model)
     whole = NativeExecutor.memory_for(program, LIMITS)
-    some = StreamingExecutorClass(offload_bytes=300_000).memory_for(program, LIMITS)
+    some = streaming(300_000).memory_for(program, LIMITS)
     plan = plan_stream(program, 300_000)
     assert some.weights_bytes == whole.weights_bytes - plan.streamed_bytes + plan.window_bytes
-    ample = StreamingExecutorClass(offload_bytes=None).memory_for(program, LIMITS)
+    ample = streaming(None).memory_for(program, LIMITS)
     assert ample.weights_bytes == whole.weights_bytes
     room = whole.step_bytes + RESERVE_BYTES + 1000
-    tight = StreamingExecutorClass(offload_bytes=None, kv_bytes=1000)
+    tight = streaming(None, kv_bytes=1000)
     memory = NativeExecutor.available_memory()
     monkeypatch.setattr(
         NativeSizing,
@@ -171,7 +179,7 @@ def test_memory_is_planned_without_what_stays_on_disk(
     least = tight.memory_for(program, LIMITS)
     assert 0 < least.weights_bytes <= whole.weights_bytes - 200_000
     assert tight.memory_for(program, LIMITS) == least
-    everything = StreamingExecutorClass(offload_bytes=None, kv_bytes=1 << 40)
+    everything = streaming(None, kv_bytes=1 << 40)
     assert 0 < everything.memory_for(program, LIMITS).weights_bytes < least.weights_bytes
 
 
@@ -210,7 +218,7 @@ def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
 
 
 def open_streamed(model: Path, folder: Path, log: io.StringIO) -> NativeExecutor:
-    return StreamingExecutorClass(offload_bytes=300_000)(
+    return streaming(300_000)(
         program_of(model),
         open_checkpoint(model),
         ExecutorOptions(

@@ -47,8 +47,8 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
     whole = NativeExecutor.memory_for(program, LIMITS)
     made = choose_executor_class(config)
     assert isinstance(made, StreamingExecutorClass)
-    assert made.buffers is not None
-    beside = made.buffers(whole.token_bytes)
+    assert made.size.buffers is not None
+    beside = made.size.buffers(whole.token_bytes)
     assert beside == beside_bytes or (beside_bytes is None and beside > 0)
     tables = 2 * min(program.max_positions, KV_BYTES // whole.token_bytes) * 12
     fits = whole.weights_bytes + whole.step_bytes + RESERVE_BYTES + KV_BYTES + tables + beside
