@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from quire.program.tensors import DType
 from quire.weights import pack_cache
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
-from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 PAGE = 4096
@@ -42,6 +44,13 @@ LIMITS = StepLimits(max_tokens=8, max_samples=2, max_sequences=2)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     return write_tiny_llama(folder, dtype="bf16", hidden_size=96, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes of ranks from one that has their modules."""
+    with forked_children():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -204,6 +213,24 @@ def test_answers_equal_those_of_weights_in_memory(
     for size in ("0.0001", "0.00005"):  # the first makes the file, the second finds it
         found = answers(model, quantization=quantization, pack_cache=folder, disk_offload_gb=size)
         assert found == expected
+
+
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ranks_answer_as_one_process_in_memory(tmp_path: Path, layout: str, family: str) -> None:
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "llama":
+        folder = write_tiny_llama(tmp_path / "model", dtype="bf16", num_hidden_layers=4, **more)
+    else:
+        more |= {"vocab_size": 307, "max_position_embeddings": 64}
+        folder = write_tiny(tmp_path / "model", QWEN3_MOE | more, seed=2, dtype="bf16")
+    expected = answers(folder)
+    settings = {"pack_cache": str(tmp_path / "packed"), "disk_offload_gb": "0.0001", layout: 2}
+    assert answers(folder, **settings) == expected
+    files = list((tmp_path / "packed").iterdir())
+    assert len(files) == 2, "each rank has its share in a file of its own"
 
 
 def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
