@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.memory import DEFAULT_SHARE, MemoryNeeds, num_blocks_of
+from quire.engine.assembly.disk_offload import draft_bytes
 from quire.execute.executor import ExecutorMemory
 from quire.execute.gpu.offload_plan import plan_offload
 from quire.execute.missing_memory import missing_bytes
@@ -37,9 +38,10 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
 
     length: tokens of the requests that the speeds are for.
     """
-    if planner.device.is_gpu:
-        return None
     needs = sized.needs
+    if planner.device.is_gpu or sized.config.speculation.proposer == "self":  # which is refused
+        return None
+    kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
 
     def memory_with(plans: Sequence[StreamPlan]) -> ExecutorMemory:
         return replace(_whole(needs), weights_bytes=_kept_bytes(planner, sized, plans))
@@ -48,8 +50,9 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
         sized.shares,
         memory_with,
         planner.memory.available_bytes,
-        kv_bytes=_kv_bytes(planner, needs),
-        max_sequences=needs.max_num_seqs,
+        kv_bytes=kv_bytes,
+        max_sequences=max_num_seqs,
+        buffer_bytes=draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs),
     )
     saved = replace(needs, weights_bytes=_kept_bytes(planner, sized, streams))
     if fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:

@@ -1,7 +1,7 @@
 """One Answer over ranks that read weights from disk in each step: bit for bit that of one process
 with all weights in memory.
 
-Cases are those of test_ranks.py and test_stages.py, without drafts that are computed, which are
+Cases are those of test_ranks.py and test_stages.py, without drafts of the first layers, which are
 refused beside weights on disk. Every matrix of a layer is on disk, in the smallest window, so that
 each is read again in each step.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,13 +22,20 @@ from quire.execute import streamed_weights
 from quire.execute.executor import Executor, ExecutorOptions
 from quire.execute.streamed_weights import StreamSize, streamable_bytes
 from quire.program.expert_parallel import ExpertPlan
+from quire.program.program import Program
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.kinds import NativeRanks
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.rank_executor import MirroredExecutor
 from quire.runner.pipelined_runner import PipelinedRunner
 from quire.weights.pack_cache import PackCache
-from tests.exact.divided_models import LIMITS, DividedModel, compare_with_one_process
+from tests.exact.divided_models import (
+    LIMITS,
+    DividedModel,
+    compare_drafts,
+    compare_with_one_process,
+    drafted_cases,
+)
 from tests.exact.families import MAX_SHOWN
 from tests.exact.rig import AloneRuns, Model
 from tests.exact.test_ranks import case_for_ranks
@@ -59,14 +67,18 @@ class OnDisk(DividedModel):
 
     def make_executor(self, num_threads: int) -> Executor:
         """Start the processes, which have no first layers that draft."""
+        return self._started(self._class, self.program)
+
+    def _started(self, made: RankedExecutorClass, program: Program) -> Executor:
         options = ExecutorOptions(limits=LIMITS, num_threads=1, pack_cache=self._cache)
-        return self._class(self.program, self.checkpoint, options)
+        return made(program, self.checkpoint, options)
 
     def close(self) -> None:
         """Note what was read; end the processes."""
-        weights = cast(MirroredExecutor, self.executor(1)).weights.values()
-        stream = next(one.stream for one in weights if one.stream is not None)
-        self.read_bytes = stream.bytes_read
+        for executor in (*self._executors.values(), *self._tapped.values()):
+            weights = cast(MirroredExecutor, executor).weights.values()
+            stream = next(one.stream for one in weights if one.stream is not None)
+            self.read_bytes += stream.bytes_read
         super().close()
 
 
@@ -77,10 +89,10 @@ def _smallest_window() -> Iterator[None]:
         yield
 
 
-def without_drafts(case: Case) -> Case:
-    """Return a case of which drafts are looked up, where they would be computed."""
-    is_computed = case.settings.proposer in COMPUTED
-    return replace(case, settings=replace(case.settings, proposer="ngram")) if is_computed else case
+def drafted(case: Case) -> Case:
+    """Return a case of which another model drafts, where the first layers would."""
+    is_self = case.settings.proposer == "self"
+    return replace(case, settings=replace(case.settings, proposer="draft")) if is_self else case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,7 +108,7 @@ def test_ranks_with_weights_on_disk_answer_as_one_process(
     ]
     runner = {"runner_type": PipelinedRunner} if is_staged else {}
     lines, reached = compare_with_one_process(
-        models, map(without_drafts, cases), ["chunked"], alone=alone, **runner
+        models, map(drafted, cases), ["chunked"], alone=alone, **runner
     )
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
     assert reached["chunked"]
@@ -104,3 +116,16 @@ def test_ranks_with_weights_on_disk_answer_as_one_process(
         assert model.read_bytes > 10 * model.step_bytes > 0
     files = list(tmp_path.iterdir())
     assert len(files) == 2 * len(models), "each rank has its share in a file of its own"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
+def test_what_computes_drafts_changes_no_answer(
+    wholes: dict[str, Model], alone: AloneRuns, name: str, tmp_path: Path
+) -> None:
+    kinds = sorted(set(COMPUTED) - {"self"})
+    cases = drafted_cases((case_for_ranks(number, 1) for number in count()), kinds, 1)
+    model = OnDisk(wholes[name], LAYOUTS["TP 2"][0], tmp_path)
+    lines, drafts = compare_drafts(model, cases, alone=alone)
+    assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:MAX_SHOWN])
+    assert all(drafts[kind] for kind in kinds), drafts
+    assert model.read_bytes > 10 * model.step_bytes > 0

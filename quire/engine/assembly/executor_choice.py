@@ -46,7 +46,12 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
 
 def class_beside(config: EngineConfig, executor_class: ExecutorClass) -> ExecutorClass:
     """Return the class of executors of other models in the process of the model's executor:
-    beside several ranks they are not divided, and rank 0 has them."""
+    beside several ranks they are not divided, and rank 0 has them; all their weights are in
+    memory."""
+    if config.executor.disk_offload_gb is not None:
+        from quire.execute.native import NativeExecutor
+
+        return NativeExecutor
     if config.executor.num_ranks == 1:
         return executor_class
     return cast("RankedExecutorClass", executor_class).kind.class_beside()

@@ -33,6 +33,7 @@ from quire.weights import pack_cache
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
 from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
+from tests.models.cases_gemma import GEMMA3
 from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
@@ -233,6 +234,24 @@ def test_ranks_answer_as_one_process_in_memory(tmp_path: Path, layout: str, fami
     assert len(files) == 2, "each rank has its share in a file of its own"
 
 
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "TP 2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_draft_model_drafts_from_memory(
+    tmp_path: Path, layout: dict[str, int], family: str
+) -> None:
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    if family == "llama":
+        folder = write_tiny_llama(tmp_path / "model", dtype="bf16", **more)
+    else:
+        folder = write_tiny(
+            tmp_path / "model", GEMMA3 | more | {"vocab_size": 307}, seed=3, dtype="bf16"
+        )
+    expected = answers(folder)
+    settings = {"pack_cache": str(tmp_path / "packed"), "disk_offload_gb": "0.00001", **layout}
+    found = answers(folder, speculate="draft", draft_model=str(folder), **settings)
+    assert found == expected
+
+
 def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
     config = MIXTRAL | {"vocab_size": 307, "max_position_embeddings": 64}
     model = write_tiny(tmp_path / "mixture", config, seed=1)
@@ -292,7 +311,7 @@ def test_a_full_disk_is_an_error_that_says_how_much_is_needed(
         ),
         (
             {"disk_offload_gb": "1", "pack_cache": "x", "speculate": "self"},
-            "in another order",
+            "would be read from disk for each draft token",
         ),
     ],
 )

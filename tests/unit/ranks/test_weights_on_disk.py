@@ -16,8 +16,9 @@ from quire.base.log import Log
 from quire.config.machine import MachineMemory
 from quire.config.memory import RESERVE_BYTES
 from quire.execute import streamed_weights
-from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.execute.executor import Executor, ExecutorOptions, StepLimits
 from quire.execute.missing_memory import missing_bytes
+from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
 from quire.execute.packing import recipe_of
 from quire.execute.streamed_weights import StreamSize, streamable_bytes
@@ -142,6 +143,19 @@ def test_a_rank_reads_what_its_start_says(folder: Path, program: Program, tmp_pa
     made = replace(TWO, kind=LittleRoom(on_disk=StreamSize(offload_bytes=250_000)))
     with pytest.raises(WorkerError, match=r"rank 1 .*has no room for a range"):
         made(program, open_checkpoint(folder), options(tmp_path))
+
+
+def test_ranks_that_share_no_memory_answer_as_one_process(
+    folder: Path, program: Program, tmp_path: Path
+) -> None:
+    found = []
+    connected = on_disk(replace(TWO, site=connected_site(2)), 250_000)
+    for made in (NativeExecutor, connected):
+        executor: Executor = made(program, open_checkpoint(folder), options(tmp_path))
+        executor.allocate_cache(7, 16)
+        found.append(logits_of(executor, IDS, max_positions=96, chunk=16).tobytes())
+        executor.close()
+    assert found[0] == found[1]
 
 
 def test_a_rank_that_cannot_read_ends_the_group_and_says_why(
