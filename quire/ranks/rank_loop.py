@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
@@ -133,6 +134,11 @@ def _load_weights(start: RankStart) -> LoadWeights:
     """Return what loads the weights: all into memory, or some from disk in each step."""
     if start.stream is None:
         return load_into_memory
+    if start.pack_cache is None:  # a launcher's, which started this rank with other flags
+        raise SettingError(
+            "rank 0 leaves weights on disk (disk_offload_gb), and this rank has no pack_cache to "
+            "read its own from: give it --pack-cache DIRECTORY too"
+        )
     return partial(load_streamed, StreamPlan(**start.stream))
 
 

@@ -28,6 +28,7 @@ from quire.program.tensors import DType
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.kinds import NativeRanks
 from quire.ranks.pipeline_class import PipelineExecutorClass
+from quire.ranks.start import RankStart
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import HEAD, SLACK_BYTES, PackCache
 from tests.connected_ranks import connected_site
@@ -126,6 +127,21 @@ def test_auto_leaves_what_the_memory_of_all_ranks_lacks(
     with_memory(fits)
     assert streams_of(tight, program), "the choice is made once, whatever is free later"
     assert whole.weights_bytes - tight.memory_for(program, LIMITS).weights_bytes == less
+
+
+class WithoutFiles(RankedExecutorClass):
+    """Ranks above 0 that have no directory for packed weights."""
+
+    def _start(self, *args: Any) -> RankStart:
+        return replace(super()._start(*args), pack_cache=None)
+
+
+def test_a_rank_without_files_to_read_is_refused(
+    folder: Path, program: Program, tmp_path: Path
+) -> None:
+    made = on_disk(WithoutFiles(degree=2, binds=False), 250_000)
+    with pytest.raises(WorkerError, match=r"rank 1 .*give it --pack-cache DIRECTORY too"):
+        made(program, open_checkpoint(folder), options(tmp_path))
 
 
 class LittleRoom(NativeRanks):
