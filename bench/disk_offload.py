@@ -36,7 +36,7 @@ from quire.bench.machine import machine_card
 from quire.config.machine import num_usable_cores
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
-from quire.execute.streamed_weights import StreamingExecutorClass
+from quire.execute.streamed_weights import StreamingExecutorClass, StreamSize
 from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
 from quire.weights.checkpoint import open_checkpoint
@@ -102,7 +102,9 @@ def child(shape: str, folder: Path, *, streams: bool, rounds: int) -> None:
     spec = open_model(model)
     program = build_program(spec, dtype=DType.BF16, max_positions=2048)
     make: Any = (
-        StreamingExecutorClass(offload_bytes=None, kv_bytes=KV_BYTES) if streams else NativeExecutor
+        StreamingExecutorClass(StreamSize(offload_bytes=None, kv_bytes=KV_BYTES))
+        if streams
+        else NativeExecutor
     )
     executor = make(
         program,

@@ -120,8 +120,9 @@ class ExecutorConfig:
     )
     disk_offload_gb: str | None = setting(
         None,
-        "GiB of weights that stay in the file of pack_cache and are read from it in each step, for "
-        "models larger than memory; auto: as many as do not fit (native executor)",
+        "GiB of weights, of all ranks together, that stay in the files of pack_cache and are read "
+        "from them in each step, for models larger than memory; auto: as many as do not fit "
+        "(native executor)",
     )
     cpu_offload_gb: str | None = setting(
         None,
@@ -204,10 +205,10 @@ class ExecutorConfig:
         given = f"disk_offload_gb is {size}"
         if size != "auto" and not re.fullmatch(_GIB, size):
             raise SettingError(f"{given}; a number of GiB, as in 12 or 1.5, or auto is needed")
-        if self.executor != "native" or self.num_ranks > 1:
+        if self.executor != "native":
             raise SettingError(
-                f"{given}: only the native executor with one rank reads weights from disk; take "
-                "--executor native and one rank, or leave it out"
+                f"{given} and executor is {self.executor}: only the native executor reads weights "
+                "from disk; take --executor native, or leave it out"
             )
         if self.pack_cache is None:
             raise SettingError(

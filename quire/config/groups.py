@@ -344,9 +344,12 @@ class EngineConfig:
             self._check_ranks()
         if self.executor.data_parallel_size > 1:
             self._check_engines()
-        if self.executor.disk_offload_gb is not None:
-            given = f"disk_offload_gb is {self.executor.disk_offload_gb}"
-            self._check_drafts(given, "which read the weights in another order")
+        if self.executor.disk_offload_gb is not None and self.speculation.proposer == "self":
+            raise SettingError(
+                f"disk_offload_gb is {self.executor.disk_offload_gb} and the model's first layers "
+                "draft, which would be read from disk for each draft token: give a --draft-model, "
+                f"take --speculate {any_of((*LOOKUPS, 'off'))}, or leave the former out"
+            )
         if self.executor.cpu_offload_gb is not None:
             given = f"cpu_offload_gb is {self.executor.cpu_offload_gb}"
             self._check_drafts(given, "which read the weights in another order")

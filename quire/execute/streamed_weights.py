@@ -1,22 +1,24 @@
 """Weights that do not fit in memory: most of a program's are in memory, the others are read from
 the file of packed weights in each step, ahead of their use.
 
-Chooses which weights are read (StreamPlan), makes the file (quire/weights/pack_cache.py) without
-holding the model, and is an ExecutorClass of NativeExecutors with such weights. How bytes are read
-ahead is native/include/quire/weight_stream.h. Always holds: answers are those of weights in memory,
-bit for bit, since only the time differs at which bytes come.
+Chooses which weights are read (StreamPlan), of one program or of the shares of several ranks, makes
+the file (quire/weights/pack_cache.py) without holding the model, and is an ExecutorClass of
+NativeExecutors with such weights. How bytes are read ahead is
+native/include/quire/weight_stream.h. Always holds: answers are those of weights in memory, bit for
+bit, since only the time differs at which bytes come.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from quire import _native
 from quire.base.errors import CapacityError, SettingError
 from quire.base.log import Log
+from quire.config.machine import MachineMemory
 from quire.config.memory import mib
 from quire.execute.executor import ExecutorMemory, ExecutorOptions, Progress, StepLimits
 from quire.execute.missing_memory import missing_bytes
@@ -30,6 +32,7 @@ from quire.execute.packing import (
     recipe_of,
     weight_arguments,
 )
+from quire.program.declarations import Weight
 from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.weights.binding import Binding
@@ -74,10 +77,7 @@ def plan_stream(program: Program, offload_bytes: int) -> StreamPlan:
     }
     total = sum(sizes.values())
     if offload_bytes > total:
-        raise SettingError(
-            f"disk_offload_gb asks for {mib(offload_bytes)} of weights to stay on disk; "
-            f"{program.name} has {mib(total)} of weights in layers, and only these are read ahead"
-        )
+        raise _too_much(program.name, offload_bytes, total)
     names: list[str] = []
     seen = streamed = largest = 0
     for group in groups:
@@ -91,6 +91,13 @@ def plan_stream(program: Program, offload_bytes: int) -> StreamPlan:
         largest = max(largest, of_group)
     window = min(streamed, max(WINDOW_BYTES, 2 * largest))
     return StreamPlan(names=tuple(names), streamed_bytes=streamed, window_bytes=window)
+
+
+def _too_much(name: str, offload_bytes: int, total: int) -> SettingError:
+    return SettingError(
+        f"disk_offload_gb asks for {mib(offload_bytes)} of weights to stay on disk; {name} has "
+        f"{mib(total)} of weights in layers, and only these are read ahead"
+    )
 
 
 def _streamable(program: Program) -> Iterator[tuple[str, ...]]:
@@ -112,21 +119,87 @@ def _streamable(program: Program) -> Iterator[tuple[str, ...]]:
             yield names
 
 
-@dataclass(slots=True, kw_only=True)
-class StreamingExecutorClass(NativeSizing):
-    """An ExecutorClass (see quire/execute/executor.py).
+def plan_streams(programs: Sequence[Program], offload_bytes: int) -> tuple[StreamPlan, ...]:
+    """Choose weights of at least `offload_bytes` over the programs of all ranks, of each as large a
+    part of what it can stream. Raises SettingError as plan_stream does."""
+    sizes = [streamable_bytes(own) for own in programs]
+    total = sum(sizes)
+    if offload_bytes > total:
+        raise _too_much(programs[0].name, offload_bytes, total)
+    return tuple(
+        plan_stream(own, -(-offload_bytes * size // max(total, 1)))
+        for own, size in zip(programs, sizes, strict=True)
+    )
 
-    offload_bytes: of weights that stay on disk; None: as many as do not fit beside step buffers and
-    a KV cache of kv_bytes (None: the default share of what is left without weights on disk).
-    buffers: of KV blocks on their way, in bytes, given those of a cached token; None: there are
-    none.
-    """
+
+def without_streamed(
+    memory: Sequence[ExecutorMemory], plans: Sequence[StreamPlan]
+) -> list[ExecutorMemory]:
+    """Return the memory of each rank without its weights on disk, with its window for reading
+    ahead."""
+    return [
+        replace(whole, weights_bytes=whole.weights_bytes - plan.saved_bytes)
+        for whole, plan in zip(memory, plans, strict=True)
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamSize:
+    """How many weights stay on disk: offload_bytes of all ranks together; None: as many as do not
+    fit beside step buffers and a KV cache of kv_bytes (None: the default share of what is left
+    without weights on disk). buffers: of KV blocks on their way, in bytes, given those of a cached
+    token; None: there are none."""
 
     offload_bytes: int | None
     kv_bytes: int | None = None
     buffers: Callable[[int], int] | None = None
-    # The choice of each program is made once: memory is free or not at different times.
-    _plans: dict[tuple[str, ...], StreamPlan] = field(default_factory=dict)
+    # The choice for programs is made once: memory is free or not at different times.
+    _plans: dict[tuple[tuple[Weight, ...], ...], tuple[StreamPlan, ...]] = field(
+        default_factory=dict
+    )
+
+    def plans(
+        self,
+        programs: Sequence[Program],
+        memory_with: Callable[[Sequence[StreamPlan]], ExecutorMemory],
+        available: Callable[[], MachineMemory],
+        *,
+        max_sequences: int,
+    ) -> tuple[StreamPlan, ...]:
+        """Return what each rank reads, by its program. memory_with: see fitting_streams.
+
+        Raises SettingError.
+        """
+        key = tuple(tuple(own.weights.values()) for own in programs)
+        if key not in self._plans:
+            self._plans[key] = self._chosen(programs, memory_with, available, max_sequences)
+        return self._plans[key]
+
+    def _chosen(
+        self,
+        programs: Sequence[Program],
+        memory_with: Callable[[Sequence[StreamPlan]], ExecutorMemory],
+        available: Callable[[], MachineMemory],
+        max_sequences: int,
+    ) -> tuple[StreamPlan, ...]:
+        if self.offload_bytes is not None:
+            return plan_streams(programs, self.offload_bytes)
+        whole = memory_with(plan_streams(programs, 0))
+        return fitting_streams(
+            programs,
+            memory_with,
+            available().available_bytes,
+            kv_bytes=self.kv_bytes,
+            max_sequences=max_sequences,
+            buffer_bytes=0 if self.buffers is None else self.buffers(whole.token_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingExecutorClass(NativeSizing):
+    """An ExecutorClass (see quire/execute/executor.py) of one rank. size: of what stays on disk."""
+
+    size: StreamSize
 
     def check_program(self, program: Program) -> None:
         """See ExecutorClass."""
@@ -135,12 +208,7 @@ class StreamingExecutorClass(NativeSizing):
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
         """See ExecutorSizing: without the weights on disk, with the window for reading ahead."""
         whole = NativeExecutor.memory_for(program, limits)
-        plan = self._plan(program, limits)
-        return ExecutorMemory(
-            weights_bytes=whole.weights_bytes - plan.saved_bytes,
-            step_bytes=whole.step_bytes,
-            token_bytes=whole.token_bytes,
-        )
+        return without_streamed([whole], [self._plan(program, limits)])[0]
 
     def plans_in_flight(self) -> int:
         """See ExecutorClass."""
@@ -155,56 +223,46 @@ class StreamingExecutorClass(NativeSizing):
         )
 
     def _plan(self, program: Program, limits: StepLimits) -> StreamPlan:
-        key = tuple(program.weights)
-        if key not in self._plans:
-            self._plans[key] = self._chosen(program, limits)
-        return self._plans[key]
+        def memory_with(plans: Sequence[StreamPlan]) -> ExecutorMemory:
+            return without_streamed([NativeExecutor.memory_for(program, limits)], plans)[0]
 
-    def _chosen(self, program: Program, limits: StepLimits) -> StreamPlan:
-        if self.offload_bytes is not None:
-            return plan_stream(program, self.offload_bytes)
-        whole = NativeExecutor.memory_for(program, limits)
-        available_bytes = self.available_memory().available_bytes
-        return fitting_stream(
-            program,
-            whole,
-            available_bytes,
-            kv_bytes=self.kv_bytes,
-            max_sequences=limits.max_sequences,
-            buffer_bytes=0 if self.buffers is None else self.buffers(whole.token_bytes),
+        (plan,) = self.size.plans(
+            [program], memory_with, self.available_memory, max_sequences=limits.max_sequences
         )
+        return plan
 
 
-def fitting_stream(
-    program: Program,
-    whole: ExecutorMemory,
+def fitting_streams(
+    programs: Sequence[Program],
+    memory_with: Callable[[Sequence[StreamPlan]], ExecutorMemory],
     available_bytes: int,
     *,
     kv_bytes: int | None,
     max_sequences: int,
     buffer_bytes: int = 0,
-) -> StreamPlan:
+) -> tuple[StreamPlan, ...]:
     """Choose as few weights as do not fit in memory beside buffers, reserve and KV cache; all that
     can be read from disk where even these are too few, which the memory plan then reports.
 
-    whole: what the program takes with all weights in memory. kv_bytes: of the KV cache; None: the
-    default share of what is left beside the buffers, and of the tables of max_sequences requests.
-    buffer_bytes: see missing_bytes.
+    memory_with: returns what the programs of all ranks take of the memory with weights on disk.
+    kv_bytes: of the KV cache; None: the default share of what is left beside the buffers, and of
+    the tables of max_sequences requests. buffer_bytes: see missing_bytes.
     """
-    plan, everything = plan_stream(program, 0), streamable_bytes(program)
-    excess = missing_bytes(
-        program,
-        whole,
-        available_bytes,
-        kv_bytes=kv_bytes,
-        max_sequences=max_sequences,
-        buffer_bytes=buffer_bytes,
-    )
-    while plan.saved_bytes < excess and plan.streamed_bytes < everything:
-        # The window takes a part of what is saved.
-        wanted = plan.streamed_bytes + excess - plan.saved_bytes
-        plan = plan_stream(program, min(wanted, everything))
-    return plan
+    plans, everything = plan_streams(programs, 0), sum(map(streamable_bytes, programs))
+    while True:
+        excess = missing_bytes(
+            programs[0],
+            memory_with(plans),
+            available_bytes,
+            kv_bytes=kv_bytes,
+            max_sequences=max_sequences,
+            buffer_bytes=buffer_bytes,
+        )
+        streamed = sum(plan.streamed_bytes for plan in plans)
+        if excess <= 0 or streamed >= everything:
+            return plans
+        # The windows take a part of what is saved.
+        plans = plan_streams(programs, min(streamed + excess, everything))
 
 
 def streamable_bytes(program: Program) -> int:

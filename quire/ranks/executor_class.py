@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from quire.base import log as log_module
 from quire.base.log import Log
@@ -98,7 +99,18 @@ class RankedExecutorClass:
         """Return the memory of all ranks together; where they have several machines, of as many of
         the largest ones as share this machine; where each has a device, of the largest one."""
         programs = self.programs(program)
-        parts = [self.kind.memory_for(own, limits) for own in programs]
+        together = partial(self._together, programs, limits)
+        return together(self.kind.memory_of_each(programs, limits, together))
+
+    def programs(self, program: Program) -> list[Program]:
+        """Return each rank's share."""
+        placement = self.placement(program)
+        return [self._share(program, rank, placement) for rank in range(self.degree)]
+
+    def _together(
+        self, programs: Sequence[Program], limits: StepLimits, parts: Sequence[ExecutorMemory]
+    ) -> ExecutorMemory:
+        """Return the memory of ranks with these programs. parts: of each, apart from exchanges."""
         # Shared memory is the host's, where ranks have a device each.
         slots = 2 * self.num_ranks * max(map(_slot_bytes, programs))
         slots *= self.kind.shares_memory
@@ -118,11 +130,6 @@ class RankedExecutorClass:
             token_bytes=here * max(part.token_bytes for part in parts),
             exchange_bytes=max(part.exchange_bytes for part in parts),
         )
-
-    def programs(self, program: Program) -> list[Program]:
-        """Return each rank's share."""
-        placement = self.placement(program)
-        return [self._share(program, rank, placement) for rank in range(self.degree)]
 
     def draft_shares(self, program: Program) -> list[DraftShare]:
         """Return each rank's share of the first layers that draft for a program."""
@@ -175,7 +182,9 @@ class RankedExecutorClass:
         self, program: Program, checkpoint: Checkpoint, options: ExecutorOptions
     ) -> LeadingExecutor:
         parts = self.programs(program)
-        decided = replace(self, kind=self.kind.for_programs(parts, options.limits))
+        together = partial(self._together, parts, options.limits)
+        kind = self.kind.for_programs(parts, options.limits, together)
+        decided = replace(self, kind=kind)
         return decided._started(program, parts, checkpoint, options)
 
     def _started(
@@ -340,8 +349,8 @@ class RankedExecutorClass:
             log_level=log_module.process_level,
             log_form=log_module.process_form,
             poison=self.poison,
-            torch=self.kind.start_fields(rank),
             links_blocks=self._links_blocks,
+            **self.kind.start_fields(rank),
         )
 
 

@@ -7,8 +7,9 @@ PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from quire.comm.shared_memory import SharedMemoryRank
@@ -16,6 +17,13 @@ from quire.config.machine import MachineMemory
 from quire.execute.executor import ExecutorClass, ExecutorMemory, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
+from quire.execute.packing import LoadWeights, load
+from quire.execute.streamed_weights import (
+    StreamPlan,
+    StreamSize,
+    load_streamed,
+    without_streamed,
+)
 from quire.program.program import Program
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.rank_executor import MirroredExecutor
@@ -23,6 +31,10 @@ from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stage_lead import LeadingStages
 from quire.ranks.stages import StageLinks
 from quire.weights.checkpoint import Checkpoint
+
+# What ranks that take so much memory each take of the memory that they share, or of the largest
+# one's.
+Together = Callable[[Sequence[ExecutorMemory]], ExecutorMemory]
 
 
 class RankKind(Protocol):
@@ -36,7 +48,12 @@ class RankKind(Protocol):
         """Raise ModelError listing what executors of this kind do not support."""
 
     def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """Return the memory of one rank, by its program."""
+        """Return the memory of one rank, by its program, as if no weights were read from disk."""
+
+    def memory_of_each(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> Sequence[ExecutorMemory]:
+        """Return the memory of each rank, without what is read from a disk."""
 
     def head_rows(self, max_sequences: int) -> int:
         """See ExecutorSizing."""
@@ -53,12 +70,14 @@ class RankKind(Protocol):
     def class_beside(self) -> ExecutorClass:
         """Return the class of executors of other models beside rank 0's: they are not divided."""
 
-    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> RankKind:
+    def for_programs(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> RankKind:
         """Return the kind that makes the executors of these programs, one a rank: what depends on
         the shares of all ranks is decided. Raises SettingError, CapacityError."""
 
-    def start_fields(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank's start says of its executor; None for the native one."""
+    def start_fields(self, rank: int) -> dict[str, Any]:
+        """Return the fields of a rank's start that say how its executor is made."""
 
     def leading(
         self,
@@ -87,10 +106,13 @@ class RankKind(Protocol):
         """Remove the files that the ranks met by, once all have ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeRanks(NativeSizing):
-    """Ranks with the compiled kernels."""
+    """Ranks with the compiled kernels. on_disk: how many of their weights are read from disk; None:
+    all are in memory. streams: what each rank reads, once it is decided."""
 
+    on_disk: StreamSize | None = None
+    streams: tuple[StreamPlan, ...] = ()
     shares_memory: bool = True
 
     def check_program(self, program: Program) -> None:
@@ -101,6 +123,14 @@ class NativeRanks(NativeSizing):
         """See RankKind."""
         return NativeExecutor.memory_for(program, limits)
 
+    def memory_of_each(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> Sequence[ExecutorMemory]:
+        """See RankKind."""
+        whole = [self.memory_for(own, limits) for own in programs]
+        plans = self._streams(programs, limits, together)
+        return without_streamed(whole, plans) if plans else whole
+
     def plans_in_flight(self) -> int:
         """See RankKind."""
         return NativeExecutor.plans_in_flight()
@@ -109,13 +139,15 @@ class NativeRanks(NativeSizing):
         """See RankKind."""
         return NativeExecutor
 
-    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> NativeRanks:
-        """See RankKind: nothing depends on them."""
-        return self
+    def for_programs(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> NativeRanks:
+        """See RankKind: what each reads from disk."""
+        return replace(self, streams=self._streams(programs, limits, together))
 
-    def start_fields(self, rank: int) -> dict[str, Any] | None:
+    def start_fields(self, rank: int) -> dict[str, Any]:
         """See RankKind."""
-        return None
+        return {"stream": asdict(self.streams[rank])} if self.streams else {}
 
     def leading(
         self,
@@ -127,7 +159,9 @@ class NativeRanks(NativeSizing):
         poison: bool,
     ) -> LeadingExecutor:
         """See RankKind."""
-        return MirroredExecutor(program, checkpoint, options, group, poison=poison)
+        return MirroredExecutor(
+            program, checkpoint, options, group, poison=poison, load_weights=self._load_weights()
+        )
 
     def leading_stages(
         self,
@@ -141,11 +175,35 @@ class NativeRanks(NativeSizing):
     ) -> LeadingStages:
         """See RankKind."""
         return PipelineExecutor(
-            program, checkpoint, options, links.group, links, layers, poison=poison
+            program,
+            checkpoint,
+            options,
+            links.group,
+            links,
+            layers,
+            poison=poison,
+            load_weights=self._load_weights(),
         )
 
     def remove_files(self) -> None:
         """See RankKind: there are none."""
+
+    def _streams(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> tuple[StreamPlan, ...]:
+        if self.on_disk is None:
+            return ()
+        whole = [self.memory_for(own, limits) for own in programs]
+        return self.on_disk.plans(
+            programs,
+            lambda plans: together(without_streamed(whole, plans)),
+            self.available_memory,
+            max_sequences=limits.max_sequences,
+        )
+
+    def _load_weights(self) -> LoadWeights:
+        """Return what loads the weights of rank 0."""
+        return partial(load_streamed, self.streams[0]) if self.streams else load
 
 
 NATIVE = NativeRanks()

@@ -52,13 +52,6 @@ class PipelineExecutorClass(RankedExecutorClass):
         check_stages(program, self.stages)
         super().check_program(program)
 
-    def memory_for(self, program: Program, limits: StepLimits) -> ExecutorMemory:
-        """Return the memory of all ranks together, and of the rows between stages."""
-        memory = super().memory_for(program, limits)
-        rows = row_sizes(split(program, self.stages), limits)
-        links = len(self.layout.early_ranks) * rows.total if self.kind.shares_memory else 0
-        return replace(memory, step_bytes=memory.step_bytes + links)
-
     def programs(self, program: Program) -> list[Program]:
         """Return each rank's program, by rank."""
         stages, layout = split(program, self.stages), self.layout
@@ -67,6 +60,15 @@ class PipelineExecutorClass(RankedExecutorClass):
             self._share(stages[layout.stage_of(rank)], rank % self.degree, placement)
             for rank in range(self.num_ranks)
         ]
+
+    def _together(
+        self, programs: Sequence[Program], limits: StepLimits, parts: Sequence[ExecutorMemory]
+    ) -> ExecutorMemory:
+        """See RankedExecutorClass; and of the rows between stages."""
+        memory = super()._together(programs, limits, parts)
+        rows = row_sizes(programs, limits)
+        links = len(self.layout.early_ranks) * rows.total if self.kind.shares_memory else 0
+        return replace(memory, step_bytes=memory.step_bytes + links)
 
     def _first_layers(self, program: Program, num: int) -> list[Program]:
         stages = split_first_layers(program, num, self.stages)

@@ -20,6 +20,7 @@ from quire.base.errors import DeviceLost
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions
 from quire.execute.native import NONE, TRUNK, Int32s, NativeExecutor
+from quire.execute.packing import LoadWeights, load
 from quire.program.batch import NO_SLOTS, ForwardBatch
 from quire.program.program import Program
 from quire.ranks.commands import (
@@ -65,8 +66,11 @@ class RankExecutor(NativeExecutor):
         isa: str = "",
         poison: bool = False,
         pool_file: int = NO_FILE,
+        load_weights: LoadWeights = load,
     ) -> None:
-        super().__init__(program, checkpoint, options, isa=isa, poison=poison)
+        super().__init__(
+            program, checkpoint, options, isa=isa, poison=poison, load_weights=load_weights
+        )
         self.group, self._pool_file, self._poison = group, pool_file, poison
         self.connect(self._native)
         self._last: ForwardBatch | None = None  # of the last Run
@@ -191,8 +195,11 @@ class MirroredExecutor(RankExecutor):
         group: SharedMemoryRank,
         *,
         poison: bool = False,
+        load_weights: LoadWeights = load,
     ) -> None:
-        super().__init__(program, checkpoint, options, group, poison=poison)
+        super().__init__(
+            program, checkpoint, options, group, poison=poison, load_weights=load_weights
+        )
         self._pools: RankPools | None = None
         self._whole: WholeBlocks | None = None  # the blocks of all ranks
         self.lead = Lead(group)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.execute.executor import ExecutorOptions, StepLimits
+from quire.execute.packing import LoadWeights
+from quire.execute.packing import load as load_into_memory
+from quire.execute.streamed_weights import StreamPlan, load_streamed
 from quire.ranks.commands import Command, Stop, command_wire
 from quire.ranks.connected_pools import PoolServer
 from quire.ranks.rank_executor import RankExecutor
@@ -108,6 +113,7 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
             isa=start.isa,
             poison=start.poison,
             pool_file=start.pool_file,
+            load_weights=_load_weights(start),
         )
         return _with_drafts(executor, start), next_command
     stage = StageExecutor(
@@ -119,8 +125,21 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         isa=start.isa,
         poison=start.poison,
         pool_file=start.pool_file,
+        load_weights=_load_weights(start),
     )
     return _with_drafts(stage, start), next_command
+
+
+def _load_weights(start: RankStart) -> LoadWeights:
+    """Return what loads the weights: all into memory, or some from disk in each step."""
+    if start.stream is None:
+        return load_into_memory
+    if start.pack_cache is None:  # a launcher's, which started this rank with other flags
+        raise SettingError(
+            "rank 0 leaves weights on disk (disk_offload_gb), and this rank has no pack_cache to "
+            "read its own from: give it --pack-cache DIRECTORY too"
+        )
+    return partial(load_streamed, StreamPlan(**start.stream))
 
 
 def _with_drafts(executor: RankExecutor, start: RankStart) -> RankExecutor:

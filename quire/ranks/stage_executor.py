@@ -75,11 +75,10 @@ class PipelineExecutor(MirroredExecutor):
         group: SharedMemoryRank,
         links: StageLinks,
         layers: tuple[int, ...],
-        *,
-        poison: bool = False,
+        **more: Any,
     ) -> None:
         self.links = links
-        super().__init__(program, checkpoint, options, group, poison=poison)
+        super().__init__(program, checkpoint, options, group, **more)
         self.lead: StageLead = StageLead(group, links, layers)
         self.num_layers = 0  # none are computed by themselves: see LayeredExecutor
 

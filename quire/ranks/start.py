@@ -30,7 +30,8 @@ class RankStart:
     limits: the largest step. log_level, log_form: as rank 0 logs. poison: fill buffers with NaN
     before each run (for tests). stages: of the pipeline; degree is that of all ranks together.
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
-    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py).
+    for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py). stream: the
+    weights that the native executor reads from disk (StreamPlan); None: none.
     draft_program, draft_limits: of the first layers that draft; None: they do not.
     links_blocks: whether rank 0 asks for blocks over links (connected_pools.py)."""
 
@@ -55,6 +56,7 @@ class RankStart:
     row_slots: int = 0
     pool_file: int = -1
     torch: dict[str, Any] | None = None
+    stream: dict[str, Any] | None = None
     draft_program: dict[str, Any] | None = None
     draft_limits: dict[str, int] | None = None
     links_blocks: bool = False

@@ -28,6 +28,7 @@ from quire.execute.gpu.offload_plan import OffloadSize
 from quire.execute.gpu.process_group import ProcessGroupExchange
 from quire.program.comm_ops import num_exchanges
 from quire.program.program import Program
+from quire.ranks.kinds import Together
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.stage_lead import LeadingStages
 from quire.ranks.stages import StageLinks
@@ -139,6 +140,12 @@ class TorchRanks:
             return replace(memory, exchange_bytes=NCCL_BYTES)
         return memory
 
+    def memory_of_each(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> Sequence[ExecutorMemory]:
+        """See RankKind."""
+        return [self.memory_for(own, limits) for own in programs]
+
     def head_rows(self, max_sequences: int) -> int:
         """See RankKind."""
         return self._sizing().head_rows(max_sequences)
@@ -165,13 +172,15 @@ class TorchRanks:
             captures=settings.captures,
         )
 
-    def start_fields(self, rank: int) -> dict[str, Any] | None:
+    def start_fields(self, rank: int) -> dict[str, Any]:
         """See RankKind."""
         device = device_after(self.settings.device, rank)
         saved_bytes = self.saved_bytes[rank] if self.saved_bytes else 0
-        return asdict(replace(self.settings, device=device, saved_bytes=saved_bytes))
+        return {"torch": asdict(replace(self.settings, device=device, saved_bytes=saved_bytes))}
 
-    def for_programs(self, programs: Sequence[Program], limits: StepLimits) -> TorchRanks:
+    def for_programs(
+        self, programs: Sequence[Program], limits: StepLimits, together: Together
+    ) -> TorchRanks:
         """See RankKind: each rank saves what its own share lacks. If one does, none captures its
         steps: captured rows are padded, and exchanges have equal rows on all ranks."""
         if self.offload is None:

@@ -9,18 +9,22 @@ results are given for some rates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.memory import DEFAULT_SHARE, MemoryNeeds, num_blocks_of
+from quire.engine.assembly.disk_offload import draft_bytes
 from quire.execute.executor import ExecutorMemory
 from quire.execute.gpu.offload_plan import plan_offload
 from quire.execute.missing_memory import missing_bytes
-from quire.execute.streamed_weights import fitting_stream
+from quire.execute.streamed_weights import StreamPlan, fitting_streams
 from quire.obs.report import table
+from quire.program.table import amount
+from quire.sim.hardware import THIS
 from quire.sim.plan import Planner, SizedModel, fitted
+from quire.sim.ranks import by_stage
 
 # A network disk or SATA, and two generations of NVMe.
 DISK_GB_PER_S = (0.5, 3.0, 7.0)
@@ -34,30 +38,58 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
 
     length: tokens of the requests that the speeds are for.
     """
-    if planner.device.is_gpu or sized.config.executor.num_ranks > 1:
-        return None
     needs = sized.needs
-    stream = fitting_stream(
-        sized.program,
-        _whole(needs),
+    if planner.device.is_gpu or sized.config.speculation.proposer == "self":  # which is refused
+        return None
+    kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
+
+    def memory_with(plans: Sequence[StreamPlan]) -> ExecutorMemory:
+        return replace(_whole(needs), weights_bytes=_kept_bytes(planner, sized, plans))
+
+    streams = fitting_streams(
+        sized.shares,
+        memory_with,
         planner.memory.available_bytes,
-        kv_bytes=_kv_bytes(planner, needs),
-        max_sequences=needs.max_num_seqs,
+        kv_bytes=kv_bytes,
+        max_sequences=max_num_seqs,
+        buffer_bytes=draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs),
     )
-    saved = replace(needs, weights_bytes=needs.weights_bytes - stream.saved_bytes)
+    saved = replace(needs, weights_bytes=_kept_bytes(planner, sized, streams))
     if fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:
         return None
-    if not stream.streamed_bytes:  # the weights fit, something else does not
+    streamed_bytes = sum(stream.streamed_bytes for stream in streams)
+    if not streamed_bytes:  # the weights fit, something else does not
         return None
+    of_rank = [stream.streamed_bytes for stream in streams]
     return {
-        "gib": _gib(stream.streamed_bytes),
-        "streamed_bytes": stream.streamed_bytes,
-        "window_bytes": stream.window_bytes,
+        "gib": _gib(streamed_bytes),
+        "streamed_bytes": streamed_bytes,
+        "window_bytes": sum(stream.window_bytes for stream in streams),
+        "streamed_bytes_of_rank": of_rank if len(of_rank) > 1 else None,
         "rates": [
-            _at_rate(planner, sized, stream.streamed_bytes, "disk", rate, length)
+            _at_rate(planner, sized, _read_of_stages(planner, sized, of_rank), "disk", rate, length)
             for rate in DISK_GB_PER_S
         ],
     }
+
+
+def _kept_bytes(planner: Planner, sized: SizedModel, streams: Sequence[StreamPlan]) -> int:
+    """Return the bytes of weights that stay in memory: of all ranks of this machine, or of the
+    largest one, where each has a machine of its own."""
+    if planner.device.name == THIS or len(sized.shares) == 1:
+        return sized.needs.weights_bytes - sum(stream.saved_bytes for stream in streams)
+    kept = (
+        share.weight_bytes - stream.saved_bytes
+        for share, stream in zip(sized.shares, streams, strict=True)
+    )
+    return max(kept)
+
+
+def _read_of_stages(planner: Planner, sized: SizedModel, of_rank: Sequence[int]) -> list[int]:
+    """Return the bytes that a disk reads for a step in each stage: of all ranks that share this
+    machine's, or of the largest rank."""
+    stages = by_stage(of_rank, sized.config.executor)
+    return list(map(sum if planner.device.name == THIS else max, stages))
 
 
 def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, Any] | None:
@@ -91,7 +123,7 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
         "host_bytes": plan.copied_bytes,
         "saved_bytes": plan.saved_bytes,
         "rates": [
-            _at_rate(planner, sized, plan.copied_bytes, "bus", rate, length)
+            _at_rate(planner, sized, [plan.copied_bytes], "bus", rate, length)
             for rate in BUS_GB_PER_S
         ],
     }
@@ -119,34 +151,50 @@ def _kv_bytes(planner: Planner, needs: MemoryNeeds) -> int | None:
 
 
 def _at_rate(
-    planner: Planner, sized: SizedModel, num_bytes: int, what: str, gb_per_s: float, length: int
+    planner: Planner,
+    sized: SizedModel,
+    read_bytes: Sequence[int],
+    what: str,
+    gb_per_s: float,
+    length: int,
 ) -> dict[str, Any]:
-    read_s = num_bytes / gb_per_s / 1e9
+    """Return the speeds at a rate. read_bytes: for a step, in each stage."""
+    times_s = [num_bytes / gb_per_s / 1e9 for num_bytes in read_bytes]
+    is_shared = planner.device.name == THIS
+
+    def read_s(batch: int) -> float:
+        groups = min(len(times_s), batch)  # steps in flight, each of which reads all weights
+        return groups * sum(times_s) if is_shared else max(groups * max(times_s), sum(times_s))
 
     def step_s(batch: int) -> float:
-        (seconds,) = planner.stage_times_s(sized, [1] * batch, [length - 1] * batch)
-        return seconds
+        return batch / planner.decode_tokens_per_s(sized, length, batch)
 
     low, high = 1, MAX_BATCH
     while low < high:  # the first that computes as long as weights are read
         middle = (low + high) // 2
-        low, high = (low, middle) if step_s(middle) >= read_s else (middle + 1, high)
+        is_enough = step_s(middle) >= read_s(middle)
+        low, high = (low, middle) if is_enough else (middle + 1, high)
     return {
         f"{what}_gb_per_s": gb_per_s,
-        "tokens_per_s": 1 / max(read_s, step_s(1)),
+        "tokens_per_s": 1 / max(read_s(1), step_s(1)),
         "batch": low,
-        "batch_tokens_per_s": low / max(read_s, step_s(low)),
+        "batch_tokens_per_s": low / max(read_s(low), step_s(low)),
         "batch_kv_bytes": low * length * sized.needs.token_bytes,
     }
 
 
 def disk_offload_text(offload: Mapping[str, Any], length: int) -> str:
     """Return the table of an outcome of disk_offload."""
+    of_rank = offload["streamed_bytes_of_rank"]
+    by_rank = ""
+    if of_rank is not None:
+        by_rank = f"Rank by rank: {', '.join(amount(num_bytes, 'B') for num_bytes in of_rank)}.\n"
     return (
         f"It runs with --disk-offload-gb {offload['gib']:g} --pack-cache DIRECTORY: this part of "
-        f"the weights is\nread from disk in each step. Computed, for requests of {length:,} tokens "
-        f"and some rates of disks:\n{_rates_text(offload, 'disk')}\nBatch: the number of requests "
-        "from which the disk does not slow decoding; more gain nothing from it."
+        f"the weights is\nread from disk in each step. {by_rank}Computed, for requests of "
+        f"{length:,} tokens and some rates of disks:\n{_rates_text(offload, 'disk')}\n"
+        "Batch: the number of requests from which the disk does not slow decoding; more gain "
+        "nothing from it."
     )
 
 

@@ -33,11 +33,10 @@ from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
 from quire.program.program import Program
-from quire.ranks.stages import StageLayout
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
 from quire.sim.links import Links, links_of
-from quire.sim.ranks import exchanges_of, largest_memory, shared_memory_of, shares_of
+from quire.sim.ranks import by_stage, exchanges_of, largest_memory, shared_memory_of, shares_of
 from quire.sim.step_costs import StepCosts
 
 PARALLEL_DEGREES = (2, 4, 8, 16, 32)
@@ -104,12 +103,7 @@ class SizedModel:
     @property
     def stages(self) -> tuple[tuple[Program, ...], ...]:
         """The shares of each stage, in the order in which a step passes them."""
-        stages = self.config.executor.pipeline_parallel_size
-        layout = StageLayout(stages=stages, tp=len(self.shares) // stages)
-        return tuple(
-            tuple(self.shares[layout.rank_at(stage, place)] for place in range(layout.tp))
-            for stage in range(stages)
-        )
+        return by_stage(self.shares, self.config.executor)
 
     @property
     def max_context(self) -> int:

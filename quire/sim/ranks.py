@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from quire.ranks.stages import StageLayout
 from quire.scheduler.cost.step_cost import LinearCost
 from quire.sim.cost import RooflineCost, received_of
 
+T = TypeVar("T")
+
 
 def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]:
     """Return each rank's program; the program itself for one. Raises SettingError."""
@@ -32,13 +35,11 @@ def shares_of(program: Program, settings: ExecutorConfig) -> tuple[Program, ...]
     return tuple(ranked.programs(program))
 
 
-def by_stage(
-    shares: Sequence[Program], settings: ExecutorConfig
-) -> tuple[tuple[Program, ...], ...]:
-    """Return the programs of each stage's ranks, the first stage first."""
+def by_stage(of_ranks: Sequence[T], settings: ExecutorConfig) -> tuple[tuple[T, ...], ...]:
+    """Return what each stage's ranks have, by rank, the first stage first."""
     layout = StageLayout(stages=settings.pipeline_parallel_size, tp=settings.ranks_of_stage)
     return tuple(
-        tuple(shares[layout.rank_at(stage, place)] for place in range(layout.tp))
+        tuple(of_ranks[layout.rank_at(stage, place)] for place in range(layout.tp))
         for stage in range(layout.stages)
     )
 

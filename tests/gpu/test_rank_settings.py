@@ -40,9 +40,7 @@ def test_what_ranks_of_gpus_need_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     assert [(one.num_ranks, one.exchange_bytes) for one in found] == [(2, NCCL_BYTES), (2, 0)]
     assert not ranks.shares_memory
     assert ranks.plans_in_flight() == 2
-    first, second = (ranks.start_fields(rank) for rank in range(2))
-    assert first is not None
-    assert second is not None
+    first, second = (ranks.start_fields(rank)["torch"] for rank in range(2))
     assert (first["device"], second["device"]) == ("cuda:1", "cuda:2")
     assert first["transport"] == "nccl"
     assert second["transport"] == "nccl"

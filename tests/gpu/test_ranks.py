@@ -46,6 +46,7 @@ from quire.ranks.torch_executor import MirroredTorch, TorchPipeline
 from quire.ranks.torch_kind import TorchRanks, ranks_like
 from quire.sampling.batch import NoiseKeys, SampleBatch
 from quire.sampling.scoring import ScoreBatch
+from quire.sim.ranks import largest_memory
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.conftest import SHOWN
 from tests.connected_ranks import connected_site
@@ -344,10 +345,8 @@ def test_positions_and_heads_on_four_ranks_give_the_bits_of_one_process(tied: Pa
 class TooMuch(TorchRanks):
     """Ranks above 0 that are to save more than they have."""
 
-    def start_fields(self, rank: int) -> dict[str, Any] | None:
-        fields = super().start_fields(rank)
-        assert fields is not None
-        return {**fields, "saved_bytes": 1 << 40}
+    def start_fields(self, rank: int) -> dict[str, Any]:
+        return {"torch": {**super().start_fields(rank)["torch"], "saved_bytes": 1 << 40}}
 
 
 @pytest.fixture(scope="module")
@@ -366,10 +365,8 @@ def test_ranks_with_weights_in_host_memory_give_the_bits_of_one_process(
     digest, whole = one.weights_digest, answer(one)
     made = divided(*layout)
     saving = replace(made, kind=replace(kind(), offload=OffloadSize(saved_bytes=1)))
-    decided = saving.kind.for_programs(saving.programs(program), LIMITS)
-    fields = [decided.start_fields(rank) for rank in range(made.num_ranks)]
-    saved = [one["saved_bytes"] for one in fields if one is not None]
-    assert len(saved) == made.num_ranks
+    decided = saving.kind.for_programs(saving.programs(program), LIMITS, largest_memory)
+    saved = [decided.start_fields(rank)["torch"]["saved_bytes"] for rank in range(made.num_ranks)]
     assert all(saved)
     less = made.memory_for(program, LIMITS).weights_bytes
     assert saving.memory_for(program, LIMITS).weights_bytes == less - sum(saved)
@@ -392,8 +389,9 @@ def test_steps_are_captured_on_all_ranks_or_on_none(
     monkeypatch.setattr(offload_plan, "missing_bytes", lambda *_, **__: next(lacking))
     ranks = replace(kind(), offload=OffloadSize(saved_bytes=None))
     assert ranks.settings.captures
-    fields = [ranks.for_programs(programs, LIMITS).start_fields(rank) for rank in range(2)]
-    found = [(one["saved_bytes"] > 0, one["captures"]) for one in fields if one is not None]
+    decided = ranks.for_programs(programs, LIMITS, largest_memory)
+    fields = [decided.start_fields(rank)["torch"] for rank in range(2)]
+    found = [(one["saved_bytes"] > 0, one["captures"]) for one in fields]
     assert found == [(True, False), (False, False)]
 
 

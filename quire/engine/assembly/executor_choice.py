@@ -6,14 +6,12 @@ model. Always holds: one executor is imported, since each takes a noticeable par
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.config.executor_config import ExecutorConfig
 from quire.config.groups import EngineConfig
-from quire.engine.assembly.sizing import buffer_bytes
 from quire.execute.executor import ExecutorClass
 from quire.weights.pack_cache import PackCache
 
@@ -29,13 +27,10 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
 
         return engine_ranks(config)
     if settings.disk_offload_gb is not None:
+        from quire.engine.assembly.disk_offload import stream_size
         from quire.execute.streamed_weights import StreamingExecutorClass
 
-        return StreamingExecutorClass(
-            offload_bytes=settings.disk_offload_bytes,
-            kv_bytes=config.cache.kv_cache_memory_bytes,
-            buffers=partial(_bytes_beside, config),
-        )
+        return StreamingExecutorClass(stream_size(config))
     if settings.executor == "native":
         from quire.execute.native import NativeExecutor
 
@@ -51,20 +46,15 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
 
 def class_beside(config: EngineConfig, executor_class: ExecutorClass) -> ExecutorClass:
     """Return the class of executors of other models in the process of the model's executor:
-    beside several ranks they are not divided, and rank 0 has them."""
+    beside several ranks they are not divided, and rank 0 has them; all their weights are in
+    memory."""
+    if config.executor.disk_offload_gb is not None:
+        from quire.execute.native import NativeExecutor
+
+        return NativeExecutor
     if config.executor.num_ranks == 1:
         return executor_class
     return cast("RankedExecutorClass", executor_class).kind.class_beside()
-
-
-def _bytes_beside(config: EngineConfig, token_bytes: int) -> int:
-    """Return the memory that an engine on a CPU takes beside weights, step buffers and KV cache."""
-    num_bytes = buffer_bytes(config, token_bytes, device_is_own=False)
-    if num_tokens := config.speculation.speculate_history_tokens:
-        from quire.speculative.history import history_bytes  # only where one is kept
-
-        num_bytes += history_bytes(num_tokens)
-    return num_bytes
 
 
 def open_pack_cache(settings: ExecutorConfig) -> PackCache | None:

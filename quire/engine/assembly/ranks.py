@@ -24,7 +24,7 @@ from quire.program.expert_parallel import ExpertPlan
 from quire.program.row_parallel import TpMode
 from quire.ranks.draft_share import DraftLayers
 from quire.ranks.executor_class import RankedExecutorClass
-from quire.ranks.kinds import NATIVE, RankKind
+from quire.ranks.kinds import NATIVE, NativeRanks, RankKind
 from quire.ranks.launched import launched_site
 from quire.ranks.leading import LeadingExecutor
 from quire.ranks.other_ranks import RankSite
@@ -45,6 +45,10 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         from quire.engine.assembly.torch_choice import torch_ranks  # PyTorch is slow to import
 
         kind = torch_ranks(config)
+    elif config.executor.disk_offload_gb is not None:
+        from quire.engine.assembly.disk_offload import stream_size
+
+        kind = NativeRanks(on_disk=stream_size(config))
     drafts = draft_layers(config, kind) if config.speculation.proposer == "self" else None
     return ranked_class(
         config.executor,

@@ -33,16 +33,17 @@ FEATURES: dict[str, dict[str, Any]] = {
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
-        "pipeline_parallel_size context_parallel_size data_parallel_size cpu_offload_gb "
-        "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
+        "pipeline_parallel_size context_parallel_size data_parallel_size disk_offload_gb "
+        "cpu_offload_gb kv_tier_path kv_transfer_key_file kv_store kv_events_config "
+        "speculate-ngram speculate-self"
     ),
     "pipeline_parallel_size": (
-        "context_parallel_size data_parallel_size cpu_offload_gb kv_tier_path "
+        "context_parallel_size data_parallel_size disk_offload_gb cpu_offload_gb kv_tier_path "
         "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "context_parallel_size": (
-        "data_parallel_size cpu_offload_gb kv_tier_path kv_transfer_key_file kv_store "
-        "kv_events_config speculate-ngram speculate-self"
+        "data_parallel_size disk_offload_gb cpu_offload_gb kv_tier_path kv_transfer_key_file "
+        "kv_store kv_events_config speculate-ngram speculate-self"
     ),
     "data_parallel_size": (
         "cpu_offload_gb kv_tier_path kv_store kv_events_config speculate-ngram speculate-self"
@@ -62,9 +63,6 @@ TOGETHER = {
 }
 # How a refusal names a feature where it does so in other words.
 WORDS = {
-    "tensor_parallel_size": ("tensor_parallel_size", "with one rank"),
-    "pipeline_parallel_size": ("pipeline_parallel_size", "with one rank"),
-    "context_parallel_size": ("context_parallel_size", "with one rank"),
     "cpu_offload_gb": ("cpu_offload_gb", "executor is torch", "the native executor"),
     "speculate self": ("the model's first layers",),
 }

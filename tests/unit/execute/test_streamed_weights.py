@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,20 @@ from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
-from quire.execute.streamed_weights import StreamingExecutorClass, plan_stream
+from quire.execute.streamed_weights import (
+    StreamingExecutorClass,
+    StreamSize,
+    plan_stream,
+)
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.weights import pack_cache
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.pack_cache import PackCache
-from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_experts import MIXTRAL, QWEN3_MOE
+from tests.models.cases_gemma import GEMMA3
+from tests.serve.preloaded import forked_children
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 PAGE = 4096
@@ -40,6 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(folder, dtype="bf16", hidden_size=96, num_hidden_layers=4)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def preloaded_children() -> Iterator[None]:
+    """Fork the processes of ranks from one that has their modules."""
+    with forked_children():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least window, so that every weight is dropped and read again."""
@@ -49,6 +63,10 @@ def _small_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def program_of(model: Path) -> Program:
     return build_program(open_model(model), dtype=DType.BF16, max_positions=64)
+
+
+def streaming(offload_bytes: int | None, kv_bytes: int | None = None) -> StreamingExecutorClass:
+    return StreamingExecutorClass(StreamSize(offload_bytes=offload_bytes, kv_bytes=kv_bytes))
 
 
 class File:
@@ -151,13 +169,13 @@ def test_memory_is_planned_without_what_stays_on_disk(
 ) -> None:
     program = program_of(model)
     whole = NativeExecutor.memory_for(program, LIMITS)
-    some = StreamingExecutorClass(offload_bytes=300_000).memory_for(program, LIMITS)
+    some = streaming(300_000).memory_for(program, LIMITS)
     plan = plan_stream(program, 300_000)
     assert some.weights_bytes == whole.weights_bytes - plan.streamed_bytes + plan.window_bytes
-    ample = StreamingExecutorClass(offload_bytes=None).memory_for(program, LIMITS)
+    ample = streaming(None).memory_for(program, LIMITS)
     assert ample.weights_bytes == whole.weights_bytes
     room = whole.step_bytes + RESERVE_BYTES + 1000
-    tight = StreamingExecutorClass(offload_bytes=None, kv_bytes=1000)
+    tight = streaming(None, kv_bytes=1000)
     memory = NativeExecutor.available_memory()
     monkeypatch.setattr(
         NativeSizing,
@@ -171,7 +189,7 @@ def test_memory_is_planned_without_what_stays_on_disk(
     least = tight.memory_for(program, LIMITS)
     assert 0 < least.weights_bytes <= whole.weights_bytes - 200_000
     assert tight.memory_for(program, LIMITS) == least
-    everything = StreamingExecutorClass(offload_bytes=None, kv_bytes=1 << 40)
+    everything = streaming(None, kv_bytes=1 << 40)
     assert 0 < everything.memory_for(program, LIMITS).weights_bytes < least.weights_bytes
 
 
@@ -198,6 +216,42 @@ def test_answers_equal_those_of_weights_in_memory(
         assert found == expected
 
 
+@pytest.mark.parametrize(
+    "layout", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_ranks_answer_as_one_process_in_memory(tmp_path: Path, layout: str, family: str) -> None:
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family == "llama":
+        folder = write_tiny_llama(tmp_path / "model", dtype="bf16", num_hidden_layers=4, **more)
+    else:
+        more |= {"vocab_size": 307, "max_position_embeddings": 64}
+        folder = write_tiny(tmp_path / "model", QWEN3_MOE | more, seed=2, dtype="bf16")
+    expected = answers(folder)
+    settings = {"pack_cache": str(tmp_path / "packed"), "disk_offload_gb": "0.0001", layout: 2}
+    assert answers(folder, **settings) == expected
+    files = list((tmp_path / "packed").iterdir())
+    assert len(files) == 2, "each rank has its share in a file of its own"
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "TP 2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_draft_model_drafts_from_memory(
+    tmp_path: Path, layout: dict[str, int], family: str
+) -> None:
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    if family == "llama":
+        folder = write_tiny_llama(tmp_path / "model", dtype="bf16", **more)
+    else:
+        folder = write_tiny(
+            tmp_path / "model", GEMMA3 | more | {"vocab_size": 307}, seed=3, dtype="bf16"
+        )
+    expected = answers(folder)
+    settings = {"pack_cache": str(tmp_path / "packed"), "disk_offload_gb": "0.00001", **layout}
+    found = answers(folder, speculate="draft", draft_model=str(folder), **settings)
+    assert found == expected
+
+
 def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
     config = MIXTRAL | {"vocab_size": 307, "max_position_embeddings": 64}
     model = write_tiny(tmp_path / "mixture", config, seed=1)
@@ -210,7 +264,7 @@ def test_mixtures_and_layered_prefill_answer_alike(tmp_path: Path) -> None:
 
 
 def open_streamed(model: Path, folder: Path, log: io.StringIO) -> NativeExecutor:
-    return StreamingExecutorClass(offload_bytes=300_000)(
+    return streaming(300_000)(
         program_of(model),
         open_checkpoint(model),
         ExecutorOptions(
@@ -257,7 +311,7 @@ def test_a_full_disk_is_an_error_that_says_how_much_is_needed(
         ),
         (
             {"disk_offload_gb": "1", "pack_cache": "x", "speculate": "self"},
-            "in another order",
+            "would be read from disk for each draft token",
         ),
     ],
 )

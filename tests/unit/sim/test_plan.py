@@ -150,6 +150,43 @@ def test_a_70b_runs_with_weights_on_disk_from_a_batch_on(tmp_path: Path) -> None
     assert plan_outcome(_planner(tmp_path, LLAMA_3_70B))["disk_offload"] is None
 
 
+def test_ranks_of_a_machine_read_their_shares_from_its_disk(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "m", LLAMA_3_70B)
+    one = plan_outcome(Planner({"model": folder}, HERE, memory_bytes=64 * GIB))["disk_offload"]
+    assert one["streamed_bytes_of_rank"] is None
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
+        outcome = plan_outcome(Planner({"model": folder, layout: 2}, HERE, memory_bytes=64 * GIB))
+        offload = outcome["disk_offload"]
+        kept_bytes = outcome["weights_bytes"] - offload["streamed_bytes"] + offload["window_bytes"]
+        assert 30 * GIB < kept_bytes < 64 * GIB
+        assert sum(offload["streamed_bytes_of_rank"]) == offload["streamed_bytes"]
+        assert offload["streamed_bytes"] > one["streamed_bytes"], "there are two embeddings"
+        first, second = offload["streamed_bytes_of_rank"]
+        assert abs(first / second - 1) < 0.1
+        # Each micro-batch of stages reads all weights.
+        groups = 2 if layout == "pipeline_parallel_size" else 1
+        for rate in offload["rates"]:
+            disk_s = offload["streamed_bytes"] / rate["disk_gb_per_s"] / 1e9
+            assert rate["tokens_per_s"] <= 1 / disk_s
+            assert rate["batch_tokens_per_s"] <= rate["batch"] / (groups * disk_s)
+        text = plan_text(outcome)
+        assert f"--disk-offload-gb {offload['gib']:g}" in text
+        assert f"Rank by rank: {first / 1e9:.3g} GB, {second / 1e9:.3g} GB." in text
+
+
+def test_ranks_with_a_machine_each_read_from_a_disk_each(tmp_path: Path) -> None:
+    folder, device = config_folder(tmp_path / "m", LLAMA_3_70B), find_device("epyc-9654")
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
+        outcome = plan_outcome(Planner({"model": folder, layout: 2}, device, memory_bytes=48 * GIB))
+        offload = outcome["disk_offload"]
+        first, second = offload["streamed_bytes_of_rank"]
+        assert outcome["weights_bytes"] > 48 * GIB > outcome["weights_bytes"] - max(first, second)
+        for rate in offload["rates"]:
+            disk_s = max(first, second) / rate["disk_gb_per_s"] / 1e9
+            assert rate["batch_tokens_per_s"] <= rate["batch"] / disk_s
+            assert rate["batch_tokens_per_s"] > rate["tokens_per_s"]
+
+
 def test_a_70b_runs_on_a_gpu_with_weights_in_host_memory(tmp_path: Path) -> None:
     planner = _planner(tmp_path, LLAMA_3_70B)
     outcome = plan_outcome(planner)

@@ -10,7 +10,9 @@ import pytest
 from quire.base.errors import CapacityError, SettingError
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
+from quire.config.memory import MemoryPlan
 from quire.engine.assembly.executor_choice import choose_executor_class
+from quire.engine.assembly.sized_model import sized_model
 from quire.engine.assembly.sizing import buffer_bytes
 from quire.engine.assembly.torch_choice import offload_size
 from quire.execute import streamed_weights
@@ -35,7 +37,6 @@ TORCH = {"executor": "torch", "cpu_offload_gb": "auto"}
         ({"kv_store": "/s", "kv_store_buffer_bytes": 3 << 20}, 3 << 20),
         ({"kv_transfer_key_file": "key", "kv_transfer_bytes": 5 << 20}, 5 << 20),
         ({"kv_tier_path": "/t"}, None),
-        ({"speculate": "ngram", "speculate_history_tokens": 100_000}, None),
     ],
 )
 def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
@@ -47,8 +48,8 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
     whole = NativeExecutor.memory_for(program, LIMITS)
     made = choose_executor_class(config)
     assert isinstance(made, StreamingExecutorClass)
-    assert made.buffers is not None
-    beside = made.buffers(whole.token_bytes)
+    assert made.size.buffers is not None
+    beside = made.size.buffers(whole.token_bytes)
     assert beside == beside_bytes or (beside_bytes is None and beside > 0)
     tables = 2 * min(program.max_positions, KV_BYTES // whole.token_bytes) * 12
     fits = whole.weights_bytes + whole.step_bytes + RESERVE_BYTES + KV_BYTES + tables + beside
@@ -60,6 +61,36 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
 
     assert with_memory(fits) == whole
     assert with_memory(fits - LACKING_BYTES).weights_bytes <= whole.weights_bytes - LACKING_BYTES
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [
+        {"speculate": "draft", "max_num_seqs": 4},
+        {"speculate": "ngram", "speculate_history_tokens": 100_000},
+    ],
+)
+@pytest.mark.parametrize("kv", [{"kv_cache_memory_bytes": 4 << 20}, {}])
+def test_auto_on_disk_leaves_room_for_what_drafts(
+    drafts: dict[str, Any], kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_weights, "WINDOW_BYTES", 0)  # the model is a small one
+    asked = {**drafts, **kv, "max_model_len": 256}
+
+    def planned(num_bytes: int, **more: Any) -> MemoryPlan:
+        memory = MachineMemory(available_bytes=num_bytes, limit="a test")
+        monkeypatch.setattr(NativeSizing, "available_memory", staticmethod(lambda: memory))
+        return sized_model(engine_config(asked | more)).memory
+
+    needed = [-line.num_bytes for line in planned(1 << 30).lines if line.num_bytes < 0]
+    kv_line = planned(1 << 30).kv_bytes if not kv else 0
+    lacking_bytes = sum(needed) - kv_line - LACKING_BYTES
+    with pytest.raises(CapacityError):
+        planned(lacking_bytes)
+    on_disk = {"disk_offload_gb": "auto", "pack_cache": "/packed"}
+    assert planned(lacking_bytes, **on_disk).num_blocks > 0
+    plenty = planned(1 << 30, **on_disk)
+    assert plenty.lines == planned(1 << 30).lines, "nothing is on disk where all fits"
 
 
 def test_an_offload_to_the_host_counts_a_host_tier_other_engines_and_ranks(
