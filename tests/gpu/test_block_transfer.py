@@ -69,7 +69,7 @@ def test_new_row_buffers_wait_for_work_submitted_before_them(folder: Path) -> No
     """Row buffers may reuse memory that an earlier step freed in the device's own stream order."""
     world, done = World(folder, rows=2), []
     world.stream.do(lambda: done.append("before"))
-    world.executor.begin_moving(2)
+    world.executor.begin_moving(3)
     world.executor.import_block(1, world.blocks[0])
     assert done == ["before"]
 

@@ -26,7 +26,7 @@ from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.transfer import TransferConfig, peer_address
-from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory
+from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory, pin
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
@@ -100,7 +100,7 @@ class ExchangePort:
         if levels is not None:
             num_blocks, note = num_blocks + levels.num_blocks, f"{note}\n{levels.note}"
             rooms.append(levels.room)
-        memory, segment = _memory(settings, num_blocks * block_bytes, rooms)
+        memory, segment = _memory(settings, num_blocks * block_bytes, rooms, executor)
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
         # Of a step at least, so that none of its blocks waits for the next one.
@@ -310,13 +310,14 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
 
 
 def _memory(
-    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting]
+    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting], executor: Executor
 ) -> tuple[NDArray[np.uint8], OwnSegment | None]:
     """Return memory for blocks on their way, and the segment that it is, if others may map it."""
     if settings.hands_over and settings.kv_transfer_backend in ("auto", "shm"):
         segment = OwnSegment(num_bytes)
+        pin(segment.memory, rooms, executor)
         return segment.memory, segment
-    return host_memory(num_bytes, rooms), None
+    return host_memory(num_bytes, rooms, executor), None
 
 
 def _security(config: TransferConfig, key: bytes) -> LinkSecurity:
