@@ -258,7 +258,7 @@ def compare_pairs(
         memory = blocks * whole.card.block_bytes
         few = {"kv_cache_memory": memory, "max_num_batched_tokens": 40}
         handing = {"role": "prefill", **shared, "max_num_batched_tokens": 48, **of_prefill}
-        if "kv_tier_path" in of_prefill:
+        if of_prefill.keys() & {"kv_tier_path", "kv_tier_host_size"}:
             handing["kv_cache_memory"] = few["kv_cache_memory"]
         prefill = Engine(models[at], **handing)
         decode = Engine(models[at], **{"role": "decode", **shared, **few, **of_decode})

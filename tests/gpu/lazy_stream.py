@@ -24,8 +24,8 @@ UNREAD = -7777  # the value of host copies that have not been made yet
 
 class LazyStream:
     """waits: what was pending when a mark was waited for before the device had reached it. waiters:
-    the threads that waited. pinned_bytes: sizes of memory of callers, by address. Tests may wait
-    in several threads, as on a device.
+    the threads that waited. pinned_bytes: sizes of all memory of callers that was pinned,
+    num_unpinned of it not any more. Tests may wait in several threads, as on a device.
     """
 
     is_beside = True
@@ -33,7 +33,8 @@ class LazyStream:
     def __init__(self, lock: threading.RLock | None = None) -> None:
         self.waits: list[int] = []
         self.waiters: list[str] = []
-        self.pinned_bytes: dict[int, int] = {}
+        self.pinned_bytes: list[int] = []
+        self.num_unpinned = 0
         self._lock = threading.RLock() if lock is None else lock
         self._queue: deque[Callable[[], None]] = deque()
         self._said = self._done = 0
@@ -64,11 +65,10 @@ class LazyStream:
         return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
 
     def pin(self, memory: Tensor) -> Callable[[], None]:
-        place = memory.data_ptr()
-        self.pinned_bytes[place] = memory.nbytes
+        self.pinned_bytes.append(memory.nbytes)
 
         def unpin() -> None:
-            del self.pinned_bytes[place]
+            self.num_unpinned += 1
 
         return unpin
 

@@ -31,8 +31,9 @@ from tests.tiny_models import write_tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-NUM_CASES = int(os.environ.get("QUIRE_GPU_DISAGGREGATION_CASES", "6"))
+NUM_CASES = int(os.environ.get("QUIRE_GPU_DISAGGREGATION_CASES", "4"))
 FIRST_PAIR, FIRST_STORE = 700, 900
+TRANSFER_BYTES = 4 << 20  # of each engine of compare_pairs
 ON_CPU_TENSORS: Settings = {"executor": "torch", "device": "cpu"}
 WITH_TIERS: dict[str, Settings] = {
     "alone": {},
@@ -91,7 +92,7 @@ def without_listed(number: int, num_models: int) -> tuple[int, list[tuple[Reques
 def test_two_engines_give_the_answers_of_one(models: list[Model], key: Path) -> None:
     numbers = range(FIRST_PAIR, FIRST_PAIR + NUM_CASES)
     seen = compare_pairs(numbers, models, key, {}, {}, ON_CPU_TENSORS)
-    if NUM_CASES >= 6:
+    if NUM_CASES >= 4:
         assert seen["fetched"] >= 20, seen
         assert seen["unreachable"] + seen["cut"], seen
 
@@ -108,16 +109,21 @@ def test_two_late_devices_give_the_answers_of_one(
 
     numbers = range(FIRST_PAIR + 20, FIRST_PAIR + 20 + NUM_CASES)
     found = compare_pairs(numbers, models[:1], key, of("prefill"), of("decode"), ON_CPU_TENSORS)
-    if NUM_CASES >= 6:
+    if NUM_CASES >= 4:
         assert found["fetched"] >= 20, found
-        assert (found["saved to disk"] > 0) == (tier != "alone"), found
-    assert not [one.pinned_bytes for one in late if one.pinned_bytes], "engines unpin as they end"
+        assert found["saved to disk"], found
+    whole, *pair = late
+    assert whole.pinned_bytes == []
+    for one in pair:
+        (num_bytes,) = one.pinned_bytes
+        assert TRANSFER_BYTES - num_bytes < 16 * 1024  # whole blocks of the room for them
+        assert one.num_unpinned == 1
 
 
 def test_engines_share_a_store(models: list[Model], tmp_path: Path) -> None:
     numbers = range(FIRST_STORE, FIRST_STORE + NUM_CASES)
     seen = compare_sharing(numbers, models, tmp_path, ON_CPU_TENSORS)
-    if NUM_CASES >= 6:
+    if NUM_CASES >= 4:
         assert seen["fetched"] >= 20, seen
         assert seen[StoreFailure.CORRUPT], seen
 
@@ -127,5 +133,5 @@ def test_late_devices_share_a_store(
 ) -> None:
     numbers = range(FIRST_STORE + 20, FIRST_STORE + 20 + NUM_CASES)
     seen = compare_sharing(numbers, models[1:2], tmp_path, ON_CPU_TENSORS)
-    if NUM_CASES >= 6:
+    if NUM_CASES >= 4:
         assert seen["fetched"] >= 20, seen
