@@ -82,9 +82,7 @@ def without_listed(number: int, num_models: int) -> tuple[int, list[tuple[Reques
     are taken before a late device has computed them."""
     model, requests = drawn(number, num_models)
     return model, [
-        tuple(
-            replace(one, sampling=replace(one.sampling, logprob_token_ids=())) for one in streams
-        )
+        tuple(replace(one, sampling=replace(one.sampling, logprob_token_ids=())) for one in streams)
         for streams in requests
     ]
 

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.serve.running_server import RunningServer  # noqa: E402
-from tests.serve.test_disaggregation import (  # noqa: E402
+from tests.serve.running_server import RunningServer
+from tests.serve.test_disaggregation import (
     FLAGS,
     PARAMS,
     TRANSFER,
@@ -27,7 +27,7 @@ from tests.serve.test_disaggregation import (  # noqa: E402
     is_quiet,
     transfer_port,
 )
-from tests.tiny_models import write_tiny_llama  # noqa: E402
+from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.gpu
 

@@ -150,15 +150,15 @@ class FakeRuntime:
     code: int = 0
     calls: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         self.calls.append(("pin", address, num_bytes, flags, self.card.current[0]))
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unpin", address, self.card.current[0]))
         return self.code
 
-    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
+    def cudaGetErrorString(self, code: int) -> str:
         return f"the words of {code}"
 
 
