@@ -108,10 +108,6 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
             {"kv_store": "/s", "kv_store_encoding": "int8", "kv_cache_dtype": "int8"},
             "kv_cache_dtype is int8, but only blocks of a bf16 cache are encoded",
         ),
-        (
-            {"executor": "torch", "kv_store": "/s", "kv_tier_host_bytes": 1 << 20},
-            "kv_tier_host_bytes too, but blocks of a store are in host memory already",
-        ),
         ({"context_parallel_size": 2, "block_size": 48}, "which 4, 8, 16, 32, 64 and 128 divide"),
         ({"context_parallel_size": 2, "tensor_parallel_size": 2, "tp_mode": "fast"}, "sums whole"),
         ({"context_parallel_size": 2, "executor": "reference"}, "only the native executor"),
