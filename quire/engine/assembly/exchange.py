@@ -85,13 +85,14 @@ class ExchangePort:
         levels: Levels | None,
         *,
         fingerprint: bytes,
+        step_tokens: int,
         clock: Clock,
         report: Report,
     ) -> ExchangeStore:
         """Allocate the memory for blocks on their way, and open the tier in `folder` beside it.
 
         levels: of a shared store, which has the tier as one of them; its blocks pass the same
-        memory. Raises SettingError and CapacityError.
+        memory. step_tokens: of the largest step. Raises SettingError and CapacityError.
         """
         settings, block_bytes = config.transfer, executor.block_bytes
         room = RoomSetting("kv_transfer_bytes", "--kv-transfer-size", settings.kv_transfer_bytes)
@@ -104,7 +105,7 @@ class ExchangePort:
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
         # Of a step at least, so that none of its blocks waits for the next one.
-        step_blocks = (config.scheduler.max_num_batched_tokens or 0) // config.kv_block_tokens
+        step_blocks = -(-step_tokens // config.kv_block_tokens)
         max_saving = max(num_buffers(block_bytes, store.tier), 2 * step_blocks)
         exchange = make(num_blocks, max_saving=max_saving)
         mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
