@@ -48,6 +48,10 @@ class AbsentStream:
         """See Stream."""
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See Stream."""
+        return lambda: None
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See Stream."""
 

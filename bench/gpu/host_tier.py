@@ -149,11 +149,11 @@ def _tokens(
 
 def _answer(load: Load, columns: int) -> Iterator[StepPlan]:
     """Compute a prompt in one step, then a token a step."""
-    first = _seated([_admission(0, load.swapped)], columns)
+    first = seated([admission(0, load.swapped)], columns)
     for step in range(load.answer):
         start = load.swapped + step - 1 if step else 0
         count = 1 if step else load.swapped
-        yield _plan(first if step == 0 else {}, [0], [start], [count])
+        yield plan_of(first if step == 0 else {}, [0], [start], [count])
 
 
 def _swap(load: Load, columns: int) -> list[StepPlan]:
@@ -169,8 +169,8 @@ def _swap(load: Load, columns: int) -> list[StepPlan]:
         "table_blocks": others,
     }
     return [
-        StepPlan(step=0, tier_copies=_out(whole), copy_from=spare, copy_to=whole),
-        StepPlan(step=0, tier_copies=_back(whole, others)),
+        StepPlan(step=0, tier_copies=saved(whole), copy_from=spare, copy_to=whole),
+        StepPlan(step=0, tier_copies=loaded(others)),
         StepPlan(step=0, **table),
     ]
 
@@ -207,35 +207,39 @@ def _timed(results: Iterable[StepResult]) -> Iterator[float]:
 
 def _decode(load: Load, columns: int, warm: int, *, swaps: bool) -> Iterator[StepPlan]:
     slots = list(range(load.running))
-    first = _seated([_admission(slot, load.depth) for slot in slots], columns)
+    first = seated([admission(slot, load.depth) for slot in slots], columns)
     parked = np.arange(columns_for(load.swapped), dtype=np.int32)
     parked += np.int32(load.running * columns)
     for step in range(warm + load.steps):
         more = dict(first) if step == 0 else {}
         turn = (step - warm) % load.every if swaps and step >= warm else -1
         if turn == 0:
-            more["tier_copies"] = _out(parked)
+            more["tier_copies"] = saved(parked)
         if turn == load.every // 2:
-            more["tier_copies"] = _back(parked, parked)
+            more["tier_copies"] = loaded(parked)
         starts = [load.depth - 1 + step] * len(slots)
-        yield _plan(more, slots, starts, [1] * len(slots))
+        yield plan_of(more, slots, starts, [1] * len(slots))
 
 
-def _out(blocks: Int32s) -> BlockCopies:
+def saved(blocks: Int32s, first: int = 0) -> BlockCopies:
+    """Return copies of blocks to the places from `first` on."""
+    places = first + np.arange(len(blocks), dtype=np.int32)
+    return between(Tier.POOL, blocks, Tier.HOST, places, [key_of(one) for one in places.tolist()])
+
+
+def loaded(blocks: Int32s) -> BlockCopies:
+    """Return copies of the places from 0 on to blocks."""
     places = np.arange(len(blocks), dtype=np.int32)
-    return between(Tier.POOL, blocks, Tier.HOST, places, _keys(len(blocks)))
+    return between(Tier.HOST, places, Tier.POOL, blocks, [key_of(one) for one in places.tolist()])
 
 
-def _back(saved: Int32s, blocks: Int32s) -> BlockCopies:
-    places = np.arange(len(saved), dtype=np.int32)
-    return between(Tier.HOST, places, Tier.POOL, blocks, _keys(len(blocks)))
+def key_of(place: int) -> bytes:
+    """Return the digest under which a place is filled."""
+    return place.to_bytes(16, "little")
 
 
-def _keys(count: int) -> list[bytes]:
-    return [place.to_bytes(16, "little") for place in range(count)]
-
-
-def _admission(slot: int, prompt: int) -> Admission:
+def admission(slot: int, prompt: int) -> Admission:
+    """Return a request with a prompt of its own, by greedy choice."""
     rng = np.random.default_rng(slot)
     return Admission(
         slot=slot,
@@ -248,7 +252,7 @@ def _admission(slot: int, prompt: int) -> Admission:
     )
 
 
-def _seated(admissions: list[Admission], columns: int) -> dict[str, Any]:
+def seated(admissions: list[Admission], columns: int) -> dict[str, Any]:
     """Return fields of the plan that admits them, with blocks for all they will compute."""
     slots = np.array([admission.slot for admission in admissions], np.int32)
     table_slots = np.repeat(slots, columns).astype(np.int32)
@@ -261,7 +265,15 @@ def _seated(admissions: list[Admission], columns: int) -> dict[str, Any]:
     }
 
 
-def _plan(more: dict[str, Any], slots: list[int], starts: list[int], counts: list[int]) -> StepPlan:
+def plan_of(
+    more: dict[str, Any],
+    slots: list[int],
+    starts: list[int],
+    counts: list[int],
+    *,
+    samples: bool = True,
+) -> StepPlan:
+    """Return a plan of these rows, with more fields. samples: a token of each row."""
     first = np.array(starts, np.int32)
     return StepPlan(
         step=0,
@@ -270,5 +282,5 @@ def _plan(more: dict[str, Any], slots: list[int], starts: list[int], counts: lis
         starts=first,
         counts=np.array(counts, np.int32),
         store_from=first,
-        sample_counts=np.ones(len(slots), np.int32),
+        sample_counts=np.full(len(slots), int(samples), np.int32),
     )

@@ -39,6 +39,7 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "peer": Section("bench.gpu.peer:peer", 420),
         "ready": Section("bench.gpu.ready:ready", 240),
         "host_tier": Section("bench.gpu.host_tier:host_tier", 180),
+        "exchange": Section("bench.gpu.exchange:exchange", 150),
         "ranks": Section("bench.gpu.ranks:ranks", 120),
     }
 )

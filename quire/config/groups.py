@@ -366,6 +366,17 @@ class EngineConfig:
         ranks = self.executor.context_parallel_size
         return self.cache.block_size if ranks == 1 else ranks * PIECE_TOKENS
 
+    @property
+    def host_block_bytes(self) -> dict[str, int]:
+        """Host memory for KV blocks outside the pool, by the setting that gives it."""
+        tier_bytes = self.cache.kv_tier_host_bytes
+        found = {} if tier_bytes is None else {"kv_tier_host_bytes": tier_bytes}
+        if self.transfer.is_on:
+            found["kv_transfer_bytes"] = self.transfer.kv_transfer_bytes
+        if self.kv_store.is_on:
+            found["kv_store_buffer_bytes"] = self.kv_store.kv_store_buffer_bytes
+        return found
+
     def check_one_engine(self) -> None:
         """Raise SettingError where several engines are asked for and one can be had."""
         if self.executor.data_parallel_size > 1:
@@ -414,15 +425,10 @@ class EngineConfig:
                 f"{given} and enable_prefix_caching is false, but blocks from other engines are "
                 "found by their prefix; leave one of them out"
             )
-        if self.executor.executor == "torch":
-            raise SettingError(
-                f"{given} and executor is torch; blocks are exchanged between engines on CPUs for "
-                "now: take --executor native, or leave it out"
-            )
 
     def _check_store(self) -> None:
         """Raise SettingError for what a shared KV store does not support yet."""
-        given, cache, executor = "kv_store is given", self.cache, self.executor
+        given, cache = "kv_store is given", self.cache
         for is_given, what, reason, advice in (
             (
                 not cache.enable_prefix_caching,
@@ -444,10 +450,10 @@ class EngineConfig:
                 "set kv_cache_dtype to bf16, or leave kv_store_encoding out",
             ),
             (
-                executor.executor == "torch",
-                "executor is torch",
-                "stores hold blocks of engines on CPUs for now",
-                "take --executor native, or leave it out",
+                cache.kv_tier_host_bytes is not None,
+                "kv_tier_host_bytes too",
+                "blocks of a store are in host memory already",
+                "leave it out, and raise kv_store_buffer_bytes",
             ),
         ):
             if is_given:

@@ -241,11 +241,14 @@ class AsyncExecutor(Protocol):
         """Return a function that waits until all work queued so far is done."""
 
     def begin_moving(self, num_blocks: int) -> None:
-        """Allocate staging buffers on the device for `num_blocks` blocks each way. Raises
-        CapacityError."""
+        """Have staging buffers on the device for at least `num_blocks` blocks each way, before any
+        block is moved. Raises CapacityError."""
 
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory, which the device can access. Raises CapacityError."""
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """Pin host memory of the caller, until the executor is closed. Raises CapacityError."""
 
     def export_blocks(
         self, blocks: NDArray[np.int32], outs: Sequence[NDArray[np.uint8]]
@@ -255,5 +258,5 @@ class AsyncExecutor(Protocol):
         bytes."""
 
     def import_blocks(self, blocks: NDArray[np.int32], raws: Sequence[NDArray[np.uint8]]) -> None:
-        """Do import_block for each block and wait: from any thread, one call at a time. Queued
-        work that reads or writes these blocks must be done."""
+        """Do import_block for each block and wait: from any thread. Queued work that reads or
+        writes these blocks must be done."""

@@ -240,23 +240,25 @@ def compare_pairs(
     key: Path,
     of_prefill: Settings,
     of_decode: Settings,
+    of_all: Settings | None = None,
 ) -> Counter[str]:
-    """Compare the cases on pairs with one engine each; return what happened."""
+    """Compare the cases on pairs with one engine each; return what happened. of_all: settings that
+    the one engine has too."""
     lines: list[str] = []
     seen: Counter[str] = Counter()
     by_model: dict[int, list[int]] = {}
     for number in numbers:
         by_model.setdefault(drawn(number, len(models))[0], []).append(number)
     for at, cases in by_model.items():
-        shared = {"kv_transfer_key_file": str(key), "kv_transfer_size": "4MiB"}
-        whole = Engine(models[at])
+        shared = {"kv_transfer_key_file": str(key), "kv_transfer_size": "4MiB", **(of_all or {})}
+        whole = Engine(models[at], **(of_all or {}))
         assert whole.card is not None
         # Ranks may have the same heads, in as much memory each.
         blocks = 36 * of_decode.get("tensor_parallel_size", 1)
         memory = blocks * whole.card.block_bytes
         few = {"kv_cache_memory": memory, "max_num_batched_tokens": 40}
         handing = {"role": "prefill", **shared, "max_num_batched_tokens": 48, **of_prefill}
-        if "kv_tier_path" in of_prefill:
+        if of_prefill.keys() & {"kv_tier_path", "kv_tier_host_size"}:
             handing["kv_cache_memory"] = few["kv_cache_memory"]
         prefill = Engine(models[at], **handing)
         decode = Engine(models[at], **{"role": "decode", **shared, **few, **of_decode})

@@ -22,7 +22,7 @@ from quire.base.records import Request
 from quire.program.declarations import PIECE_POSITIONS
 from quire.program.tensors import DType
 from tests.exact.rig import Model
-from tests.exact.test_disaggregation import Engine, drawn, running
+from tests.exact.test_disaggregation import Engine, Settings, drawn, running
 from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE
 from tests.tiny_models import write_tiny_llama
 
@@ -37,14 +37,25 @@ LAYOUTS = [("pipeline", "tensor"), ("context", "context")]
 def test_engines_that_share_a_store_give_the_answers_of_one(
     models: list[Model], tmp_path: Path
 ) -> None:
+    seen = compare_sharing(range(FIRST_CASE, FIRST_CASE + NUM_CASES), models, tmp_path, {})
+    if NUM_CASES >= 10:
+        assert seen["fetched"] >= MIN_FETCHED_BLOCKS, seen
+        assert seen[StoreFailure.CORRUPT], seen
+
+
+def compare_sharing(
+    numbers: Sequence[int], models: Sequence[Model], root: Path, of_all: Settings
+) -> Counter[str]:
+    """Compare the cases on engines that share a store with one engine each; return what happened.
+    of_all: settings of all engines."""
     lines: list[str] = []
     seen: Counter[str] = Counter()
     by_model: dict[int, list[int]] = {}
-    for number in range(FIRST_CASE, FIRST_CASE + NUM_CASES):
+    for number in numbers:
         by_model.setdefault(drawn(number, len(models))[0], []).append(number)
-    for at, numbers in by_model.items():
-        path = tmp_path / str(at)
-        whole = Engine(models[at])
+    for at, cases in by_model.items():
+        path = root / str(at)
+        whole = Engine(models[at], **of_all)
         assert whole.card is not None
         block_bytes = whole.card.block_bytes
         shared = {
@@ -55,10 +66,11 @@ def test_engines_that_share_a_store_give_the_answers_of_one(
             "kv_store_timeout": 30.0,
             "kv_cache_memory": 36 * block_bytes,
             "max_num_batched_tokens": 40,
+            **of_all,
         }
         one, other = Engine(models[at], **shared), Engine(models[at], **shared)
         with running(whole, one, other):
-            for number in numbers:
+            for number in cases:
                 lines += _compare(number, drawn(number, len(models))[1], whole, one, other, path)
                 if number % 3 == 0:
                     seen.update(_counts(one.stats.kv_store))
@@ -68,9 +80,7 @@ def test_engines_that_share_a_store_give_the_answers_of_one(
             for engine in (one, other):
                 seen.update(_counts(engine.stats.kv_store))
     assert not lines, "\n".join(lines[:5])
-    if NUM_CASES >= 10:
-        assert seen["fetched"] >= MIN_FETCHED_BLOCKS, seen
-        assert seen[StoreFailure.CORRUPT], seen
+    return seen
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=" and ".join)

@@ -24,7 +24,8 @@ UNREAD = -7777  # the value of host copies that have not been made yet
 
 class LazyStream:
     """waits: what was pending when a mark was waited for before the device had reached it. waiters:
-    the threads that waited. Tests may wait in several threads, as on a device.
+    the threads that waited. pinned_bytes: sizes of all memory of callers that was pinned,
+    num_unpinned of it not any more. Tests may wait in several threads, as on a device.
     """
 
     is_beside = True
@@ -32,6 +33,8 @@ class LazyStream:
     def __init__(self, lock: threading.RLock | None = None) -> None:
         self.waits: list[int] = []
         self.waiters: list[str] = []
+        self.pinned_bytes: list[int] = []
+        self.num_unpinned = 0
         self._lock = threading.RLock() if lock is None else lock
         self._queue: deque[Callable[[], None]] = deque()
         self._said = self._done = 0
@@ -60,6 +63,14 @@ class LazyStream:
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), 0xEE, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        self.pinned_bytes.append(memory.nbytes)
+
+        def unpin() -> None:
+            self.num_unpinned += 1
+
+        return unpin
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         self.do(lambda: target.copy_(source))

@@ -5,7 +5,9 @@ The device does nothing until it is waited for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +71,7 @@ def test_new_row_buffers_wait_for_work_submitted_before_them(folder: Path) -> No
     """Row buffers may reuse memory that an earlier step freed in the device's own stream order."""
     world, done = World(folder, rows=2), []
     world.stream.do(lambda: done.append("before"))
-    world.executor.begin_moving(2)
+    world.executor.begin_moving(3)
     world.executor.import_block(1, world.blocks[0])
     assert done == ["before"]
 
@@ -127,6 +129,56 @@ def test_no_bytes_reach_the_host_before_a_wait(folder: Path) -> None:
     assert not np.array_equal(buffers, before)
 
 
+def test_memory_of_the_caller_is_pinned_until_the_executor_is_closed(folder: Path) -> None:
+    """As other processes map it: blocks go to and come from its middle."""
+    world = World(folder, rows=4)
+    memory = np.zeros(4 * world.size, np.uint8)
+    world.executor.pin(memory)
+    rooms = [*memory.reshape(4, world.size)[1:3]]
+    world.executor.export_blocks(np.array([4, 7], np.int32), rooms)()
+    assert np.array_equal(rooms, world.blocks[[4, 7]])
+    world.executor.import_blocks(np.array([2, 3], np.int32), rooms)
+    wait, buffers = world.take_out([2, 3])
+    wait()
+    assert np.array_equal(buffers, world.blocks[[4, 7]])
+    assert (world.stream.pinned_bytes, world.stream.num_unpinned) == ([4 * world.size], 0)
+    world.executor.close()
+    assert world.stream.num_unpinned == 1
+
+
+def test_imports_of_several_threads_do_not_share_a_row(folder: Path) -> None:
+    world = World(folder, rows=1)
+    listed = np.arange(NUM_BLOCKS - 1, dtype=np.int32).reshape(-1, 1)
+    assert world.executor._port is not None
+    coming = world.executor._port._coming
+    copy = coming.copy
+
+    def interrupted(source: torch.Tensor, target: torch.Tensor) -> None:
+        copy(source, target)
+        time.sleep(0.002)  # the other threads' turn
+
+    coming.copy = interrupted  # type: ignore[method-assign]
+
+    def bring(block: np.ndarray) -> None:
+        world.executor.import_blocks(block, [world.blocks[block[0] + 1]])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(bring, listed))
+    wait, buffers = world.take_out(listed[:, 0].tolist())
+    wait()
+    assert np.array_equal(buffers, world.blocks[1:])
+
+
+def test_staging_rows_only_grow(folder: Path) -> None:
+    """A tier and an exchange move blocks of one pool, each as many at once as it says."""
+    world = World(folder, rows=4)
+    before = world.executor._port
+    world.executor.begin_moving(3)
+    assert world.executor._port is before
+    world.executor.begin_moving(5)
+    assert world.executor._port is not before
+
+
 def test_a_recreated_cache_reuses_no_buffer_of_another(folder: Path) -> None:
     world = World(folder, rows=4)
     world.executor.allocate_cache(4, 32)
@@ -139,10 +191,13 @@ def test_a_recreated_cache_reuses_no_buffer_of_another(folder: Path) -> None:
 def test_memory_that_cannot_be_pinned_is_rejected_with_a_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(_: LazyStream, num_bytes: int) -> None:
+    def none(_: LazyStream, asked: object) -> None:
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
     world = World(folder, rows=1)
-    monkeypatch.setattr(LazyStream, "host_memory", none)
+    for name in ("host_memory", "pin"):
+        monkeypatch.setattr(LazyStream, name, none)
     with pytest.raises(CapacityError, match=r"no 3\.0 MiB of memory .*error: out of memory$"):
         world.executor.host_memory(3 << 20)
+    with pytest.raises(CapacityError, match=r"no 3\.0 MiB of memory .*error: out of memory$"):
+        world.executor.pin(np.empty(3 << 20, np.uint8))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from bench.gpu import integers, products, ranks
+from bench.gpu import exchange, integers, products, ranks
 from bench.gpu.breakdown import kernel_times
 from bench.gpu.gaps import gaps
 from bench.gpu.sections import SECTIONS
@@ -59,7 +59,7 @@ def _check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path: Path) -> None:
-    code, result = _check(tmp_path, "--only", "limits,requests,host_tier,ranks")
+    code, result = _check(tmp_path, "--only", "limits,requests,host_tier,exchange,ranks")
     statuses = {name: section["status"] for name, section in result["sections"].items()}
     assert set(statuses.values()) == {"ok"}, result
     assert code == 0
@@ -72,9 +72,31 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
     assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
+    exchanged = result["sections"]["exchange"]["found"]
+    assert exchanged["tokens"] == {"are_equal": True, "tokens": 4}
+    assert exchanged["saved"]["blocks"] == exchanged["fetched"]["blocks"] == 2
+    assert exchanged["fetched"]["bytes_are_equal"]
     exchanged = result["sections"]["ranks"]["found"]
     assert [f"{size} bytes" in exchanged for size in ranks.DRY_SIZES] == [True, True]
     assert exchanged["lost"]["how"].startswith("DeviceLost: an exchange of columns (gloo)")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": [1]}, "the other engine got"),
+        ({"fetched": {"bytes_are_equal": False}}, "arrived so"),
+    ],
+)
+def test_other_bytes_or_tokens_at_the_other_engine_fail_the_section(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+) -> None:
+    stage, results = _dry()
+    found = {"tokens": [], "fetched": {"bytes_are_equal": True}}
+    monkeypatch.setattr(exchange, "_at_the_other", lambda *_: found | change)
+    with pytest.raises(RuntimeError, match=words):
+        exchange.exchange(stage)
+    assert results["saved"]["blocks"] == 2
 
 
 def test_ranks_are_skipped_with_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

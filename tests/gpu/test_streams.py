@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,42 @@ def test_launches_go_to_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> N
     GpuStream(SECOND, ("own", 1)).do(lambda: seen.append(card.current))
     assert seen == [(1, None), (1, ("own", 1))]
     assert card.current == (0, None)
+
+
+@dataclass
+class FakeRuntime:
+    """The calls of the CUDA runtime that pin memory, which answer `code`."""
+
+    card: FakeCuda
+    code: int = 0
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.calls.append(("pin", address, num_bytes, flags, self.card.current[0]))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unpin", address, self.card.current[0]))
+        return self.code
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"the words of {code}"
+
+
+def test_memory_of_the_caller_is_pinned_on_the_streams_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeRuntime(FakeCuda(monkeypatch))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = torch.zeros(100, dtype=torch.uint8)
+    address, part = memory.data_ptr(), memory[20:]
+    unpin = GpuStream(SECOND).pin(part)
+    assert runtime.calls == [("pin", address + 20, 80, 0, 1)]
+    unpin()
+    assert runtime.calls[1:] == [("unpin", address + 20, 1)]
+    runtime.code = 2
+    with pytest.raises(RuntimeError, match=r"^CUDA error: the words of 2$"):
+        GpuStream(SECOND).pin(memory)
 
 
 def test_a_capture_has_its_own_stream_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

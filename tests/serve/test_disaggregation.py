@@ -350,7 +350,9 @@ def test_another_instruction_set_is_refused_with_the_reason(
         _, params = handed_over(prefill, body)
         assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
         assert failures(server) == {"refused": 1}
-        assert f"instruction sets differ: {other} at the fetching engine" in server.stderr()
+        assert (
+            f"instruction sets or devices differ: {other} at the fetching engine" in server.stderr()
+        )
 
 
 def test_a_pair_with_certificates_of_both_sides(folder: Path, prefill: RunningServer) -> None:

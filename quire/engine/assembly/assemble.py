@@ -137,7 +137,8 @@ def _assembled(
         tier = features.tier(config, executor, tier_folder, fingerprint, clock, report)
     else:
         fingerprint = outside_ports.fingerprint(fingerprint)
-        tier = outside_ports.open_tier(executor, program, fingerprint, clock, report)
+        step_tokens = model.step_limits.max_tokens
+        tier = outside_ports.open_tier(executor, program, fingerprint, step_tokens, clock, report)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.proposer is None else model.proposer.taps(limits.max_num_seqs)
     constraints = OutputConstraints(matchers=compiler, watches=texts)

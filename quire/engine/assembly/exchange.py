@@ -26,7 +26,7 @@ from quire.cache.store_map import StoreMap
 from quire.config.groups import EngineConfig
 from quire.config.key_file import read_shared_key
 from quire.config.transfer import TransferConfig, peer_address
-from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory
+from quire.engine.assembly.memory_tier import Levels, MemoryTier, RoomSetting, host_memory, pin
 from quire.engine.assembly.tier import OpenTier, open_tier
 from quire.engine.core import EngineCore
 from quire.engine.model_card import ModelCard
@@ -85,13 +85,14 @@ class ExchangePort:
         levels: Levels | None,
         *,
         fingerprint: bytes,
+        step_tokens: int,
         clock: Clock,
         report: Report,
     ) -> ExchangeStore:
         """Allocate the memory for blocks on their way, and open the tier in `folder` beside it.
 
         levels: of a shared store, which has the tier as one of them; its blocks pass the same
-        memory. Raises SettingError and CapacityError.
+        memory. step_tokens: of the largest step. Raises SettingError and CapacityError.
         """
         settings, block_bytes = config.transfer, executor.block_bytes
         room = RoomSetting("kv_transfer_bytes", "--kv-transfer-size", settings.kv_transfer_bytes)
@@ -100,11 +101,11 @@ class ExchangePort:
         if levels is not None:
             num_blocks, note = num_blocks + levels.num_blocks, f"{note}\n{levels.note}"
             rooms.append(levels.room)
-        memory, segment = _memory(settings, num_blocks * block_bytes, rooms)
+        memory, segment = _memory(settings, num_blocks * block_bytes, rooms, executor)
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
         # Of a step at least, so that none of its blocks waits for the next one.
-        step_blocks = (config.scheduler.max_num_batched_tokens or 0) // config.kv_block_tokens
+        step_blocks = -(-step_tokens // config.kv_block_tokens)
         max_saving = max(num_buffers(block_bytes, store.tier), 2 * step_blocks)
         exchange = make(num_blocks, max_saving=max_saving)
         mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
@@ -310,13 +311,14 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
 
 
 def _memory(
-    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting]
+    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting], executor: Executor
 ) -> tuple[NDArray[np.uint8], OwnSegment | None]:
     """Return memory for blocks on their way, and the segment that it is, if others may map it."""
     if settings.hands_over and settings.kv_transfer_backend in ("auto", "shm"):
         segment = OwnSegment(num_bytes)
+        pin(segment.memory, rooms, executor)
         return segment.memory, segment
-    return host_memory(num_bytes, rooms), None
+    return host_memory(num_bytes, rooms, executor), None
 
 
 def _security(config: TransferConfig, key: bytes) -> LinkSecurity:

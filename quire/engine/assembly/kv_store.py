@@ -152,7 +152,7 @@ class StorePort:
     ) -> OpenTier:
         """Allocate host memory for blocks of `levels`. Raises CapacityError."""
         block_bytes = executor.block_bytes
-        memory = host_memory(levels.num_blocks * block_bytes, [levels.room])
+        memory = host_memory(levels.num_blocks * block_bytes, [levels.room], executor)
         store = HostStore([memory], block_bytes)
         return MemoryTier(
             tier=StoreMap(store.num_blocks, max_saving=num_buffers(block_bytes, store.tier)),

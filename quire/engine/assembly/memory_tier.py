@@ -3,7 +3,7 @@
 A part of the wiring, like assemble.py: what exchange.py and kv_store.py fill and outside.py passes
 on. Loads neither.
 Always holds: memory in which no block fits, or which there is not, is refused by the settings that
-give its size.
+give its size; what a device copies to and from is pinned.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import CapacityError, SettingError
 from quire.engine.assembly.tier import OpenTier
+from quire.execute.executor import AsyncExecutor, Executor
 from quire.transfer.host import HostStore
 
 if TYPE_CHECKING:
@@ -42,14 +43,38 @@ class RoomSetting:
         return self.num_bytes // block_bytes
 
 
-def host_memory(num_bytes: int, settings: Sequence[RoomSetting]) -> NDArray[np.uint8]:
-    """Return memory of the size that `settings` give. Raises CapacityError."""
+def host_memory(
+    num_bytes: int, settings: Sequence[RoomSetting], executor: Executor
+) -> NDArray[np.uint8]:
+    """Return memory of the size that `settings` give, as the executor moves blocks to and from.
+    Raises CapacityError."""
     try:
-        return np.empty(num_bytes, np.uint8)
+        memory = np.empty(num_bytes, np.uint8)
     except MemoryError as error:
-        given = " and ".join(f"{one.name} is {one.num_bytes}" for one in settings)
-        flags = " or ".join(one.flag for one in settings)
+        given, flags = _named(settings)
         raise CapacityError(f"{given}, and there is no memory for it; lower {flags}") from error
+    pin(memory, settings, executor)
+    return memory
+
+
+def pin(memory: NDArray[np.uint8], settings: Sequence[RoomSetting], executor: Executor) -> None:
+    """Pin memory of the size that `settings` give, if a device reads and writes it by itself.
+    Raises CapacityError."""
+    if not isinstance(executor, AsyncExecutor):
+        return
+    try:
+        executor.pin(memory)
+    except CapacityError as error:
+        given, flags = _named(settings)
+        raise CapacityError(
+            f"{given}: {error}; lower {flags}, or raise what the system lets a process keep in "
+            "place (ulimit -l, a container's limits)"
+        ) from error
+
+
+def _named(settings: Sequence[RoomSetting]) -> tuple[str, str]:
+    given = " and ".join(f"{one.name} is {one.num_bytes}" for one in settings)
+    return given, " or ".join(one.flag for one in settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,12 +70,13 @@ class OutsidePorts:
         executor: Executor,
         program: Program,
         fingerprint: bytes,
+        step_tokens: int,
         clock: Clock,
         report: Report,
     ) -> OpenTier:
         """Allocate memory for blocks on their way, and open what is beside it or below.
 
-        Raises SettingError and CapacityError.
+        step_tokens: of the largest step. Raises SettingError and CapacityError.
         """
         levels = None
         if self._store is not None:
@@ -89,6 +90,7 @@ class OutsidePorts:
             self._folder,
             levels,
             fingerprint=fingerprint,
+            step_tokens=step_tokens,
             clock=clock,
             report=report,
         )

@@ -81,12 +81,12 @@ def sized_model(config: EngineConfig) -> SizedModel:
         longest = with_pooling(longest)
     executor_class = choose_executor_class(config)
     executor_class.check_program(longest)
-    if config.cache.kv_tier_host_bytes is not None:
-        # Imported only where the tier is used: it takes a megabyte.
-        from quire.engine.assembly.tier import check_host_tier
+    if in_host := config.host_block_bytes:
+        # Imported only where blocks are moved: it takes a megabyte.
+        from quire.engine.assembly.tier import check_host_memory
 
         host = shared_memory(machine_memory(), config.executor.data_parallel_size)
-        check_host_tier(config.cache.kv_tier_host_bytes, executor_class.available_memory(), host)
+        check_host_memory(in_host, executor_class.available_memory(), host)
     limits = step_limits(config, executor_class)
     proposer = _sized_proposer(config, spec, longest, checkpoint, executor_class)
     needs = NO_DRAFT if proposer is None else proposer.needs

@@ -72,14 +72,11 @@ def memory_needs(
 def buffer_bytes(config: EngineConfig, token_bytes: int, *, device_is_own: bool) -> int:
     """Return the memory of what computes that KV blocks on their way to and from a tier, other
     engines or a store take. token_bytes: of a token in the KV cache."""
-    num_bytes = 0
-    if config.cache.has_tier:
-        from quire.engine.assembly.tier import moving_bytes  # only where a tier is used
+    in_host = config.host_block_bytes
+    num_bytes = 0 if device_is_own else sum(in_host.values())
+    if config.cache.has_tier or (device_is_own and in_host):
+        from quire.engine.assembly.tier import moving_bytes  # only where it is used
 
         block_bytes = token_bytes * config.kv_block_tokens
-        num_bytes = moving_bytes(block_bytes, config.cache, beside_host=device_is_own)
-    if config.transfer.is_on:
-        num_bytes += config.transfer.kv_transfer_bytes
-    if config.kv_store.is_on:
-        num_bytes += config.kv_store.kv_store_buffer_bytes
+        num_bytes += moving_bytes(block_bytes, config, beside_host=device_is_own)
     return num_bytes

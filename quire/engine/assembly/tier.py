@@ -7,7 +7,7 @@ A part of the wiring, like assemble.py. Always holds: blocks of another fingerpr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from quire.base.report import Report
 from quire.cache.exchange_beside_tier import TierBesideExchange
 from quire.cache.exchange_map import ExchangeMap
 from quire.cache.tier_map import TierMap
-from quire.config.groups import CacheConfig, EngineConfig
+from quire.config.groups import EngineConfig
 from quire.config.machine import MachineMemory
 from quire.config.memory import mib
 from quire.execute.executor import AsyncExecutor, Executor
@@ -44,22 +44,30 @@ class OpenTier:
     note: str
 
 
-def check_host_tier(wanted: int, device: MachineMemory, host: MachineMemory) -> None:
-    """Before anything is loaded: raise SettingError where a tier of so many bytes in the host's
-    memory cannot be. device: the memory of what computes."""
+def check_host_memory(
+    wanted: Mapping[str, int], device: MachineMemory, host: MachineMemory
+) -> None:
+    """Before anything is loaded: raise SettingError where the host lacks the memory for KV blocks
+    beside a device with memory of its own, or there is none.
+
+    wanted: bytes by setting (EngineConfig.host_block_bytes). device: the memory of what computes.
+    """
     if not device.is_own:
+        if "kv_tier_host_bytes" not in wanted:
+            return  # part of the one memory sum
         raise SettingError(
-            f"kv_tier_host_bytes is {wanted}; this engine computes on the CPU, where the KV cache "
-            "itself lies in the host's memory and a tier there would be more of the same: leave "
-            "it out and raise kv_cache_memory_bytes, give a folder (kv_tier_path), or take a GPU "
-            "(--executor torch)"
+            f"kv_tier_host_bytes is {wanted['kv_tier_host_bytes']}; this engine computes on the "
+            "CPU, where the KV cache itself lies in the host's memory and a tier there would be "
+            "more of the same: leave it out and raise kv_cache_memory_bytes, give a folder "
+            "(kv_tier_path), or take a GPU (--executor torch)"
         )
     most = max(host.available_bytes - HOST_RESERVE_BYTES, 0)
-    if wanted > most:
+    if sum(wanted.values()) > most:
+        given = " and ".join(f"{name} is {value} ({mib(value)})" for name, value in wanted.items())
         raise SettingError(
-            f"kv_tier_host_bytes is {wanted} ({mib(wanted)}); of the host's memory "
-            f"{mib(host.available_bytes)} are left ({host.limit}), and {mib(HOST_RESERVE_BYTES)} "
-            f"of them stay free: give at most {most >> 20}MiB"
+            f"{given}; of the host's memory {mib(host.available_bytes)} are left ({host.limit}), "
+            f"and {mib(HOST_RESERVE_BYTES)} of them stay free: give at most {most >> 20}MiB"
+            + (" together" if len(wanted) > 1 else "")
         )
 
 
@@ -113,12 +121,13 @@ def open_tier(
     )
 
 
-def moving_bytes(block_bytes: int, config: CacheConfig, *, beside_host: bool) -> int:
+def moving_bytes(block_bytes: int, config: EngineConfig, *, beside_host: bool) -> int:
     """Return memory of what computes that moving takes beside the pool. beside_host: it has its
-    own."""
-    tier = Tier.DISK if config.kv_tier_path is not None else Tier.HOST
+    own, which needs the staging rows of the medium that has most blocks on their way."""
     if beside_host:
+        tier = Tier.HOST if config.host_block_bytes else Tier.DISK
         return 2 * num_buffers(block_bytes, tier) * block_bytes
+    tier = Tier.DISK if config.cache.kv_tier_path is not None else Tier.HOST
     return (num_buffers(block_bytes, tier) + 1 + BUFFERS + 1) * block_bytes
 
 

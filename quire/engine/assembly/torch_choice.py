@@ -75,7 +75,7 @@ def offload_size(config: EngineConfig, *, is_gpu: bool) -> OffloadSize:
         saved_bytes=settings.cpu_offload_bytes,
         kv_bytes=cache.kv_cache_memory_bytes,
         buffers=partial(buffer_bytes, config, device_is_own=True),
-        host_bytes=cache.kv_tier_host_bytes or 0,
+        host_bytes=sum(config.host_block_bytes.values()),
         num_engines=settings.data_parallel_size,
     )
 

@@ -11,6 +11,7 @@ holds: queueing never waits; a staging row is reused only behind the copy that r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -30,11 +31,12 @@ Pair = tuple[Tensor, Tensor]
 
 class BlockPort:
     """Transfers of one pool, with `rows` staging rows each way. One thread, which also queues the
-    steps, exports; one thread, the same or another, imports. Raises CapacityError where memory
-    does not suffice."""
+    steps, exports; any thread imports, one after another. Raises CapacityError where memory does
+    not suffice."""
 
     def __init__(self, pool: KvPool, device: torch.device, stream: Stream, *, rows: int) -> None:
-        self._pool, self._stream = pool, stream
+        self._pool, self._stream, self.rows = pool, stream, rows
+        self._importing = threading.Lock()  # a tier and an exchange have a thread each
         self._leaving, self._coming = stream.beside(), stream.beside()
         shape = rows, pool.block_bytes
         try:
@@ -64,15 +66,15 @@ class BlockPort:
     def bring_in(self, blocks: Int32s, raws: Sequence[Bytes]) -> None:
         """Make blocks what raws say, and wait until they are. What else reads or writes them must
         be over."""
-        size = len(self._rows_in)
-        for first in range(0, len(blocks), size):
-            piece = blocks[first : first + size]
-            rows = self._rows_in[: len(piece)]
-            for row, raw in zip(rows, raws[first : first + size], strict=True):
-                self._coming.copy(torch.from_numpy(raw), row)
-            listed = self._coming.to_device(piece.astype(np.int64))
-            self._coming.do(partial(self._scatter, rows, listed))
-        self._coming.mark(sleeps=True).wait()
+        with self._importing:
+            for first in range(0, len(blocks), self.rows):
+                piece = blocks[first : first + self.rows]
+                rows = self._rows_in[: len(piece)]
+                for row, raw in zip(rows, raws[first : first + self.rows], strict=True):
+                    self._coming.copy(torch.from_numpy(raw), row)
+                listed = self._coming.to_device(piece.astype(np.int64))
+                self._coming.do(partial(self._scatter, rows, listed))
+            self._coming.mark(sleeps=True).wait()
 
     def _take_rows(self, blocks: Int32s, outs: Sequence[Bytes]) -> None:
         """By the next rows, of which there are enough before the last."""

@@ -7,7 +7,8 @@ from captured graphs (graphs.py). Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,6 +112,7 @@ class TorchExecutor:
         self._last = LastTokens(limits.max_sequences, self._stream, device, by_kernels=runs_kernels)
         self._pool = KvPool(program, device, self._stream) if pool is None else pool
         self._port: BlockPort | None = None
+        self._unpins: list[Callable[[], None]] = []
         self.layer_stream: LayerStream | None = None
         if launch.offload.layers:
             self.layer_stream = LayerStream(launch.offload, weights, device, self._stream)
@@ -168,18 +170,20 @@ class TorchExecutor:
 
     def begin_moving(self, num_blocks: int) -> None:
         """See AsyncExecutor."""
-        self._port = BlockPort(self._pool, self._device, self._stream, rows=num_blocks)
+        if self._port is None or self._port.rows < num_blocks:
+            self._port = None  # first: there may be no room for both
+            self._port = BlockPort(self._pool, self._device, self._stream, rows=num_blocks)
 
     def host_memory(self, num_bytes: int) -> Bytes:
         """See AsyncExecutor."""
-        try:
+        with self._pinning(num_bytes):
             memory: Bytes = self._stream.host_memory(num_bytes).numpy()
-        except RuntimeError as error:  # out of memory, a limit, a system that pins none
-            raise CapacityError(
-                f"the system has no {mib(num_bytes)} of memory that it keeps in place for "
-                f"{self._device} (pinned memory): {first_line(error)}"
-            ) from error
         return memory
+
+    def pin(self, memory: Bytes) -> None:
+        """See AsyncExecutor."""
+        with self._pinning(memory.nbytes):
+            self._unpins.append(self._stream.pin(torch.from_numpy(memory)))
 
     def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
         """See AsyncExecutor."""
@@ -329,6 +333,9 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Let go of weights, buffers and cache; further calls are errors."""
+        for unpin in self._unpins:
+            unpin()
+        self._unpins = []
         self._pool.free()
         self._port = self._attention = self._graphs = self.layer_stream = None
         self._calls, self._counts, self._head_of = {}, None, None
@@ -348,6 +355,17 @@ class TorchExecutor:
             self._graphs.clear()
         self._port = None
         self._pool.allocate(num_blocks, block_size, memory)
+
+    @contextmanager
+    def _pinning(self, num_bytes: int) -> Iterator[None]:
+        """Raise CapacityError where host memory cannot be pinned."""
+        try:
+            yield
+        except RuntimeError as error:  # out of memory, a limit, a system that pins none
+            raise CapacityError(
+                f"the system has no {mib(num_bytes)} of memory that it keeps in place for "
+                f"{self._device} (pinned memory): {first_line(error)}"
+            ) from error
 
     def _moving(self) -> BlockPort:
         if self._port is None:

@@ -168,7 +168,7 @@ class OffloadSize:
         free = shared_memory(machine_memory(), self.num_engines)
         left_bytes = max(free.available_bytes - self.host_bytes, 0) // self.num_ranks
         beside = f", for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        beside += f", beside a KV tier of {mib(self.host_bytes)}" if self.host_bytes else ""
+        beside += f", beside KV blocks of {mib(self.host_bytes)}" if self.host_bytes else ""
         if plan.copied_bytes > left_bytes:
             raise CapacityError(
                 f"cpu_offload_gb: {mib(plan.copied_bytes)} of weights would stay in host memory, "

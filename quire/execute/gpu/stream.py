@@ -49,6 +49,9 @@ class Stream(Protocol):
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return pinned host memory, uint8, uninitialized. Raises RuntimeError."""
 
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """Pin host memory of the caller, until what is returned is called. Raises RuntimeError."""
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Queue a copy between pinned host memory and device memory."""
 
@@ -100,6 +103,10 @@ class CpuStream:
     def host_memory(self, num_bytes: int) -> Tensor:
         """See Stream."""
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See Stream: no device reads it."""
+        return _nothing
 
     def mark(self, *, sleeps: bool = False) -> Mark:
         """See Stream."""
@@ -157,6 +164,20 @@ class GpuStream:
         """See Stream."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """See Stream. PyTorch's own allocator could not pin memory that other processes map."""
+        runtime: Any = torch.cuda.cudart()
+        with self.here():
+            found = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(found):
+            raise RuntimeError(f"CUDA error: {runtime.cudaGetErrorString(found)}")
+
+        def unpin() -> None:
+            with self.here():
+                runtime.cudaHostUnregister(memory.data_ptr())
+
+        return unpin
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """See Stream."""
         with self.here():
@@ -196,3 +217,7 @@ class _Event:
 
 
 _DONE = _Done()
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -118,7 +118,7 @@ def mismatch(fetching: Identity, handing: Identity) -> str:
         ("tokens per block", fetching.block_size, handing.block_size),
         ("dtypes of keys and values", fetching.kv_dtype, handing.kv_dtype),
         ("bytes per block", fetching.block_bytes, handing.block_bytes),
-        ("instruction sets", fetching.recipe, handing.recipe),
+        ("instruction sets or devices", fetching.recipe, handing.recipe),
     ):
         if here != there:
             return (

@@ -66,7 +66,7 @@ def test_wrong_values_are_refused_with_what_is_allowed(settings: Any, words: str
     ("settings", "words"),
     [
         ({"enable_prefix_caching": False}, "found by their prefix"),
-        ({"executor": "torch"}, "on CPUs"),
+        ({"executor": "torch", "kv_tier_host_bytes": 1}, "in host memory already: leave it out"),
         ({"kv_tier_path": "/tmp/x", "kv_tier_fetch": "always"}, "kv_store_fetch decides"),
     ],
 )

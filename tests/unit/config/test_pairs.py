@@ -51,7 +51,9 @@ TOGETHER = {
     "disk_offload_gb": (
         "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
     ),
-    "cpu_offload_gb": "kv_tier_path kv_events_config speculate-ngram",
+    "cpu_offload_gb": (
+        "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
+    ),
     "kv_tier_path": (
         "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
     ),

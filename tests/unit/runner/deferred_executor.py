@@ -155,6 +155,9 @@ class DeferredExecutor:
     def host_memory(self, num_bytes: int) -> Bytes:
         return np.full(num_bytes, UNREAD, np.uint8)
 
+    def pin(self, memory: Bytes) -> None:
+        pass
+
     def export_blocks(self, blocks: Int32s, outs: Sequence[Bytes]) -> Callable[[], None]:
         rows = [np.full(len(out), UNREAD, np.uint8) for out in outs]
 

@@ -114,6 +114,9 @@ class LatePool(Pool):
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         return np.zeros(num_bytes, np.uint8)
 
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        raise NotImplementedError
+
     def mark(self) -> Callable[[], None]:
         return self._do
 

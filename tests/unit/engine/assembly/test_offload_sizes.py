@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.block_copies import Tier
 from quire.base.errors import CapacityError, SettingError
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
@@ -21,6 +22,7 @@ from quire.execute.gpu import offload_plan
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
 from quire.execute.streamed_weights import StreamingExecutorClass
+from quire.runner.tier_mover import num_buffers
 from quire.sim.machine import planned_program
 
 LIMITS = StepLimits(max_tokens=16, max_samples=16, max_sequences=2)
@@ -112,21 +114,38 @@ def test_an_offload_to_the_host_counts_a_host_tier_other_engines_and_ranks(
 
     assert planned(1000) is plan
     assert planned(1500, kv_tier_host_bytes=500) is plan
-    with pytest.raises(CapacityError, match="beside a KV tier"):
+    with pytest.raises(CapacityError, match="beside KV blocks"):
         planned(1499, kv_tier_host_bytes=500)
+    transfer = {"kv_transfer_key_file": "key", "kv_transfer_bytes": 300}
+    store = {"kv_store": "/s", "kv_store_buffer_bytes": 200}
+    assert planned(1500, **transfer, **store) is plan
+    with pytest.raises(CapacityError, match="beside KV blocks"):
+        planned(1499, **transfer, **store)
     assert planned(3000, data_parallel_size=3) is plan
     with pytest.raises(CapacityError, match="for each of 3 engines"):
         planned(2999, data_parallel_size=3)
     assert planned(2500, num_ranks=2, kv_tier_host_bytes=500) is plan
-    with pytest.raises(CapacityError, match="for each of 2 ranks, beside a KV tier"):
+    with pytest.raises(CapacityError, match="for each of 2 ranks, beside KV blocks"):
         planned(2499, num_ranks=2, kv_tier_host_bytes=500)
 
 
-def test_an_offload_from_a_gpu_leaves_it_room_for_a_tiers_buffers() -> None:
-    config = engine_config(TORCH | {"kv_tier_host_bytes": 1 << 30})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_tier_host_bytes": 1 << 30},
+        {"kv_transfer_key_file": "key"},
+        {"kv_store": "/s"},
+        {"kv_store": "/s", "kv_transfer_key_file": "key", "kv_tier_path": "/t"},
+    ],
+)
+def test_an_offload_from_a_gpu_leaves_it_room_for_staging_buffers(settings: dict[str, Any]) -> None:
+    """Of a device's memory blocks on their way take staging rows, both ways, and nothing else."""
+    config = engine_config(TORCH | settings)
     size = offload_size(config, is_gpu=True)
     assert size.buffers is not None
-    assert size.buffers(1024) == buffer_bytes(config, 1024, device_is_own=True) > 0
+    rows = num_buffers(1024 * config.kv_block_tokens, Tier.HOST)
+    wanted = 2 * rows * 1024 * config.kv_block_tokens
+    assert size.buffers(1024) == buffer_bytes(config, 1024, device_is_own=True) == wanted
 
 
 def test_without_a_gpu_nothing_can_be_saved() -> None:

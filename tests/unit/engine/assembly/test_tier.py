@@ -20,7 +20,7 @@ from quire.config.flags import engine_config
 from quire.config.groups import CacheConfig
 from quire.config.machine import MachineMemory, num_usable_cores
 from quire.engine.assembly.identity import engine_fingerprint
-from quire.engine.assembly.tier import check_host_tier
+from quire.engine.assembly.tier import check_host_memory
 from quire.scheduler.cost.transfer_cost import TransferCost
 from quire.sim.machine import planned_program
 from quire.transfer.folder import TierFolder
@@ -204,6 +204,10 @@ def test_a_host_memory_tier_is_rejected_if_the_pool_is_there(model: Path, execut
 def test_more_host_memory_than_available_is_rejected() -> None:
     device = MachineMemory(available_bytes=1 << 40, limit="memory of a GPU", is_own=True)
     host = MachineMemory(available_bytes=8 << 30, limit="control group")
-    check_host_tier(6 << 30, device, host)
-    with pytest.raises(SettingError, match=r"8192.0 MiB are left \(control group\).*most 6144MiB"):
-        check_host_tier((6 << 30) + 1, device, host)
+    check_host_memory({"kv_tier_host_bytes": 6 << 30}, device, host)
+    with pytest.raises(SettingError, match=r"8192.0 MiB are left \(control group\).*6144MiB$"):
+        check_host_memory({"kv_tier_host_bytes": (6 << 30) + 1}, device, host)
+    wanted = {"kv_transfer_bytes": 4 << 30, "kv_store_buffer_bytes": 3 << 30}
+    with pytest.raises(SettingError, match=r"kv_transfer_bytes is .* and kv_store.* together$"):
+        check_host_memory(wanted, device, host)
+    check_host_memory(wanted, host, host)  # on the CPU they are part of the memory table

@@ -99,6 +99,16 @@ def prefill(folder: Path) -> Iterator[Stepped]:
     made.close()
 
 
+def test_blocks_of_a_step_leave_with_the_next_plan_however_large_it_is_by_default(
+    folder: Path,
+) -> None:
+    """Half of what may be on its way at once is saved with a plan."""
+    large = Stepped(folder, block_size=4, max_num_seqs=300, max_num_batched_tokens=None)
+    assert large.engine.step_tokens == 600
+    assert large.exchange.handing._tier.max_saving == 2 * 600 // 4
+    large.close()
+
+
 def request_of(name: str = "one", *, transfer_id: str = TRANSFER) -> Request:
     ids = np.arange(3, 3 + NUM_BLOCKS * BLOCK + 5, dtype=np.int32) % 90
     return Request(
