@@ -91,8 +91,11 @@ class DraftPrices:
                 self._made_at = -NOTES_PER_MAKE
 
     def note_asked(self, num_rows: int, ms: float) -> None:
-        """Learn from a step that has no drafts although some were asked for: what it took longer is
-        the host's time, which a first step with drafts cannot tell from that of its positions."""
+        """Learn from a step that has no drafts although some were asked for.
+
+        What it took longer is the host's time. A first step with drafts does not separate that from
+        the time of its positions.
+        """
         plain_ms = _between(self._plain_points, num_rows)
         if plain_ms and ms > 0.0:
             asked_ms = min(ms - (1.0 + UNSURE_SHARE) * plain_ms, MAX_ASKED_STEPS * plain_ms)

@@ -271,7 +271,7 @@ def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
 
 
 def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
-    asked = []
+    asked: list[int] = []
 
     class Misses(ScriptedProposer, LookupProposer):
         def may_find(self, tokens: TokenTable) -> bool:
