@@ -57,9 +57,12 @@ class DraftSource(Protocol):
 
     proposer_name: of the engine's proposer, in metrics. max_drafts: most drafts of a request in one
     step. drafting_ms: milliseconds that computing them took so far, inside `propose`. learns,
-    uses_cache: whether `learn` and `note_kv` are called. notes_plain_steps: whether `note_step` is
-    called for steps without drafts. rests: nothing is proposed in this step. from_prediction: by
-    slot, whether its last drafts are of the text that its request predicts; None: none ever were.
+    uses_cache: whether `learn` and `note_kv` are called. may_begin_late: `begin` and `end` may come
+    when drafts are asked for next, and not at all for a request that has ended by then.
+    notes_plain_steps: whether `note_step` is called for steps without drafts. rest_steps: in so
+    many further steps nothing is proposed, unless a request begins, or `note_step` changes that.
+    from_prediction: by slot, whether its last drafts are of the text that its request predicts;
+    None: none ever were.
     """
 
     proposer_name: str
@@ -67,11 +70,12 @@ class DraftSource(Protocol):
     drafting_ms: float
     learns: bool
     uses_cache: bool
+    may_begin_late: bool
     notes_plain_steps: bool
     from_prediction: Bools | None
 
     @property
-    def rests(self) -> bool: ...
+    def rest_steps(self) -> int: ...
 
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""
@@ -91,6 +95,13 @@ class DraftSource(Protocol):
 
     def skips_step(self, tokens: TokenTable) -> bool:
         """Return whether no drafts are proposed in this step; asked once a step, and cheap."""
+
+    def rested(self, num_steps: int) -> None:
+        """Note that so many steps have passed for which `skips_step` was not asked."""
+
+    def note_arrival(self, *, is_alone: bool) -> None:
+        """Note that a request has begun in such steps; `begin` is called for it afterwards, if it
+        runs still."""
 
     def takes_plain_step(self) -> bool:
         """Return whether a step without drafts is due, to judge others against it; asked once in a

@@ -256,8 +256,9 @@ class Scheduler:
             if self._was_busy or began_ms < self._last_step_ms:
                 began_ms = self._last_step_ms
             ms, num_heads = now_ms - began_ms, len(result.token_ids) + num_scores
-            if self._drafts is not None and self._drafts.is_active:
-                ms = self._drafts.took(plan, ms, follows=submitted_ms < self._last_step_ms)
+            drafts = self._drafts
+            if drafts is not None and (plan.step >= drafts.noted_from or plan.admissions):
+                ms = drafts.took(plan, ms, follows=submitted_ms < self._last_step_ms)
             self.speed.note(plan, num_heads, ms)
         if self._cache.settle(plan.step):
             requests.admission_is_due = True

@@ -40,6 +40,7 @@ class ModelProposer(ComputingProposer):
     """A CostlyProposer over `model`. now_ms: times the passes."""
 
     name = "draft"
+    may_begin_late = True
 
     def __init__(self, model: DraftModel, limits: DraftLimits, now_ms: Callable[[], float]) -> None:
         num_slots = limits.num_slots

@@ -41,6 +41,11 @@ CATCH_UP_SHARE = 0.5
 RETRY_STEPS = 4.0
 # Over so many drafts the cost of catching up with a request is spread when the control decides.
 DRAFTS_PER_CATCH_UP = 64.0
+# Steps of a rest of which the end is not known: until those without drafts have earned a trial.
+UNTIL_EARNED = 1 << 30
+# After so many lookups in turn that found nothing, so many milliseconds pass to the next one, in so
+# many steps at most: it takes some microseconds, which is much of the step of a small model only.
+MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 32, 2.0, 7
 
 
 class PredictedCost(Protocol):
@@ -84,6 +89,7 @@ class Drafter:
         self._learner = proposer if isinstance(proposer, LearningProposer) else None
         self._in_cache = proposer if isinstance(proposer, CacheProposer) else None
         self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
+        self.may_begin_late = proposer.may_begin_late and not (self.learns or self.uses_cache)
         self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
         if control.balance is not None and self._costly is not None:
@@ -91,6 +97,8 @@ class Drafter:
         self._request_ids = [""] * num_slots
         self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
         self._step_ms = 0.0  # of the step for which the control was asked last
+        self._num_misses = 0  # lookups in turn that found nothing
+        self._miss_steps = 0  # until the next one
         self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
@@ -110,9 +118,7 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
-        self._control.rests.begin(is_alone=not (self._num_asking or self._num_predicting))
-        if self._control.balance is not None:
-            self._control.balance.reconsider()
+        self.note_arrival(is_alone=not (self._num_asking or self._num_predicting))
         self._asks_proposer[slot] = speculation.uses_proposer
         self._num_asking += speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
@@ -173,12 +179,29 @@ class Drafter:
         return self._catching_up_ms - before
 
     @property
-    def rests(self) -> bool:
+    def rest_steps(self) -> int:
         """See DraftSource."""
         if self._num_predicting:
-            return False
+            return 0
         balance = self._control.balance
-        return self._control.rests.left > 0 or not (balance is None or balance.allows_drafts)
+        if balance is not None and not balance.allows_drafts:
+            return UNTIL_EARNED
+        return self._control.rests.left or self._miss_steps
+
+    def rested(self, num_steps: int) -> None:
+        """See DraftSource."""
+        rests = self._control.rests
+        if rests.left:
+            rests.left = max(rests.left - num_steps, 0)
+        else:
+            self._miss_steps = max(self._miss_steps - num_steps, 0)
+
+    def note_arrival(self, *, is_alone: bool) -> None:
+        """See DraftSource."""
+        self._num_misses = self._miss_steps = 0
+        self._control.rests.begin(is_alone=is_alone)
+        if self._control.balance is not None:
+            self._control.balance.reconsider()
 
     def skips_step(self, tokens: TokenTable) -> bool:
         """See DraftSource."""
@@ -189,13 +212,24 @@ class Drafter:
                 return True
             if balance is not None and not balance.allows_drafts:
                 return True
+            if self._miss_steps:
+                self._miss_steps -= 1
+                return True
             if self._lookup is not None:
                 try:
                     if not self._lookup.may_find(tokens):
+                        self._note_miss()
                         return True
                 except Exception:  # noqa: BLE001  `propose` finds out for which request
                     return False
         return False
+
+    def _note_miss(self) -> None:
+        """Note that a lookup found nothing: after many of them, some steps pass to the next."""
+        self._num_misses += 1
+        if self._num_misses >= MANY_MISSES:
+            steps = int(MISS_MS / self._step_ms) if self._step_ms else MAX_MISS_STEPS
+            self._miss_steps = min(steps, MAX_MISS_STEPS)
 
     def takes_plain_step(self) -> bool:
         """See DraftSource."""
@@ -203,7 +237,7 @@ class Drafter:
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""
-        if self.rests:
+        if self.rest_steps:
             return np.zeros(len(index), np.bool_)
         try:
             drafts, may_compute = self._found(tokens, index, limits)
@@ -269,6 +303,7 @@ class Drafter:
         self, tokens: TokenTable, index: Index, drafts: Drafts, cost: Cost
     ) -> tuple[Int32s, Int32s]:
         """Return what of the `drafts` found pays; no model is computed."""
+        self._num_misses = 0
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)

@@ -40,9 +40,12 @@ class Proposer(ABC):
     """Guesses tokens, by slot. May raise: the request then goes on without drafts.
 
     name: in metrics; that of its kind in quire/config/proposer_kinds.py, if it has one.
+    may_begin_late: `begin` and `end` may come some steps after the request took its slot or left
+    it: all that the proposer keeps of a request follows from its known tokens.
     """
 
     name: ClassVar[str]
+    may_begin_late: ClassVar[bool] = False
 
     @abstractmethod
     def begin(self, slot: int, request: Request) -> None:
@@ -71,6 +74,8 @@ class Proposer(ABC):
 
 class LookupProposer(Proposer):
     """A Proposer that can say cheaply whether it finds anything."""
+
+    may_begin_late = True
 
     @abstractmethod
     def may_find(self, tokens: TokenTable) -> bool:

@@ -13,7 +13,7 @@ import math
 # Where no draft pays, the control is asked again after 1, 2, 4, ... steps, up to about so many
 # milliseconds and within these numbers of steps: being asked takes a part of a millisecond, which
 # is much of the step of a small model and little of that of a large one.
-MAX_REST_MS, MIN_REST_STEPS, MAX_REST_STEPS = 40.0, 4, 96
+MAX_REST_MS, MIN_REST_STEPS, MAX_REST_STEPS = 80.0, 4, 192
 # When another request begins beside others, it is asked after such a share of the longest rest at
 # most. When one begins alone, it is asked at once. Either comes once in a rest: where many short
 # requests begin, each would be an ask.

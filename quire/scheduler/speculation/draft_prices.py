@@ -29,6 +29,11 @@ KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 NOTES_PER_MAKE, AS_EXPECTED = 8, 0.15
 # Of a step, what a difference between steps with drafts and without must exceed to be the host's.
 UNSURE_SHARE = 0.03
+# Of what a step takes longer in which drafts were asked for in vain, so much is learned; it counts
+# as so many steps at most.
+ASKED_SHARE, MAX_ASKED_STEPS = 1 / 4, 1.0
+# Steps without drafts of so many times fewer positions say something of the host's time.
+FEWER_TIMES = 4.0
 # Of the host's time for a step with drafts, what each row with drafts takes besides: counted in
 # calls.
 ROW_SHARE = 1 / 12
@@ -61,6 +66,7 @@ class DraftPrices:
 
     def __init__(self) -> None:
         self.once_ms = self.row_ms = 0.0
+        self._asked_ms = 0.0  # of the host, for asking: a part of once_ms
         self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
         self._pace = Pace()
         self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
@@ -83,6 +89,17 @@ class DraftPrices:
             is_new = self._plain.weight(num_rows) < SURE_WEIGHT
             if is_new or abs(ms - expected_ms) > AS_EXPECTED * expected_ms:
                 self._made_at = -NOTES_PER_MAKE
+
+    def note_asked(self, num_rows: int, ms: float) -> None:
+        """Learn from a step that has no drafts although some were asked for.
+
+        What it took longer is the host's time. A first step with drafts does not separate that from
+        the time of its positions.
+        """
+        plain_ms = _between(self._plain_points, num_rows)
+        if plain_ms and ms > 0.0:
+            asked_ms = min(ms - (1.0 + UNSURE_SHARE) * plain_ms, MAX_ASKED_STEPS * plain_ms)
+            self._asked_ms += ASKED_SHARE * (asked_ms - self._asked_ms)
 
     def note(self, step: DraftedStep, ms: float) -> None:
         """Learn from a step that took `ms`; ignore times of 0."""
@@ -190,7 +207,7 @@ class DraftPrices:
         self._made_at = num_noted
         self._plain_points = never_falling(self._plain.points())
         drafted = list(self._drafted.points())
-        self._learn_host(drafted)
+        self._learn_host(drafted, slope_ms)
         stand_ins = [
             Point(at, ms + self.once_ms, weight)
             for at, ms, weight in self._plain_points
@@ -200,11 +217,16 @@ class DraftPrices:
         self._positions = [point.positions for point in self._points]
         self._ms = [point.ms for point in self._points]
 
-    def _learn_host(self, drafted: Sequence[Point]) -> None:
-        """Learn the host's time from steps with drafts for which such without are known."""
-        sum_ms, num = 0.0, PRIOR_WEIGHT
+    def _learn_host(self, drafted: Sequence[Point], slope_ms: float) -> None:
+        """Learn the host's time from steps with drafts: where such without are known, or else, with
+        little weight, where some of fewer positions are. slope_ms: of a position."""
+        sum_ms, num = PRIOR_WEIGHT * max(self._asked_ms, 0.0), PRIOR_WEIGHT
         for at, ms, weight in drafted:
             plain_ms = _between(self._plain_points, at)
+            fewer = [one for one in self._plain_points if one.positions < at]
+            if not plain_ms and fewer and at <= FEWER_TIMES * fewer[-1].positions:
+                plain_ms = fewer[-1].ms + slope_ms * (at - fewer[-1].positions)
+                weight = PRIOR_WEIGHT * min(weight, 1.0)
             if plain_ms:
                 sum_ms += weight * (ms - (1.0 + UNSURE_SHARE) * plain_ms)
                 num += weight

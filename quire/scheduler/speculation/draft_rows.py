@@ -5,13 +5,13 @@ they never displace a row or preempt a request. A row with k drafts computes k +
 these only the first counts as computed until the result is known; then as many as the answer
 confirms. Knows no proposers and no tokens' meaning. Always holds: a request with drafts in flight
 has no row in a later plan; `computed` and `scheduled` count accepted positions only, so that no
-block with a rejected token becomes findable.
+block with a rejected token becomes findable; while the source rests, no hook is called, and which
+requests came and went is found out afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ MAX_PREDICTED = 16
 PLAIN_STEPS = 2
 # So many if no step of as many rows was timed.
 FIRST_PLAIN_STEPS = 3
+NEVER = 1 << 62  # a step that does not come
 
 
 class Rows(NamedTuple):
@@ -60,10 +61,12 @@ class VerifiedRows(NamedTuple):
 
 
 class DraftRows(StepExtension):
-    """Of one scheduler. is_active: a request that speculates may be live.
+    """Of one scheduler. is_active: a request that speculates may be live, and the source does not
+    rest.
 
-    was_used: whether drafts were computed or verified. rejected: by row of the last plan with
-    drafts, how many of them were not accepted.
+    noted_from: `took` must be called for plans from this step on, and for those that admit
+    requests. was_used: whether drafts were computed or verified. rejected: by row of the last plan
+    with drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -82,8 +85,12 @@ class DraftRows(StepExtension):
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
         self._sequences: list[SequenceState | None] = [None] * num_slots
+        self._preemptions = [0] * num_slots  # of these before they entered
         self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
+        self.noted_from = NEVER
+        self._is_resting = self._may_predict = False  # the latter: a live request may
+        self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
@@ -92,6 +99,7 @@ class DraftRows(StepExtension):
         self._plain_steps = PLAIN_STEPS + self._overlaps
         self._plain_due, self._plain_left = self._plain_steps - 1, 0
         self._num_plain, self._num_timed = 0, self._plain_steps - 1
+        self._asked_step = 0  # the last for which drafts were asked for
         self._known_rows = 0  # steps of so many without drafts were timed
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
@@ -111,25 +119,35 @@ class DraftRows(StepExtension):
         what others take. Passes of a draft model are no cost of rows, and steps with drafts have
         prices of their own.
         """
+        if not (self.is_active or self._is_resting):
+            return ms
         source = self._source
         computed_ms = source.drafting_ms - self._drafting_ms
         predicted = self._predicted.pop(plan.step, None) if self._predicted else None
         self._drafting_ms = source.drafting_ms
         ms -= computed_ms
         if predicted is None:
-            if self._num_timed and plan.num_tokens == len(plan.slots) and plan.layers is None:
+            is_plain = self._num_timed and not plan.admissions and plan.layers is None
+            if is_plain and plan.num_tokens == len(plan.slots):
                 self._num_plain += 1
-                if follows or self._num_plain >= self._plain_steps:
+                if plan.step == self._asked_step:  # in vain
+                    self._prices.note_asked(len(plan.slots), ms)
+                elif follows or self._num_plain >= self._plain_steps:
                     self._num_timed -= 1
                     self._prices.note_plain(len(plan.slots), ms)
                     self._known_rows = 0
             if computed_ms or source.notes_plain_steps:
                 source.note_step(ms, None, computed_ms)
-            return ms
-        self._num_plain = 0
-        self._prices.note(predicted, ms)
-        self._timed = (ms, predicted, computed_ms)
-        return 0.0
+        else:
+            self._num_plain = 0
+            self._prices.note(predicted, ms)
+            self._timed = (ms, predicted, computed_ms)
+        if self._is_resting:
+            self._note_rest(plan)
+        is_noting = self._num_timed or self._predicted or source.notes_plain_steps
+        idle_until = self._rest_until if self._is_resting else NEVER
+        self.noted_from = 0 if is_noting else idle_until
+        return ms if predicted is None else 0.0
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -149,7 +167,13 @@ class DraftRows(StepExtension):
 
     def note(self, sequence: SequenceState) -> None:
         """Note a new request that speculates."""
-        self.is_active = True
+        if _predicts(sequence):  # it may have drafts at once
+            self._may_predict = True
+            if self._is_resting:
+                self._source.rested(self._requests.in_flight.step - self._rest_from)
+                self._is_resting = False
+        if not self._is_resting:
+            self.is_active, self.noted_from = True, 0
 
     def begin_step(self, step: Step) -> None:
         """Let requests that will speculate wait until their last token is known."""
@@ -160,7 +184,7 @@ class DraftRows(StepExtension):
             self._enter_slots()
         if not self._overlaps or not self._num_speculating:
             return
-        if self._plain_left or self._source.rests:
+        if self._plain_left or self._source.rest_steps:
             return
         index = batch.active
         late = batch.scheduled[index] >= batch.tokens.lengths[index]
@@ -173,17 +197,21 @@ class DraftRows(StepExtension):
     def end_step(self, step: Step) -> None:
         """Add drafts to the plan's rows, as far as its budget and free blocks reach."""
         batch = self._batch
-        if batch.active is not self._active:  # requests were admitted in this step
-            self._enter_slots()
-        if not self._num_speculating or not step.budget.tokens:
+        has_tokens = step.budget.tokens > 0
+        if batch.active is not self._active and (has_tokens or not self._source.may_begin_late):
+            self._enter_slots()  # requests were admitted since
+        if not self._num_speculating or not has_tokens:
             return
         if self._plain_left and step.builder.has_rows:
             self._plain_left -= 1
             return
-        if self._source.skips_step(batch.tokens) or step.budget.spent or not step.builder.has_rows:
+        if self._source.skips_step(batch.tokens):
+            self._begin_rest(step.builder.step)
+            return
+        if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self._num_timed = self._plain_steps - 1
+        self._num_timed, self.noted_from = self._plain_steps - 1, 0
         if (plain_steps := self._steps_to_time(rows)) > 0:
             self._plain_due, self._plain_left = 0, plain_steps - 1
             return
@@ -207,6 +235,7 @@ class DraftRows(StepExtension):
                 costs.append(self._cost(rows, ends, int(np.add.reduce(limits))))
             return costs[0]
 
+        self._num_plain, self._asked_step = 0, step.builder.step
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
         self.was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
@@ -245,6 +274,35 @@ class DraftRows(StepExtension):
             float(price.added_ms[num_drafts]) + num_rows * price.row_ms,
             self._prompts_ms,
         )
+
+    def _begin_rest(self, step: int) -> None:
+        """Take no part in the steps after `step`, as long as the source rests."""
+        num_steps = self._source.rest_steps
+        if num_steps < 2 or not self._source.may_begin_late:
+            return
+        if self._may_predict:
+            live = self._requests.sequences.values()
+            self._may_predict = any(map(_predicts, live))
+        if not self._may_predict:
+            self.is_active, self._is_resting, self._rest_from = False, True, step
+            self._rest_until = step + num_steps - self._overlaps
+            self.noted_from = 0
+
+    def _note_rest(self, plan: StepPlan) -> None:
+        """Note that the rest has come to `plan`; it ends where its steps are over, and sooner if
+        requests begin."""
+        source = self._source
+        source.rested(max(plan.step - self._rest_from, 0))
+        self._rest_from = max(plan.step, self._rest_from)
+        if plan.admissions:
+            live = self._requests.sequences
+            begun = [live.get(one.request_id) for one in plan.admissions]
+            if any(one is not None and one.request.speculation is not None for one in begun):
+                source.note_arrival(is_alone=len(begun) == len(self._batch.active))
+        num_steps = source.rest_steps
+        self._rest_until = self._rest_from + num_steps - self._overlaps
+        if num_steps <= self._overlaps:
+            self._is_resting, self.is_active = False, True
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
         """Compare the runs of a plan with its drafts, before the runs are appended in full."""
@@ -336,18 +394,25 @@ class DraftRows(StepExtension):
         """Note which requests are in the slots now."""
         batch = self._batch
         self._active = batch.active
-        before, now = self._sequences, batch.sequences
-        changed = [slot for slot, is_new in enumerate(map(is_not, before, now)) if is_new]
+        before, now, preemptions = self._sequences, batch.sequences, self._preemptions
+        changed = [
+            slot
+            for slot, (old, new, count) in enumerate(zip(before, now, preemptions, strict=True))
+            if old is not new or (new is not None and new.preemption.count != count)
+        ]
         for slot in changed:
             if before[slot] is not None and self._max_drafts[slot]:
                 self._source.end(slot)
                 self._num_speculating -= 1
             before[slot] = sequence = now[slot]
+            preemptions[slot] = 0 if sequence is None else sequence.preemption.count
             self._max_drafts[slot] = num = 0 if sequence is None else self._begin(slot, sequence)
             self._num_speculating += num > 0
         if not self._num_speculating:
             live = self._requests.sequences.values()
             self.is_active = any(one.request.speculation is not None for one in live)
+            if not self.is_active:
+                self.noted_from = NEVER
 
     def _begin(self, slot: int, sequence: SequenceState) -> int:
         """Return how many drafts a request may have per step; 0 where none are made for it.
@@ -425,6 +490,12 @@ class DraftRows(StepExtension):
         starts = rows.starts[places]
         stores = (self._batch.computed[index] == starts) & (rows.store_from[places] <= starts)
         return np.where(stores, capacities, np.int32(0))
+
+
+def _predicts(sequence: SequenceState) -> bool:
+    """Return whether a request brings a prediction."""
+    speculation = sequence.request.speculation
+    return speculation is not None and len(speculation.prediction_ids) > 0
 
 
 class DraftStats:

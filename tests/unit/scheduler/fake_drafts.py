@@ -20,7 +20,7 @@ GARBAGE = 1  # of fake_worker.py
 class FakeDrafts:
     """answer: the tokens of a request run alone. right: the share of right drafts."""
 
-    proposer_name, uses_cache = "fake", False
+    proposer_name, uses_cache, may_begin_late = "fake", False, False
     from_prediction = None
 
     def __init__(
@@ -47,8 +47,8 @@ class FakeDrafts:
         del self._live[slot]
 
     @property
-    def rests(self) -> bool:
-        return False
+    def rest_steps(self) -> int:
+        return 0
 
     def takes_plain_step(self) -> bool:
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -154,10 +154,15 @@ class Case:
             sys.setprofile(before)
 
 
+class ManySlots(Case):
+    spare = 2
+
+
 def test_a_request_for_which_nothing_is_found_costs_next_to_nothing() -> None:
     plain, proposer = Case(1, None).calls_per_turn(), Repeats(finds=False)
     idle = Case(1, proposer)
-    assert idle.calls_per_turn() <= plain + 8
+    assert idle.calls_per_turn() <= plain + 4
+    assert idle.calls_per_turn(512) <= plain + 3
     assert not idle.num_drafts
     assert not proposer.asked
 
@@ -166,9 +171,34 @@ def test_a_request_for_which_nothing_is_found_costs_next_to_nothing() -> None:
 def test_where_no_draft_pays_a_step_costs_next_to_nothing(running: int) -> None:
     plain, proposer = Case(running, None).calls_per_turn(), Repeats(finds=True)
     case = Case(running, proposer, FixedControl(0))
-    assert case.calls_per_turn() <= plain + 17
+    assert case.calls_per_turn() <= plain + 14
     assert not case.num_drafts
     assert proposer.asked <= NUM_TURNS // 8
+    assert case.calls_per_turn(512) <= plain + 2  # once rests are long
+
+
+def test_a_request_that_begins_while_drafts_rest_is_noted_when_they_are_asked_for() -> None:
+    class Begun(Repeats):
+        slots: ClassVar[list[int]] = []
+
+        def begin(self, slot: int, request: Request) -> None:
+            self.slots.append(slot)
+
+        def end(self, slot: int) -> None:
+            self.slots.remove(slot)
+
+    proposer = Begun(finds=True)
+    case = ManySlots(1, proposer, FixedControl(0))
+    case.calls_per_turn(400)  # rests are as long as they become
+    asked = proposer.asked
+    case.add([1, TOKEN, TOKEN], max_total_tokens=4000)
+    case.add([2, TOKEN, TOKEN], max_total_tokens=6)  # ends during the rest
+    case.turn()
+    assert (proposer.asked, len(proposer.slots)) == (asked, 1)
+    case.calls_per_turn(12)  # one rest in two is cut short
+    case.calls_per_turn(90)
+    assert proposer.asked > asked
+    assert len(proposer.slots) == 2
 
 
 def test_a_step_with_drafts_costs_little_and_a_further_row_less() -> None:

@@ -150,6 +150,17 @@ def test_steps_with_prompts_cost_what_they_took_longer_than_predicted() -> None:
     assert prices.added_ms(20, 4, 0.0, 0.1)[-1] < 0.5
 
 
+def test_the_time_of_the_host_is_known_from_steps_that_asked_in_vain() -> None:
+    prices = DraftPrices()
+    for _ in range(4):
+        prices.note_plain(4, 1.0)
+    before_ms = added(prices, 4, 1, slope_ms=0.1)
+    for _ in range(16):
+        prices.note_asked(4, 1.5)
+        prices.note_plain(4, 1.0)
+    assert 0.3 <= added(prices, 4, 1, slope_ms=0.1) - before_ms <= 0.7
+
+
 def test_a_high_price_fades_while_no_drafts_are_made() -> None:
     prices = DraftPrices()
     for _ in range(4):

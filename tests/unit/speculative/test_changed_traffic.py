@@ -35,7 +35,14 @@ SMALL = Prices(
     curve=((1, 0.3), (2, 0.31), (4, 0.34), (8, 0.4), (16, 0.52), (32, 0.8), (64, 1.4), (128, 2.6)),
     noise=0.05,
 )
-MACHINES = {"large": LARGE, "small": SMALL}
+# One of which a step takes about as long as choosing drafts does.
+TINY = Prices(
+    once_ms=0.15,
+    ask_ms=0.25,
+    curve=((1, 0.3), (2, 0.42), (4, 0.5), (8, 0.62), (16, 0.8), (32, 1.3), (64, 2.4), (128, 4.6)),
+    noise=0.05,
+)
+MACHINES = {"large": LARGE, "small": SMALL, "tiny": TINY}
 NUM_SLOTS = 16
 TOKENS = {1: 96, 4: 48, 16: 32}  # of an answer, by batch
 FIXED = (1, 2, 4, 8)
@@ -121,6 +128,9 @@ STEADY = [
     ("small", Traffic(1, 0.1)),
     ("small", Traffic(1, 0.9, (8,))),
     ("small", Traffic(16, 0.5)),
+    ("tiny", Traffic(1, 0.5)),
+    ("tiny", Traffic(4, 0.5)),
+    ("tiny", Traffic(4, 0.9, (4, 8))),
 ]
 
 

@@ -16,10 +16,10 @@ from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
-from quire.speculative.drafter import Drafter
+from quire.speculative.drafter import MANY_MISSES, MAX_MISS_STEPS, Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
-from quire.speculative.proposer import CostlyProposer, Drafts, Proposer
+from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer, Proposer
 
 Int32s = NDArray[np.int32]
 NUM_SLOTS, MAX_DRAFTS, VOCAB_SIZE = 4, 3, 50
@@ -231,13 +231,13 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
         rests.append(0)
         while case.drafter.skips_step(case.tokens):
             rests[-1] += 1
-    assert rests == [1, 2, 4, 4, 4, 4, 4]  # steps are long
+    assert rests == [1, 2, 4, 8, 8, 8, 8]  # steps are long
     case.propose(0)
     case.begin(2, [1, 2, 3], 3)  # a new request beside another is tried soon
     assert [case.drafter.skips_step(case.tokens) for _ in range(2)] == [True, False]
     case.propose(0)
     case.begin(3, [1, 2, 3], 3)  # but not one after the other
-    assert [case.drafter.skips_step(case.tokens) for _ in range(5)] == [True] * 4 + [False]
+    assert [case.drafter.skips_step(case.tokens) for _ in range(9)] == [True] * 8 + [False]
     case.propose(0)
     case.drafter.end(0)
     case.drafter.end(3)
@@ -268,6 +268,25 @@ def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
     assert case.drafter.would_propose(case.tokens, index, limits).all()
     assert case.propose(0) == [[7]]
     assert case.drafter.would_propose(case.tokens, index, limits).all()
+
+
+def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
+    asked: list[int] = []
+
+    class Misses(ScriptedProposer, LookupProposer):
+        def may_find(self, tokens: TokenTable) -> bool:
+            asked.append(len(asked))
+            return False
+
+    case = Case(Misses(), FixedControl(3))
+    case.begin(0, [1, 2, 3], 3)
+    assert all(case.drafter.skips_step(case.tokens) for _ in range(MANY_MISSES + 80))
+    assert len(asked) == MANY_MISSES + 80 // (1 + MAX_MISS_STEPS)
+    case.drafter.skips_step(case.tokens)
+    case.begin(1, [1, 2, 3], 3)  # a request that begins may repeat its prompt
+    asked.clear()
+    assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
+    assert len(asked) == 8
 
 
 def test_lookups_are_asked_only_where_the_last_tokens_occurred_before() -> None:
@@ -309,7 +328,7 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
     assert not case.drafter.skips_step(case.tokens)
     rests = []
     for _ in range(6):
-        while not case.drafter.rests:
+        while not case.drafter.rest_steps:
             case.drafter.note_step(10.0, -8.0, 0.0)
         assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
         num_plain = 0

@@ -30,7 +30,7 @@ NUM_REQUESTS = {
     **{(LONG, 1): 6, (LONG, 4): 16, (LONG, 16): 48, (LONG, 64): 160},
 }
 FIXED = (1, 2, 4, 8)
-MAX_LOST, MIN_OF_BEST = 0.025, 0.965
+MAX_LOST, MIN_OF_BEST = 0.02, 0.97
 SEED = 5
 
 

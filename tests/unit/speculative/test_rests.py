@@ -16,10 +16,10 @@ def rest(rests: DraftRests) -> int:
 @pytest.mark.parametrize(
     ("step_ms", "lengths"),
     [
-        (0.1, [1, 2, 4, 8, 16, 32, 64, 96, 96]),
-        (2.0, [1, 2, 4, 8, 16, 20, 20, 20]),
+        (0.1, [1, 2, 4, 8, 16, 32, 64, 128, 192, 192]),
+        (2.0, [1, 2, 4, 8, 16, 32, 40, 40]),
         (50.0, [1, 2, 4, 4, 4, 4, 4, 4]),
-        (0.0, [1, 2, 4, 8, 16, 32, 64, MAX_REST_STEPS, MAX_REST_STEPS]),
+        (0.0, [1, 2, 4, 8, 16, 32, 64, 128, MAX_REST_STEPS, MAX_REST_STEPS]),
     ],
 )
 def test_rests_double_up_to_about_as_many_milliseconds(step_ms: float, lengths: list[int]) -> None:
