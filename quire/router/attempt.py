@@ -124,11 +124,12 @@ class Attempt(AbstractContextManager["Attempt"]):
     async def send(self, body: bytes, on_sent: Callable[[], None] = lambda: None) -> Exchange:
         """Send the request and wait for the head of the response. Raises ReplicaFault.
 
-        on_sent: called once it is sent, and again where a kept connection had been closed.
+        on_sent: called once it is sent, and again where it has to be sent again.
         """
         request, pool, client = self._request, self._fleet.pool(self.replica), self._client
         headers = [header for header in request.headers if header[0] not in HOP_BY_HOP]
-        for is_fresh in (False, True):
+        is_fresh = False
+        while True:
             self._forget_exchange()
             exchange = await pool.send(
                 request.method, request.target, headers, body, is_fresh=is_fresh
@@ -143,9 +144,9 @@ class Attempt(AbstractContextManager["Attempt"]):
             try:
                 await exchange.head()
             except StaleConnection:
-                continue
-            return exchange
-        raise ReplicaFault("it closes each connection", is_suspect=False)
+                is_fresh = True
+            else:
+                return exchange
 
     async def open(self, body: bytes) -> None:
         """Send the request, and read a stream up to its first tokens while it holds.

@@ -27,6 +27,10 @@ _TYPE, _EVENTS = b"content-type", b"text/event-stream"
 # Beats are late after half of what is usual; of that, while little is known.
 _LATE_S = 2.0
 _GLANCE_S = 0.1
+# A connection beside the silent one that fails, or has no head for so long, is opened anew after
+# the first of these times, which doubles up to the second.
+_OTHER_AGAIN_S, _MAX_OTHER_AGAIN_S = 0.25, 2.0
+_OTHER_S = 2.0
 # After a connection has ended, and where a server has no beats, it is asked again so much later.
 _AGAIN_S, _WITHOUT_S = 2.0, 30.0
 _MAX_EVENT_BYTES = 1 << 16
@@ -56,6 +60,7 @@ class Beats:
         self._on_health = on_health
         self._exchange: Exchange | None = None
         self._other: asyncio.Task[Exchange] | None = None
+        self._other_at_s, self._other_wait_s = 0.0, _OTHER_AGAIN_S
         self._loop = asyncio.get_running_loop()
 
     async def follow(self, connect: Connect) -> bool:
@@ -88,6 +93,7 @@ class Beats:
             if not received:
                 return
             self._leave_other()
+            self._other_at_s, self._other_wait_s = 0.0, _OTHER_AGAIN_S
             self.gaps.note(self._exchange.last_s)
             *events, rest = (rest + received).split(b"\n\n")
             if len(rest) > _MAX_EVENT_BYTES:
@@ -107,20 +113,25 @@ class Beats:
     def _is_replaced(self, exchange: Exchange, connect: Connect) -> bool:
         """Return whether another connection is read from now on. Raises ReplicaFault where it was
         waited for too long."""
-        silent_s = self._loop.time() - exchange.last_s
+        now_s = self._loop.time()
+        silent_s = now_s - exchange.last_s
         if silent_s > LOST_S:
             raise _lost()
         if self._other is None:
-            if silent_s > self.gaps.limit_s(_LATE_S) / 2:
+            if silent_s > self.gaps.limit_s(_LATE_S) / 2 and now_s >= self._other_at_s:
                 self._other = asyncio.ensure_future(connect())
+                self._other_at_s = now_s + _OTHER_S
             return False
-        if not self._other.done() or self._other.cancelled() or self._other.exception():
-            return False
-        if not _has_beats(self._other.result()):
-            return False
-        exchange.close()
-        self._exchange, self._other = self._other.result(), None
-        return True
+        other = self._other
+        if other.done() and not other.exception() and _has_beats(other.result()):
+            exchange.close()
+            self._exchange, self._other = other.result(), None
+            return True
+        if other.done() or now_s >= self._other_at_s:
+            self._leave_other()
+            self._other_at_s = now_s + self._other_wait_s
+            self._other_wait_s = min(2 * self._other_wait_s, _MAX_OTHER_AGAIN_S)
+        return False
 
     def _leave_other(self) -> None:
         """Give up the connection that was opened beside this one."""

@@ -35,7 +35,8 @@ class ReplicaFault(QuireError):
 
 
 class StaleConnection(ReplicaFault):
-    """A connection that was kept open had been closed when it was used again."""
+    """A kept connection had been closed when it was used again, or the process that may have
+    accepted it stopped before it answered."""
 
 
 class ProcessStopped(ReplicaFault):

@@ -289,8 +289,9 @@ class ConnectionPool:
     ) -> Exchange:
         """Send a request. Raises ReplicaFault where no connection can be made.
 
-        A kept connection that turns out to be closed fails with StaleConnection: send again, once,
-        with is_fresh, on a new connection.
+        A kept connection that turns out to be closed, and one whose process stops before it has
+        answered, fail with StaleConnection: send again, with is_fresh, on a new connection.
+        That one is stale only where one more process has stopped.
         """
         head = self._head(method, path, headers, len(body))
         loop = asyncio.get_running_loop()
@@ -308,16 +309,16 @@ class ConnectionPool:
 
     async def get(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes]:
         """Return status and body of a GET. Raises ReplicaFault."""
-        for is_fresh in (False, True):
+        is_fresh = False
+        while True:
             exchange = await self.send(b"GET", path, headers, b"", is_fresh=is_fresh)
             try:
                 await exchange.head()
                 return exchange.status, await exchange.body()
             except StaleConnection:
-                continue
+                is_fresh = True
             finally:
                 exchange.close()
-        raise ReplicaFault("it closes each connection", is_suspect=False)
 
     async def _connect(self) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()

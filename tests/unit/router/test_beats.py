@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from bench.router.virtual_time import run_virtual
 from quire.router import beats as beats_module
-from quire.router import http_client
 from quire.router.beats import Beats
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
-from tests.unit.router.fake_replica import FakeReplica, Router, run
+from quire.routing.beat_gaps import MIN_SILENT_S
+from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
 
 
@@ -157,6 +159,33 @@ def test_while_beats_are_late_another_connection_is_opened_beside(
     run([first], story, probe_s=10.0, stall_s=30.0)
 
 
+def test_a_second_connection_that_fails_is_opened_again_after_growing_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(beats_module, "_LATE_S", 0.2)
+
+    async def story() -> list[float]:
+        loop = asyncio.get_running_loop()
+        times, silent = list[float](), Exchange(loop, may_be_stale=False)
+        silent.got_head(200, [(b"content-type", b"text/event-stream")])
+
+        async def connect() -> Exchange:
+            times.append(loop.time())
+            if len(times) == 3:  # it is accepted, and never answered
+                await asyncio.Event().wait()
+            if len(times) > 1:
+                raise ReplicaFault("no connection", is_suspect=False)
+            return silent
+
+        with pytest.raises(ReplicaFault, match="sent nothing for 10 s"):
+            await Beats(lambda health: None).follow(connect)
+        return [after_s - before_s for before_s, after_s in pairwise(times[1:])]
+
+    waits = run_virtual(story(), tick_s=TICK_S)
+    wanted = [0.25, 2.0 + 0.5, 1.0, 2.0, 2.0]
+    assert all(0 <= one - least < 0.3 for one, least in zip(waits, wanted, strict=True)), waits
+
+
 STOPPED: dict[str, Any] = {"ok": True, "state": "ready", "stopped_processes": [2]}
 
 
@@ -195,12 +224,89 @@ def test_streams_of_a_stopped_process_go_on_at_another_one_and_those_of_others_s
     run([only], story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
 
 
+# Of a request without an answer, when it is known that a process has stopped: it may have been sent
+# before the stop, or was sent after it.
+EARLY_S, LATE_S = 0.75 * MIN_SILENT_S, 0.25 * MIN_SILENT_S
+
+
+async def _whole_answer(router: Router, replica: FakeReplica) -> asyncio.Future[Any]:
+    """Ask for an answer that is held back, over a new connection."""
+    [one] = router.fleet.replicas.values()
+    router.fleet.pool(one).close()
+    replica.whole_gate = asyncio.Event()
+    asked = len(replica.requests)
+    answer = asyncio.ensure_future(router.post("/v1/completions", {"prompt": "a"}))
+    await _until(lambda: len(replica.requests) == asked + 1)
+    return answer
+
+
+def test_a_request_that_was_sent_after_the_stop_is_sent_once() -> None:
+    only = FakeReplica()
+    only.has_beats, only.process = True, 1
+
+    async def story(router: Router) -> None:
+        await _until(lambda: only.beats is not None)
+        answer, gate = await _whole_answer(router, only), only.whole_gate
+        await asyncio.sleep(LATE_S)
+        await _stop_second(router, only)
+        await asyncio.sleep(LATE_S)
+        assert gate is not None
+        gate.set()
+        assert (await answer)[0] == 200
+        assert len(only.requests) == 1
+
+    run([only], story, probe_s=10.0, stall_s=30.0)
+
+
+def test_what_is_open_is_ended_once_for_each_stop_of_a_process() -> None:
+    """Each event names all processes that have stopped, those of earlier events too."""
+    only = FakeReplica()
+    only.has_beats, only.process = True, 1
+
+    async def story(router: Router) -> None:
+        await _until(lambda: only.beats is not None)
+        await _stop_second(router, only)
+        answer = await _whole_answer(router, only)
+        await asyncio.sleep(EARLY_S)
+        only.changes.put_nowait({**STOPPED, "reason": "changed"})
+        await _until(only.changes.empty)
+        await asyncio.sleep(0.1)
+        assert len(only.requests) == 1
+        only.changes.put_nowait({"ok": True, "state": "ready"})  # it goes on, and stops again
+        await _until(only.changes.empty)
+        only.whole_gate = None
+        only.changes.put_nowait(STOPPED)
+        assert (await answer)[0] == 200
+        assert len(only.requests) == 2
+
+    run([only], story, probe_s=10.0, stall_s=30.0)
+
+
+def test_stops_of_several_processes_are_no_failure_of_the_replica() -> None:
+    """One after the other has the request and stops, before it has answered."""
+    only = FakeReplica()
+    only.has_beats, only.process = True, 1
+
+    async def story(router: Router) -> None:
+        await _until(lambda: only.beats is not None)
+        answer = await _whole_answer(router, only)
+        for stopped in ([2], [2, 3], [2, 3, 4]):
+            await asyncio.sleep(EARLY_S)
+            assert len(only.requests) == len(stopped)
+            if len(stopped) == 3:
+                only.whole_gate = None
+            only.changes.put_nowait({**STOPPED, "stopped_processes": stopped})
+            await asyncio.sleep(0.1)
+        assert (await answer)[0] == 200
+        assert not router.count("quire_router_replica_faults_total")
+        assert not any("fenced" in line for line in router.lines)
+
+    run([only], story, probe_s=10.0, stall_s=30.0)
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_an_answer_that_a_stopped_process_may_have_is_asked_for_again(
-    is_kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_a_stopped_process_may_have_is_asked_for_again(is_kept: bool) -> None:
     """By a connection that is kept it is known which process has it; by a new one it is not."""
-    monkeypatch.setattr(http_client, "MIN_SILENT_S", 0.0)
     only = FakeReplica()
     only.has_beats, only.process = True, 2
 
@@ -216,7 +322,7 @@ def test_an_answer_that_a_stopped_process_may_have_is_asked_for_again(
         asked = len(only.requests)
         answer = asyncio.ensure_future(router.post("/v1/completions", body))
         await _until(lambda: len(only.requests) == asked + 1)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(EARLY_S)
         await _stop_second(router, only)
         assert (await answer)[0] == 200
         assert len(only.requests) == asked + 2
