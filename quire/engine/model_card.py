@@ -30,7 +30,8 @@ class ModelCard:
     speculates: whether requests have drafts unless they say otherwise. pooling: how embeddings are
     made; None where none are. generates: whether the model has a head, so that it writes text.
     transfer: how KV blocks are exchanged with other engines; None where they are not.
-    num_parameters: numbers in the weights, 0 where that is not known.
+    num_parameters: numbers in the weights, 0 where that is not known. queue_timeout_s: how long a
+    prompt may wait for its first step, 0: for ever.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ModelCard:
     generates: bool = True
     transfer: TransferCard | None = None
     num_parameters: int = 0
+    queue_timeout_s: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class ChoiceStreams:
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         if len(self.prompts) == 1:
             return self._run(0, self.prompts[0])
-        admission = PromptAdmission()
+        admission = PromptAdmission(self._engine.card.queue_timeout_s)
         most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
         sends = [partial(self._run, at, prompt) for at, prompt in enumerate(self.prompts)]
         return interleaved([admission.run(send) for send in sends], max_runs=most)

@@ -75,6 +75,7 @@ def model_card(
         generates=spec.has_head,
         max_draft_tokens=config.speculation.max_draft_tokens,
         speculates=config.speculation.speculate != "off",
+        queue_timeout_s=config.scheduler.queue_timeout_s or 0.0,
         num_parameters=sum(weight.size for weight in program.weights.values()),
     )
 

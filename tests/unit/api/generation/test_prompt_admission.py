@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.api.generation import prompt_admission
+from bench.router.virtual_time import run_virtual
 from quire.api.generation.prompt_admission import PromptAdmission
-from quire.base.errors import DeadlineMissed, OverloadedError, QuireError, TenantLimit
+from quire.base.errors import (
+    DeadlineMissed,
+    OverloadedError,
+    QueueTimedOut,
+    QuireError,
+    TenantLimit,
+)
 from quire.engine.client.interleaving import interleaved
 from tests.drawn import examples
 
@@ -42,8 +48,8 @@ class _Engine:
             self.num_running -= 1
 
 
-async def _answers(engine: _Engine, turns: list[int]) -> list[int]:
-    admission = PromptAdmission()
+async def _answers(engine: _Engine, turns: list[int], queue_timeout_s: float = 0.0) -> list[int]:
+    admission = PromptAdmission(queue_timeout_s)
     sends = [partial(engine.prompt, number, one) for number, one in enumerate(turns)]
     runs = [admission.run(send) for send in sends]
     return [number async for number in interleaved(runs)]
@@ -77,20 +83,69 @@ def test_a_refusal_for_another_reason_is_final() -> None:
     assert engine.num_running == 0
 
 
-def test_room_that_other_requests_have_taken_meanwhile_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+async def _held(engine: _Engine, go_on: asyncio.Event) -> AsyncGenerator[int, None]:
+    """A prompt of the request that has begun, and runs until `go_on` is set."""
+    engine.num_running += 1
+    try:
+        yield 0
+        await go_on.wait()
+        yield 0
+    finally:
+        engine.num_running -= 1
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_room_that_other_requests_leave_is_taken_while_none_of_these_prompts_ends(
+    is_begun: bool,
 ) -> None:
-    monkeypatch.setattr(prompt_admission, "_RETRY_S", 0.0)
+    """One runs; or has ended, and others have taken its room."""
     engine = _Engine(1)
 
-    async def story() -> list[int]:
-        task = asyncio.ensure_future(_answers(engine, [1] * 3))
-        while engine.num_begun < 1:
-            await asyncio.sleep(0)
-        engine.room = 0
-        while engine.num_sent < 10:  # 3, and those of one that tries again and again
-            await asyncio.sleep(0)
-        engine.room = 2
-        return await task
+    async def story() -> tuple[list[int], int]:
+        go_on, admission = asyncio.Event(), PromptAdmission()
+        if not is_begun:
+            go_on.set()
+        sends = [partial(_held, engine, go_on)]
+        sends += [partial(engine.prompt, number, 1) for number in (1, 2)]
+        found, runs = list[int](), [admission.run(send) for send in sends]
 
-    assert sorted(asyncio.run(story())) == [0, 1, 2]
+        async def read() -> None:
+            async for number in interleaved(runs):
+                found.append(number)
+
+        reading = asyncio.ensure_future(read())
+        await asyncio.sleep(0)
+        engine.room = 0
+        await asyncio.sleep(10)
+        assert found == [0] * (1 if is_begun else 2)
+        num_tries = engine.num_sent
+        engine.room = 2
+        await asyncio.sleep(1)
+        assert sorted(found)[-2:] == [1, 2]
+        go_on.set()
+        await reading
+        return sorted(found), num_tries
+
+    found, num_tries = run_virtual(story())
+    assert found == [0, 0, 1, 2]
+    assert 35 <= num_tries <= 45, "one of both four times a second"
+
+
+def test_a_prompt_waits_no_longer_than_in_the_queue_and_nothing_goes_on_after_that() -> None:
+    engine = _Engine(1)
+
+    async def story() -> float:
+        loop, go_on, admission = asyncio.get_running_loop(), asyncio.Event(), PromptAdmission(3.0)
+        began_s = loop.time()
+        sends = [partial(_held, engine, go_on), partial(engine.prompt, 1, 1)]
+        with pytest.raises(QueueTimedOut, match="for 3000 ms, the most") as refused:
+            async for _ in interleaved([admission.run(send) for send in sends]):
+                pass
+        assert refused.value.retry_after_s == 2.0
+        waited_s, num_sent = loop.time() - began_s, engine.num_sent
+        await asyncio.sleep(10)
+        assert (engine.num_sent, engine.num_running) == (num_sent, 0)
+        return waited_s
+
+    assert 3.0 <= run_virtual(story()) < 3.5
+    assert run_virtual(_answers(_Engine(2), [3] * 9, 3.0)), "shorter waits are no matter"
