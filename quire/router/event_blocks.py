@@ -3,13 +3,14 @@
 A replica that is asked for `include_output_ids` writes a comment after the events of each delta,
 and one after the last event or the error that ends the stream. What is between two comments is one
 delta: it is passed on as a whole or not at all, so that the journal and the client always agree.
-Knows no request, no replica and no API: events are never read. Is used for streams that can be
-continued.
+Deltas that have come together are made one: where a stream is behind, an event costs less. Knows no
+request, no replica and no API: events are never read. Is used for streams that can be continued.
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
 _CURSOR, ENDED = b': {"output_ids":', b': {"ended":'
 # In place of a comment in Anthropic's streams.
@@ -17,7 +18,7 @@ _PING = b"event: ping\n"
 
 
 class CursorComment(msgspec.Struct, frozen=True):
-    """A comment of ContinuableEvents. output_ids: of one delta. prompt_tokens: in the first."""
+    """A comment of ContinuableEvents. output_ids: of its delta. prompt_tokens: in the first."""
 
     output_ids: list[int]
     output_cursor: str
@@ -80,11 +81,36 @@ class EventBlocks:
                 found.append(Delta(self._take(), is_last=True, error=comment.ended or ""))
             else:
                 found.append(Delta(self._take(), comment))
-        return found
+        return found if len(found) < 2 else _merged(found)
 
     def _take(self) -> bytes:
         pending, self._pending = self._pending, []
         return b"".join([block + self._end for block in pending])
+
+
+def _merged(deltas: list[Delta]) -> list[Delta]:
+    """Return deltas with tokens that follow one another as one. Those without any stay."""
+    found, run = list[Delta](), list[Delta]()
+    for delta in deltas:
+        if delta.cursor is not None:
+            run.append(delta)
+            continue
+        if run:
+            found.append(_joined(run))
+            run = []
+        found.append(delta)
+    return [*found, _joined(run)] if run else found
+
+
+def _joined(run: list[Delta]) -> Delta:
+    cursors = [delta.cursor for delta in run if delta.cursor is not None]
+    if len(cursors) == 1:
+        return run[0]
+    ids = [id_ for cursor in cursors for id_ in cursor.output_ids]
+    cursor = structs.replace(
+        cursors[-1], output_ids=ids, seed=cursors[0].seed, prompt_tokens=cursors[0].prompt_tokens
+    )
+    return Delta(b"".join([delta.blocks for delta in run]), cursor)
 
 
 def _comment_of(block: bytes) -> CursorComment | EndComment | None:

@@ -24,6 +24,8 @@ from quire.routing.beat_gaps import MIN_SILENT_S
 Headers = list[tuple[bytes, bytes]]
 
 _MAX_UNREAD_BYTES = 256 << 10
+# A body is read in pieces of about so much: other tasks go on between two of them.
+READ_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_IDLE = 64
 # A connection that was kept for less is not closed for its idleness: its end is a failure.
@@ -31,25 +33,22 @@ _STALE_AFTER_S = 1.0
 
 
 class Exchange:
-    """One request and its response. status: 0 before there is one. last_s: when bytes came last."""
+    """One request and its response. status: 0 before there is one. last_s: when bytes came last.
+    is_paused: nothing is read from the connection, because the reader does not keep up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, may_be_stale: bool) -> None:
         self.status = 0
         self.headers: Headers = []
-        self.is_complete = False
+        self.is_complete = self.is_paused = False
         self.last_s = loop.time()
         self._loop = loop
         self._may_be_stale = may_be_stale
         self._connection: _Connection | None = None
         self._pieces: deque[bytes] = deque()
         self._num_unread = 0
+        self._has_rest = False
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether nothing is read because the client does not keep up."""
-        return self._num_unread > _MAX_UNREAD_BYTES
 
     async def head(self) -> None:
         """Wait for status and headers. Raises ReplicaFault."""
@@ -57,17 +56,28 @@ class Exchange:
             await self._wait()
 
     async def read(self) -> bytes:
-        """Return what has arrived of the body, b"" at its end. Raises ReplicaFault."""
+        """Return what has arrived of the body, about READ_BYTES of it at most; b"" at its end.
+        Raises ReplicaFault."""
+        if self._has_rest:  # where much has come, each of many streams has its turn
+            await asyncio.sleep(0)
         while not self._pieces:
             if self.is_complete:
                 return b""
             await self._wait()
-        pieces, was_paused = self._pieces, self.is_paused
-        piece = pieces.popleft() if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        self._num_unread = 0
-        if was_paused and self._connection is not None:
-            self._connection.resume()
+        pieces = self._pieces
+        piece = pieces.popleft()
+        if pieces:
+            found, num_bytes = [piece], len(piece)
+            while pieces and num_bytes < READ_BYTES:
+                found.append(pieces.popleft())
+                num_bytes += len(found[-1])
+            piece = b"".join(found)
+        self._has_rest = bool(pieces)
+        self._num_unread -= len(piece)
+        if self.is_paused and not pieces:
+            self.is_paused = False
+            if self._connection is not None:
+                self._connection.resume()
         return piece
 
     async def body(self) -> bytes:
@@ -120,6 +130,7 @@ class Exchange:
         self._pieces.append(piece)
         self._num_unread += len(piece)
         self._wake()
+        self.is_paused = self._num_unread > _MAX_UNREAD_BYTES
         return self.is_paused
 
     def completed(self) -> None:

@@ -13,7 +13,7 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.router.breaker import CircuitBreaker, RetryBudget
 from quire.router.discovery import WatchedFile
-from quire.router.event_blocks import EventBlocks
+from quire.router.event_blocks import CursorComment, EventBlocks
 from quire.router.routed_request import RoutedRequest
 from quire.router.settings import RouterSettings
 from tests.cases import each_case
@@ -100,6 +100,25 @@ def test_deltas_do_not_depend_on_how_bytes_are_cut() -> None:
         for at in range(0, len(stream), size):
             found += blocks.push(stream[at : at + size])
         assert found == whole
+
+
+def test_deltas_that_come_together_are_one_and_others_stay_between_them() -> None:
+    def delta(first: int, more: bytes = b"") -> bytes:
+        cursor = b'"output_cursor":"g:1:%d:0"' % first
+        return b'data: {"x":%d}\n\n: {"output_ids":[%d],%b%b}\n\n' % (first, first, cursor, more)
+
+    start = delta(1, b',"seed":7,"prompt_tokens":3')
+    found = EventBlocks().push(start + delta(2) + delta(3) + b": \n\n" + delta(4) + b"data: {}\n\n")
+    cursors = [one.cursor for one in found]
+    assert cursors[0] == CursorComment([1, 2, 3], "g:1:3:0", 7, 3)
+    assert cursors[1:] == [None, CursorComment([4], "g:1:4:0")]
+    events = [one.blocks for one in found]
+    assert events[0] == b"".join(b'data: {"x":%d}\n\n' % one for one in (1, 2, 3))
+    assert events[1:] == [b": \n\n", b'data: {"x":4}\n\n']
+    error = b'data: {"error":{"message":"it ends","code":"device_lost"}}\n\n'
+    found = EventBlocks().push(delta(1) + delta(2) + error)
+    assert [one.error is None for one in found] == [True, False]
+    assert found[0].cursor == CursorComment([1, 2], "g:1:2:0")
 
 
 # ---- breaker and budget

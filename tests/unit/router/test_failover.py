@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.router.http_client import READ_BYTES, Exchange
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
@@ -383,6 +384,51 @@ def test_a_slow_client_pauses_its_replica_and_is_no_stall() -> None:
         assert not any("fenced" in line for line in router.lines), router.lines
 
     run([only], story)
+
+
+def test_others_have_their_turn_while_a_stream_has_much_to_read() -> None:
+    """Such as those who ask for metrics; no piece of it is lost."""
+
+    async def story() -> None:
+        exchange = Exchange(asyncio.get_running_loop(), may_be_stale=False)
+        exchange.got_head(200, [])
+        wanted = b"".join(b"data: %d\n\n" % number for number in range(10_000))
+        pieces = [wanted[at : at + 100] for at in range(0, len(wanted), 100)]
+        assert not any(map(exchange.got, pieces))
+        exchange.completed()
+        num_turns, found = 0, list[bytes]()
+
+        async def other() -> None:
+            nonlocal num_turns
+            while not exchange.is_complete or len(found) < 2 or found[-1]:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        turns = asyncio.ensure_future(other())
+        while not found or found[-1]:
+            found.append(await exchange.read())
+        await turns
+        assert b"".join(found) == wanted
+        assert max(map(len, found)) < READ_BYTES + 100
+        assert num_turns >= len(found) - 2 >= len(wanted) // READ_BYTES
+
+    asyncio.run(story())
+
+
+def test_a_connection_is_read_again_once_all_of_it_was_read() -> None:
+    async def story() -> None:
+        exchange, num_bytes = Exchange(asyncio.get_running_loop(), may_be_stale=False), 0
+        exchange.got_head(200, [])
+        while not exchange.got(b"x" * 5000):
+            num_bytes += 5000
+        num_bytes += 5000
+        while num_bytes:
+            assert exchange.is_paused
+            num_bytes -= len(await exchange.read())
+        assert not exchange.is_paused
+        exchange.completed()
+
+    asyncio.run(story())
 
 
 def test_limits_of_open_requests_are_429_for_a_key_and_503_for_all() -> None:
