@@ -300,8 +300,8 @@ class ConnectionPool:
     ) -> Exchange:
         """Send a request. Raises ReplicaFault where no connection can be made.
 
-        A kept connection that turns out to be closed, and one whose process stops before it has
-        answered, fail with StaleConnection: send again, with is_fresh, on a new connection.
+        A kept connection that turns out to be closed fails with StaleConnection, and so does one of
+        a process that stops before it has answered: send again, with is_fresh, on a new connection.
         That one is stale only where one more process has stopped.
         """
         head = self._head(method, path, headers, len(body))

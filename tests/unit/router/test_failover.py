@@ -387,7 +387,7 @@ def test_a_slow_client_pauses_its_replica_and_is_no_stall() -> None:
 
 
 def test_others_have_their_turn_while_a_stream_has_much_to_read() -> None:
-    """Such as those who ask for metrics; no piece of it is lost."""
+    """Such as requests for metrics; no piece of the stream is lost."""
 
     async def story() -> None:
         exchange = Exchange(asyncio.get_running_loop(), may_be_stale=False)
