@@ -85,38 +85,42 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); cat native/venv-missing.txt; exit 1; }
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 
-# $(1): extras. Built once for the package, then only what is missing is added.
-define install
-	@$(BIN)/python scripts/install.py $(BIN)/python "$(1)"
+# Compiles, and so runs once for all targets until a source changes.
+$(STAMP)-package: $(BIN)/python $(NATIVE)
+	@$(BIN)/python scripts/install.py $(BIN)/python
+	@touch $@
+
+# $(1): extras, whose packages are added to the environment.
+define add
+	@$(BIN)/python scripts/install.py --packages-only $(BIN)/python "$(1)"
 	@touch $@
 endef
 
-$(STAMP)-run: $(BIN)/python $(NATIVE)
-	$(call install,[demo])
-$(STAMP)-test: $(BIN)/python $(NATIVE)
-	$(call install,[test])
+$(STAMP)-run: $(STAMP)-package
+	$(call add,[demo])
+$(STAMP)-test: $(STAMP)-package
+	$(call add,[test])
 $(STAMP)-lint: $(BIN)/python pyproject.toml
-	@$(BIN)/python -m pip install --quiet "ruff>=0.8" "mypy>=1.13" "import-linter>=2.1"
-	$(call install,[lint])
-$(STAMP)-docs: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)docs])
-$(STAMP)-parity: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)parity])
-$(STAMP)-gpu: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)gpu])
-$(STAMP)-nixl: $(BIN)/python $(NATIVE)
-	$(call install,[test])
+	$(call add,[test$(comma)lint])
+$(STAMP)-docs: $(STAMP)-package
+	$(call add,[test$(comma)docs])
+$(STAMP)-parity: $(STAMP)-package
+	$(call add,[test$(comma)parity])
+$(STAMP)-gpu: $(STAMP)-package
+	$(call add,[test$(comma)gpu])
+$(STAMP)-nixl: $(STAMP)-package
+	$(call add,[test])
 	@$(BIN)/python -m pip install --quiet --no-deps "nixl-cu12>=1.5,<2"
-$(STAMP)-fuzz: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)fuzz])
-$(STAMP)-browser: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)browser])
-$(STAMP)-manifests: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)manifests])
-$(STAMP)-ray: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)ray])
-$(STAMP)-mooncake: $(BIN)/python $(NATIVE)
-	$(call install,[test$(comma)mooncake])
+$(STAMP)-fuzz: $(STAMP)-package
+	$(call add,[test$(comma)fuzz])
+$(STAMP)-browser: $(STAMP)-package
+	$(call add,[test$(comma)browser])
+$(STAMP)-manifests: $(STAMP)-package
+	$(call add,[test$(comma)manifests])
+$(STAMP)-ray: $(STAMP)-package
+	$(call add,[test$(comma)ray])
+$(STAMP)-mooncake: $(STAMP)-package
+	$(call add,[test$(comma)mooncake])
 clients-installed: $(STAMP)-clients $(STAMP)-agents $(STAMP)-npm
 # They need openai 3, which others refuse: before it on the path, in a folder of their own.
 $(STAMP)-agents: $(STAMP)-clients
@@ -128,5 +132,5 @@ $(STAMP)-npm: $(STAMP)-clients tests/clients/js/package.json
 		mkdir -p $(VENV)/js && cp tests/clients/js/package.json $(VENV)/js/ && \
 		npm install --prefix $(VENV)/js --no-audit --no-fund --no-package-lock --loglevel=error; fi
 	@touch $@
-$(STAMP)-clients: $(BIN)/python $(NATIVE)
-	$(call install,[clients])
+$(STAMP)-clients: $(STAMP)-package
+	$(call add,[clients])

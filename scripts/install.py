@@ -1,11 +1,14 @@
 """Install this checkout with pip, and show the progress of the compilation.
 
-    python scripts/install.py PYTHON [EXTRAS]
+    python scripts/install.py [--packages-only] PYTHON [EXTRAS]
 
-Installs the checkout in editable form into the environment of PYTHON. On a terminal one line shows
-the current phase, the compiled files and the elapsed time; elsewhere one line is printed at the
-start. The output of pip is shown only if it fails. Exits with the code of pip. Needs nothing but
-the standard library, because it runs before anything is installed.
+Installs the checkout in editable form into the environment of PYTHON, which compiles the native
+module anew each time: pip builds in a new temporary environment, which scikit-build-core does not
+accept for an earlier build. With --packages-only it installs what the checkout and its extras
+depend on. On a terminal one line shows the current phase, the compiled files and the elapsed time;
+elsewhere one line is printed at the start. The output of pip is shown only if it fails. Exits with
+the code of pip. Needs nothing but the standard library, because it runs before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _STARTED = (
     "[2/3] installing quire-llm{extras} (downloads packages, then compiles the kernels; minutes)"
 )
+_ADDING = "[2/3] installing the packages of quire-llm{extras}"
 _NINJA = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\s*\[\s*(\d+)%\]")
 _PHASES = (
@@ -58,10 +63,22 @@ class Progress:
         return f"[2/3] {self.phase}{compiled}, {elapsed_s:.0f} s"
 
 
-def install(command: list[str], extras: str, terminal: TextIO) -> int:
+def requirements(extras: str) -> list[str]:
+    """Return what the checkout and the extras, such as "[test,gpu]", depend on.
+
+    Those of the checkout are among them so that pip moves none of them out of its range.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = list(project["dependencies"])
+    for extra in filter(None, extras.strip("[]").split(",")):
+        needed += project["optional-dependencies"][extra]
+    return needed
+
+
+def install(command: list[str], started_line: str, terminal: TextIO) -> int:
     """Run `command`, show its progress on `terminal`, and return its exit code."""
     progress, started, ended = Progress(), time.monotonic(), threading.Event()
-    print(_STARTED.format(extras=extras), file=terminal, flush=True)
+    print(started_line, file=terminal, flush=True)
     drawing = threading.Thread(target=_draw, args=(progress, started, ended, terminal))
     if terminal.isatty():
         drawing.start()
@@ -95,11 +112,12 @@ def _draw(progress: Progress, started: float, ended: threading.Event, terminal: 
 
 
 def main() -> int:
-    python, extras = sys.argv[1], "".join(sys.argv[2:3])
-    target = f"{ROOT}{extras}"
-    return install(
-        [python, "-m", "pip", "install", "--verbose", "--editable", target], extras, sys.stdout
-    )
+    arguments = sys.argv[1:]
+    packages_only = arguments[0] == "--packages-only"
+    python, extras = arguments[packages_only], "".join(arguments[packages_only + 1 :])
+    line = (_ADDING if packages_only else _STARTED).format(extras=extras)
+    what = requirements(extras) if packages_only else ["--editable", f"{ROOT}{extras}"]
+    return install([python, "-m", "pip", "install", "--verbose", *what], line, sys.stdout)
 
 
 if __name__ == "__main__":

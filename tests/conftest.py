@@ -15,12 +15,14 @@ import os
 import shutil
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire  # noqa: F401  holds BLAS to one thread, which must happen before NumPy loads
+from tests.drawn import DRAWS_ALL
 
 
 def _keep_bytecode() -> None:
@@ -53,8 +55,12 @@ MARKED_FOLDERS = (
     "gpu",
     "ray",
 )  # all tests of each have its name as their marker
-# Files of these folders share models, syntax trees or tokenizers within a process.
-SHARED_FOLDERS = ("tests/exact/", "tests/repository/", "tests/unit/text/")
+# Files of these folders share models, syntax trees or tokenizers within a process. With all drawn
+# cases, those of tests/exact take minutes, many times what they share, and are divided.
+SHARED_FOLDERS = (
+    *(() if DRAWS_ALL else ("tests/exact/",)),
+    *("tests/repository/", "tests/unit/text/"),
+)
 LONGEST_UNITS = (
     "tests/exact/",
     "tests/unit/text/",
@@ -108,8 +114,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest units first, so that no process runs one alone at the end."""
-    places = {unit: place for place, unit in enumerate(LONGEST_UNITS)}
-    items.sort(key=lambda item: places.get(unit_of(item.nodeid), len(places)))
+    items.sort(key=lambda item: _place_of_unit(unit_of(item.nodeid)))
+
+
+@cache
+def _place_of_unit(unit: str) -> int:
+    longest = (place for place, start in enumerate(LONGEST_UNITS) if unit.startswith(start))
+    return next(longest, len(LONGEST_UNITS))
 
 
 @pytest.hookimpl(optionalhook=True)

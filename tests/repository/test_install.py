@@ -7,11 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from scripts.install import Progress, install
+from scripts.install import Progress, install, requirements
 from tests.repository.source_files import ROOT
 
 _NO_COMPILER = (ROOT / "native" / "compiler-missing.txt").read_text("utf-8")
@@ -51,22 +52,66 @@ def test_the_phase_follows_the_output_of_pip_and_ninja() -> None:
 
 def test_a_terminal_shows_the_compiled_files() -> None:
     terminal = Terminal()
-    assert install(_printing(_OUTPUT, wait_s=2.0), "[demo]", terminal) == 0
+    assert install(_printing(_OUTPUT, wait_s=2.0), "installing", terminal) == 0
     assert "\r\033[K[2/3] compiling 34 of 107 files, " in terminal.getvalue()
 
 
 def test_a_pipe_gets_a_line_before_and_one_after() -> None:
     pipe = io.StringIO()
-    assert install(_printing(_OUTPUT), "[demo]", pipe) == 0
+    assert install(_printing(_OUTPUT), "installing quire-llm[demo]", pipe) == 0
     before, after = pipe.getvalue().splitlines()
-    assert before.startswith("[2/3] installing quire-llm[demo]")
+    assert before == "installing quire-llm[demo]"
     assert after.startswith("[2/3] installed in ")
 
 
 def test_a_failure_shows_the_output_of_pip() -> None:
     pipe = io.StringIO()
-    assert install(_printing("no room", code=3), "", pipe) == 3
+    assert install(_printing("no room", code=3), "installing", pipe) == 3
     assert pipe.getvalue().splitlines()[1] == "no room"
+
+
+def test_packages_of_extras_come_with_those_of_the_checkout() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    assert requirements("") == project["dependencies"]
+    assert requirements("[gpu,manifests]") == [
+        *project["dependencies"],
+        *extras["gpu"],
+        *extras["manifests"],
+    ]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_compiled_module_of_one_target_serves_all(tmp_path: Path) -> None:
+    """Run make with a stand-in for Python that writes down what it is asked to do."""
+    venv, calls = tmp_path / "venv", tmp_path / "calls"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("python", "mkdocs", "ruff", "mypy", "lint-imports"):
+        program = venv / "bin" / name
+        program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+        program.chmod(0o755)
+    targets = ["lint", "test", "exact", "docs", "parity", "gpu", "fuzz", "manifests", "test"]
+    done = subprocess.run(
+        ["make", "--no-print-directory", *targets, f"VENV={venv}"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    installs = [call for call in calls.read_text().splitlines() if "scripts/install.py" in call]
+    python = venv / "bin" / "python"
+    extras = [
+        "test,lint",
+        "test",
+        "test,docs",
+        "test,parity",
+        "test,gpu",
+        "test,fuzz",
+        "test,manifests",
+    ]
+    added = [f"scripts/install.py --packages-only {python} [{extra}]" for extra in extras]
+    assert installs == [added[0], f"scripts/install.py {python}", *added[1:]]
 
 
 def test_the_message_names_the_package_of_each_system() -> None:
