@@ -115,9 +115,9 @@ def test_deltas_that_come_together_are_one_and_others_stay_between_them() -> Non
     events = [one.blocks for one in found]
     assert events[0] == b"".join(b'data: {"x":%d}\n\n' % one for one in (1, 2, 3))
     assert events[1:] == [b": \n\n", b'data: {"x":4}\n\n']
-    error = b'data: {"error":{"message":"it ends","code":"device_lost"}}\n\n'
+    error = b'data: {"error":{}}\n\n: {"ended":"device_lost"}\n\n'
     found = EventBlocks().push(delta(1) + delta(2) + error)
-    assert [one.error is None for one in found] == [True, False]
+    assert [one.error for one in found] == ["", "device_lost"]
     assert found[0].cursor == CursorComment([1, 2], "g:1:2:0")
 
 
