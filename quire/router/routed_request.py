@@ -193,9 +193,8 @@ class RoutedRequest:
         if self.why_not:
             return _encode({**self.fields, **transfer}) if transfer else self.raw
         fields = with_value({**self.fields, **transfer}, self.form.output_ids, True)
-        if self.num_delivered:  # the prompt's progress was reported
-            fields.pop("return_progress", None)
         if self.cursor is not None:
+            fields.pop("return_progress", None)  # the prompt's was reported
             fields["output_ids"] = self.output_ids.tolist()
             fields["output_cursor"] = self.cursor
             fields.pop("kv_transfer_params", None)  # another replica continues without them

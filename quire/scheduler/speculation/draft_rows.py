@@ -64,9 +64,9 @@ class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live, and the source does not
     rest.
 
-    noted_from: `took` must be called for plans from this step on, and for those that admit
-    requests. was_used: whether drafts were computed or verified. rejected: by row of the last plan
-    with drafts, how many of them were not accepted.
+    is_resting: the source rests. noted_from: `took` must be called for plans from this step on, and
+    in a rest for those that admit requests. was_used: whether drafts were computed or verified.
+    rejected: by row of the last plan with drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DraftRows(StepExtension):
         self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
         self.noted_from = NEVER
-        self._is_resting = self._may_predict = False  # the latter: a live request may
+        self.is_resting = self._may_predict = False  # the latter: a live request may
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
@@ -119,7 +119,7 @@ class DraftRows(StepExtension):
         what others take. Passes of a draft model are no cost of rows, and steps with drafts have
         prices of their own.
         """
-        if not (self.is_active or self._is_resting):
+        if not (self.is_active or self.is_resting):
             return ms
         source = self._source
         computed_ms = source.drafting_ms - self._drafting_ms
@@ -142,10 +142,10 @@ class DraftRows(StepExtension):
             self._num_plain = 0
             self._prices.note(predicted, ms)
             self._timed = (ms, predicted, computed_ms)
-        if self._is_resting:
+        if self.is_resting:
             self._note_rest(plan)
         is_noting = self._num_timed or self._predicted or source.notes_plain_steps
-        idle_until = self._rest_until if self._is_resting else NEVER
+        idle_until = self._rest_until if self.is_resting else NEVER
         self.noted_from = 0 if is_noting else idle_until
         return ms if predicted is None else 0.0
 
@@ -169,10 +169,10 @@ class DraftRows(StepExtension):
         """Note a new request that speculates."""
         if _predicts(sequence):  # it may have drafts at once
             self._may_predict = True
-            if self._is_resting:
+            if self.is_resting:
                 self._source.rested(self._requests.in_flight.step - self._rest_from)
-                self._is_resting = False
-        if not self._is_resting:
+                self.is_resting = False
+        if not self.is_resting:
             self.is_active, self.noted_from = True, 0
 
     def begin_step(self, step: Step) -> None:
@@ -284,7 +284,7 @@ class DraftRows(StepExtension):
             live = self._requests.sequences.values()
             self._may_predict = any(map(_predicts, live))
         if not self._may_predict:
-            self.is_active, self._is_resting, self._rest_from = False, True, step
+            self.is_active, self.is_resting, self._rest_from = False, True, step
             self._rest_until = step + num_steps - self._overlaps
             self.noted_from = 0
 
@@ -302,11 +302,12 @@ class DraftRows(StepExtension):
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:
-            self._is_resting, self.is_active = False, True
+            self.is_resting, self.is_active = False, True
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
         """Compare the runs of a plan with its drafts, before the runs are appended in full."""
         drafted, num_rows = plan.draft_counts, len(plan.slots)
+        self._predicted.pop(plan.step, None)  # there still, if the step was not timed
         accepted = np.empty(num_rows, np.int32)
         tokens = (result.token_counts, result.token_ids)
         _native.count_accepted(drafted, plan.draft_ids, *tokens, accepted)
@@ -356,6 +357,7 @@ class DraftRows(StepExtension):
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
+        self.noted_from = 0  # the source may want steps without drafts now
 
     def _one_each_ms(self, starts: Int32s) -> float:
         """Return what a step of rows with one token each is predicted to take by the cost model."""
