@@ -123,7 +123,6 @@ def test_engines_share_a_store(models: list[Model], tmp_path: Path) -> None:
     seen = compare_sharing(numbers, models, tmp_path, ON_CPU_TENSORS)
     if NUM_CASES >= 4:
         assert seen["fetched"] >= 20, seen
-        assert seen[StoreFailure.CORRUPT], seen
 
 
 def test_late_devices_share_a_store(
