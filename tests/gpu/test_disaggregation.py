@@ -16,7 +16,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from quire.base.kv_store import StoreFailure  # noqa: E402
 from quire.base.records import Request  # noqa: E402
 from quire.config.machine import MachineMemory  # noqa: E402
 from quire.execute.gpu import executor as torch_executor  # noqa: E402
