@@ -109,8 +109,8 @@ $(STAMP)-parity: $(STAMP)-package
 $(STAMP)-gpu: $(STAMP)-package
 	$(call add,[test$(comma)gpu])
 $(STAMP)-nixl: $(STAMP)-package
-	$(call add,[test])
 	@$(BIN)/python -m pip install --quiet --no-deps "nixl-cu12>=1.5,<2"
+	$(call add,[test])
 $(STAMP)-fuzz: $(STAMP)-package
 	$(call add,[test$(comma)fuzz])
 $(STAMP)-browser: $(STAMP)-package
