@@ -1,4 +1,4 @@
-"""Kills of prefill and decode engines, and of the store that they share: nothing wrong, none left.
+"""Kills of engines of all roles, and of the store that they share: nothing wrong, none left.
 
 The short form of `python -m bench.disaggregation_kills --store`: its engines are processes, killed
 with SIGKILL. It is a process of its own, because it forks.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.tiny_models import write_tiny_llama
 
-NUM_KILLS = 9  # a third of them of the store
+NUM_KILLS = 12  # a third of them of the store
 
 
 def test_engines_and_a_store_that_are_killed_leave_nothing(tmp_path: Path) -> None:
@@ -28,5 +28,6 @@ def test_engines_and_a_store_that_are_killed_leave_nothing(tmp_path: Path) -> No
     result = json.loads(out.read_text())
     assert result["problems"] == []
     assert done.returncode == 0
+    assert len(result["rounds"]) == 3, "engines of each role hand over or fetch"
     assert result["compared_answers"] >= 3
     assert min(result["blocks"].values()) > 0, result["blocks"]  # both ways were used

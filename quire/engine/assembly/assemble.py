@@ -107,6 +107,7 @@ def assemble(
             record=record,
             tier_folder=tier_folder,
             outside_ports=outside_ports,
+            undo=undo,
         )
         undo.pop_all()
         if trace is None:
@@ -125,11 +126,16 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
     outside_ports: OutsidePorts | None,
+    undo: ExitStack,
 ) -> Engine:
+    """Return the engine. undo: closes what was opened, where a later part fails."""
     pack_cache = open_pack_cache(config.executor)
     model = sized_model(config)
     memory, program = model.memory, model.program
     executor = loaded_executor(config, model, progress, pack_cache)
+    # First the thread that moves blocks, then the executor: memory is pinned until it closes.
+    loaded = undo.enter_context(ExitStack())
+    loaded.callback(executor.close)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = engine_fingerprint(config, program, executor)
@@ -139,14 +145,22 @@ def _assembled(
         fingerprint = outside_ports.fingerprint(fingerprint)
         step_tokens = model.step_limits.max_tokens
         tier = outside_ports.open_tier(executor, program, fingerprint, step_tokens, clock, report)
+    if tier is not None:
+        loaded.callback(tier.mover.close)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.proposer is None else model.proposer.taps(limits.max_num_seqs)
     constraints = OutputConstraints(matchers=compiler, watches=texts)
     runner = features.runner(config, model, executor, limits, constraints, tier, taps)
+    loaded.pop_all()
+    loaded.callback(runner.close)  # and with it what it moves blocks with, and the executor
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = features.drafter(config, limits, model, runner, clock, report, taps)
+    if drafter is not None:
+        loaded.callback(drafter.close)
     kv_events = features.kv_events(config, report)
+    if kv_events is not None:
+        loaded.callback(kv_events.close)
     scheduler = make_scheduler(
         config,
         limits,
