@@ -52,6 +52,8 @@ ANSWER_S, QUIET_S = 60.0, 30.0
 MAX_GROWTH_DESCRIPTORS, MAX_GROWTH_BYTES = 4, 64 << 20
 MAX_PROBLEMS = 5
 PAIRS = (("prefill", "decode"), ("prefill", "both"), ("both", "decode"))
+# About as long as a transfer takes; agents of NIXL connect first, in a fifth of a second.
+KILL_WITHIN_S = {"auto": 0.02, "nixl": 0.4}
 _VOCAB = 1000  # ids that every checkpoint has
 _SETTLE_S = 0.002
 AGED_S = 600.0  # older than any file of a killed engine that is kept
@@ -142,13 +144,15 @@ class KilledStore:
 
 @dataclass
 class Drill:
-    """Rounds of kills. sides: by role. num_answers: those of fetching engines that lost the other
-    engine, or the store. num_rounds: by the roles of the handing and the fetching engine. last: the
-    prompt of the round before."""
+    """Rounds of kills. sides: by role. kill_within_s: the longest time from a fetching request to
+    a kill. num_answers: those of fetching engines that lost the other engine, or the store.
+    num_rounds: by the roles of the handing and the fetching engine. last: the prompt of the round
+    before."""
 
     chance: random.Random
     sides: dict[str, Side]
     whole: ForkedEngine
+    kill_within_s: float
     store: KilledStore | None = None
     problems: list[str] = field(default_factory=list)
     num_answers: int = 0
@@ -161,8 +165,10 @@ class Drill:
         request = self.last = _drawn(self.chance, begins_as)
         pair = tuple(self.sides[role] for role in self.chance.choice(PAIRS))
         self.num_rounds[" to ".join(side.role for side in pair)] += 1
-        others = [] if self.store is None else [self.store]
-        victim = self.chance.choice([*pair, *others])
+        victims: list[Side | KilledStore] = [*pair]
+        if self.store is not None:
+            victims.append(self.store)
+        victim = self.chance.choice(victims)
         self.whole.start(request)
         handing, fetching = (side.start() for side in pair)
         transfer_id = self.chance.randbytes(16).hex()
@@ -179,7 +185,7 @@ class Drill:
             engine_id=offer["engine_id"],
         )
         fetching.start(replace(request, transfer=source))
-        fetching.wait(self.chance.random() * 0.02)
+        fetching.wait(self.chance.random() * self.kill_within_s)
         victim.kill()
         wanted = self.whole.finish(request, ANSWER_S)
         if victim is not pair[1]:
@@ -187,8 +193,8 @@ class Drill:
         for side in pair:
             if side is not victim:
                 self.problems += side.left()
-        if victim is self.store:
-            self.store.restore()
+        if isinstance(victim, KilledStore):
+            victim.restore()
 
     def last_round(self) -> None:
         """Note what the rounds left in the store."""
@@ -292,7 +298,8 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     whole = ForkedEngine(shared)
     roles = ("prefill", "decode", "both")
     sides = {role: Side(role, {**shared, **exchange}) for role in roles}
-    drill = Drill(random.Random(args.seed), sides, whole, store)
+    within_s = KILL_WITHIN_S.get(args.backend, KILL_WITHIN_S["auto"])
+    drill = Drill(random.Random(args.seed), sides, whole, within_s, store)
     began_s = time.monotonic()
     try:
         for number in range(args.kills):

@@ -83,6 +83,7 @@ def buffer_bytes(config: EngineConfig, token_bytes: int, *, device_is_own: bool)
         num_bytes += sum(in_host.values())
         if config.cache.kv_tier_path is not None:
             num_bytes += disk_buffer_bytes(block_bytes)
-    if device_is_own or config.executor.executor == "torch":
+    is_torch = config.executor.executor == "torch"
+    if device_is_own or (is_torch and config.executor.num_ranks == 1):  # ranks share host memory
         num_bytes += staging_bytes(block_bytes, in_host=bool(in_host))
     return num_bytes

@@ -165,6 +165,8 @@ def test_cpu_tensors_have_staging_rows_beside_the_host_memory_for_blocks(
     on_native = buffer_bytes(native, 1024, device_is_own=False)
     on_torch = buffer_bytes(torch, 1024, device_is_own=False)
     assert on_torch - on_native == 2 * num_buffers(block_bytes, kind) * block_bytes
+    ranks = replace(torch, executor=replace(torch.executor, tensor_parallel_size=2))
+    assert buffer_bytes(ranks, 1024, device_is_own=False) == on_native
     if kind == Tier.HOST:
         assert on_native == in_host
     else:
