@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from contextlib import closing, suppress
@@ -37,9 +38,12 @@ def test_the_default_step_size_is_the_efficient_one(
         assert engine.step_tokens == tokens
 
 
-@pytest.mark.parametrize("parts", ["alone", "tier", "exchange", "store", "exchange and tier"])
+@pytest.mark.parametrize("fails", ["warm_up", "model_card"])
+@pytest.mark.parametrize(
+    "parts", ["alone", "tier", "exchange", "store", "exchange and tier", "events"]
+)
 def test_a_start_that_fails_late_leaves_nothing(
-    parts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: str, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that starts engines itself may go on, with other settings."""
     key = tmp_path / "key"
@@ -53,10 +57,15 @@ def test_a_start_that_fails_late_leaves_nothing(
     if parts == "store":
         settings |= {"kv_store": str(tmp_path / "store"), "kv_store_buffer_size": "4MiB"}
 
+    if parts == "events":  # a second publisher cannot have the same address
+        events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events["endpoint"] = f"ipc://{tmp_path}/events"
+        settings |= {"kv_events_config": json.dumps(events)}
+
     def fail(*_: Any, **__: Any) -> None:
         raise CapacityError("no memory for a first step")
 
-    monkeypatch.setattr(assembling, "warm_up", fail)
+    monkeypatch.setattr(assembling, fails, fail)
     held = []
     for _ in range(2):  # the first one may open what the process keeps
         with pytest.raises(CapacityError, match="first step"):
