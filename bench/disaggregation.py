@@ -492,6 +492,8 @@ def _hand_over(
     is_ready: int,
 ) -> None:
     """Serve `sent` until this process is killed."""
+    if backend == "nixl":
+        sent = sent.copy()  # in memory of the process, as an engine keeps blocks for NIXL
     sent[:, ::4096].max()  # as an engine that has written its blocks has their pages
     shared: dict[str, OwnMemory] = {}
     if backend == "shm":

@@ -1,19 +1,21 @@
 """Kill prefill and decode engines in the middle of transfers, many times; nothing may be left.
 
-A prefill engine and a decode engine answer drawn requests. In each round one of them (drawn) is
-killed with SIGKILL at a drawn time after the transfer has begun, and started again. Checked in each
-round: the answer is that of one engine where the decode engine lives, and at the survivor no lease,
-transfer, request, block or kept place is left, its books agree, and it has no more descriptors and
-memory than after its first rounds. Checked at the end: no process, and no file in shared memory or
-the directory of temporary files. Exits with 1 on any difference.
+Three engines, of the roles prefill, decode and both, answer drawn requests: in each round one of
+them hands blocks over and another one fetches them. One of the two (drawn) is killed with SIGKILL
+at a drawn time after the transfer has begun, and started again. Checked in each round: the answer
+is that of one engine where the fetching engine lives, and at the survivor no lease, transfer,
+request, block or kept place is left, its books agree, and it has no more descriptors and memory
+than after its first rounds. Checked at the end: no process, no file in the directory of temporary
+files, and no shared memory, whether it is a file or a segment of System V. Exits with 1 on any
+difference.
 
-`--store`: both also share a KV store in a directory, half of the prompts begin as an earlier one,
+`--store`: all also share a KV store in a directory, half of the prompts begin as an earlier one,
 and in some rounds the store is what is killed: its blocks become unreadable in the middle, and all
 are gone afterwards. At the end no claim and no half-written file may be left in it, once they are
 as old as those of a killed engine have to be to be removed.
 
 Engines are forked from this process (bench/forked_engines.py), which makes a thousand kills in
-minutes. `--servers` kills whole servers instead: the HTTP process and its engine.
+minutes. `--servers` kills whole servers of a pair instead: the HTTP process and its engine.
 
 Run: python -m bench.disaggregation_kills [--kills 1000] [--store | --servers] [--model FOLDER]
      [--seed 1] [--backend auto] [--out FILE]
@@ -49,6 +51,9 @@ ANSWER_S, QUIET_S = 60.0, 30.0
 # What a surviving engine may have more than after its first round.
 MAX_GROWTH_DESCRIPTORS, MAX_GROWTH_BYTES = 4, 64 << 20
 MAX_PROBLEMS = 5
+PAIRS = (("prefill", "decode"), ("prefill", "both"), ("both", "decode"))
+# About as long as a transfer takes; agents of NIXL connect first, in a fifth of a second.
+KILL_WITHIN_S = {"auto": 0.02, "nixl": 0.4}
 _VOCAB = 1000  # ids that every checkpoint has
 _SETTLE_S = 0.002
 AGED_S = 600.0  # older than any file of a killed engine that is kept
@@ -139,26 +144,33 @@ class KilledStore:
 
 @dataclass
 class Drill:
-    """Rounds of kills. num_answers: those of decode engines that lost their prefill engine, or the
-    store. last: the prompt of the round before."""
+    """Rounds of kills. sides: by role. kill_within_s: the longest time from a fetching request to
+    a kill. num_answers: those of fetching engines that lost the other engine, or the store.
+    num_rounds: by the roles of the handing and the fetching engine. last: the prompt of the round
+    before."""
 
     chance: random.Random
-    prefill: Side
-    decode: Side
+    sides: dict[str, Side]
     whole: ForkedEngine
+    kill_within_s: float
     store: KilledStore | None = None
     problems: list[str] = field(default_factory=list)
     num_answers: int = 0
+    num_rounds: Counter[str] = field(default_factory=Counter)
     last: Request | None = None
 
     def round(self) -> None:
         """Kill one side, or the store, in the middle of a transfer; note what is wrong."""
         begins_as = self.last if self.store is not None and self.chance.random() < 0.5 else None
         request = self.last = _drawn(self.chance, begins_as)
-        others = [] if self.store is None else [self.store]
-        victim = self.chance.choice([self.prefill, self.decode, *others])
+        pair = tuple(self.sides[role] for role in self.chance.choice(PAIRS))
+        self.num_rounds[" to ".join(side.role for side in pair)] += 1
+        victims: list[Side | KilledStore] = [*pair]
+        if self.store is not None:
+            victims.append(self.store)
+        victim = self.chance.choice(victims)
         self.whole.start(request)
-        handing, fetching = self.prefill.start(), self.decode.start()
+        handing, fetching = (side.start() for side in pair)
         transfer_id = self.chance.randbytes(16).hex()
         prompt = _handed_over(request, transfer_id)
         handing.start(prompt)
@@ -173,16 +185,16 @@ class Drill:
             engine_id=offer["engine_id"],
         )
         fetching.start(replace(request, transfer=source))
-        fetching.wait(self.chance.random() * 0.02)
+        fetching.wait(self.chance.random() * self.kill_within_s)
         victim.kill()
         wanted = self.whole.finish(request, ANSWER_S)
-        if victim is not self.decode:
+        if victim is not pair[1]:
             self._compare(victim.role, fetching, request, wanted)
-        for side in (self.prefill, self.decode):
+        for side in pair:
             if side is not victim:
                 self.problems += side.left()
-        if victim is self.store:
-            self.store.restore()
+        if isinstance(victim, KilledStore):
+            victim.restore()
 
     def last_round(self) -> None:
         """Note what the rounds left in the store."""
@@ -190,11 +202,12 @@ class Drill:
             return
         self.store.age(AGED_S)
         prompt = replace(_drawn(self.chance, None), transfer=None)
-        self.decode.start()
-        self.decode.kill()  # a new process, which does not count on what it saw of the store
-        self.decode.start().start(prompt)
-        self.decode.start().finish(prompt, ANSWER_S)
-        self.problems += self.decode.left()
+        decode = self.sides["decode"]
+        decode.start()
+        decode.kill()  # a new process, which does not count on what it saw of the store
+        decode.start().start(prompt)
+        decode.start().finish(prompt, ANSWER_S)
+        self.problems += decode.left()
         deadline_s = time.monotonic() + QUIET_S
         while (left := self.store.left()) and time.monotonic() < deadline_s:
             time.sleep(_SETTLE_S)  # a thread of the engine ends its claim
@@ -206,7 +219,7 @@ class Drill:
         try:
             found = fetching.finish(request, ANSWER_S)
         except EngineGone as error:
-            self.problems.append(f"{victim} killed: the decode engine did not answer: {error}")
+            self.problems.append(f"{victim} killed: the fetching engine did not answer: {error}")
             return
         self.num_answers += 1
         if found != wanted:
@@ -283,8 +296,10 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "kv_store_timeout": 0.3,  # how long the claim of a killed engine is waited for
         }
     whole = ForkedEngine(shared)
-    sides = [Side(role, {**shared, **exchange}) for role in ("prefill", "decode")]
-    drill = Drill(random.Random(args.seed), *sides, whole, store)
+    roles = ("prefill", "decode", "both")
+    sides = {role: Side(role, {**shared, **exchange}) for role in roles}
+    within_s = KILL_WITHIN_S.get(args.backend, KILL_WITHIN_S["auto"])
+    drill = Drill(random.Random(args.seed), sides, whole, within_s, store)
     began_s = time.monotonic()
     try:
         for number in range(args.kills):
@@ -295,23 +310,34 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if len(drill.problems) > MAX_PROBLEMS:
                 break
         drill.last_round()
-        for side in sides:
+        for side in sides.values():
             side.note_blocks()
         seconds = time.monotonic() - began_s
     finally:
-        for engine in (whole, *(side.engine for side in sides if side.engine is not None)):
+        started = (side.engine for side in sides.values() if side.engine is not None)
+        for engine in (whole, *started):
             engine.end()
     return {
         "seconds": seconds,
         "problems": drill.problems,
+        "rounds": dict(drill.num_rounds),
         "compared_answers": drill.num_answers,
-        "blocks": {name: sum(one.blocks[name] for one in sides) for name in ("received", "stored")},
+        "blocks": {
+            name: sum(one.blocks[name] for one in sides.values()) for name in ("received", "stored")
+        },
     }
+
+
+def _shared_memory() -> set[str]:
+    """Return the names of shared memory of this machine: of files, and of System V's segments."""
+    segments = Path("/proc/sysvipc/shm")
+    lines = segments.read_text().splitlines()[1:] if segments.exists() else []
+    return {*os.listdir("/dev/shm"), *(f"segment {line.split()[1]}" for line in lines)}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make all kills; return the result."""
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = _shared_memory()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "temporary").mkdir()
@@ -323,10 +349,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         left = sorted(path.name for path in (folder / "temporary").iterdir())
         if left:
             result["problems"].append(f"left in the directory of temporary files: {left}")
-    if new := set(os.listdir("/dev/shm")) - shared_before:
+    if new := _shared_memory() - shared_before:
         result["problems"].append(f"left in shared memory: {sorted(new)}")
     of = "servers" if args.servers else "engines and store" if args.store else "engines"
-    return {"kills": args.kills, "of": of, "seed": args.seed, **result}
+    about = {"kills": args.kills, "of": of, "backend": args.backend, "seed": args.seed}
+    return {**about, **result}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,7 +3,7 @@
 Places up to `first` are the tier's own, those from `first` on the exchange's. A block that another
 engine wants is saved to the exchange, every other one to the tier; both are read as one chain.
 Knows digests and places, like the two maps. Always holds: what a lease of the exchange waits for
-is never taken for saved because the tier has it.
+is never taken for saved because the tier has it, nor does it wait for what is on its way there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ class TierBesideExchange(TierMap):
     def wants(self, key: bytes) -> bool:
         """See TierMap."""
         return self.exchange.wants(key)
+
+    @property
+    def saving_limits(self) -> tuple[int, ...]:
+        """See TierMap: of the tier, and of the exchange."""
+        return (self.max_saving, self.exchange.max_saving)
+
+    def medium(self, key: bytes) -> int:
+        """See TierMap."""
+        return int(self.exchange.wants(key))
+
+    def medium_of(self, place: int) -> int:
+        """See TierMap."""
+        return int(place >= self.first)
 
     def is_paid(self, places: Int32s) -> bool:
         """See TierMap; what comes before an arrived block is needed with it."""

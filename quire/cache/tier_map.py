@@ -73,6 +73,19 @@ class TierMap:
         """Return whether a block of this digest is saved in any case."""
         return False
 
+    @property
+    def saving_limits(self) -> tuple[int, ...]:
+        """Blocks that may be on their way at once, to each of the media behind this map."""
+        return (self.max_saving,)
+
+    def medium(self, key: bytes) -> int:
+        """Return the number of the medium that a block of this digest is saved to."""
+        return 0
+
+    def medium_of(self, place: int) -> int:
+        """Return the number of the medium of a place."""
+        return 0
+
     def is_paid(self, places: Int32s) -> bool:
         """Return whether these are loaded whatever it costs: their transfer was paid for."""
         return False

@@ -75,25 +75,27 @@ class TierTransfers:
         self.is_broken = False
         self.unsaved_total = 0  # evicted while too many were on their way
         self._pool, self._index, self._insert = pool, index, insert
-        self._max_saving = tier.max_saving
-        self._num_saving = 0
+        self._limits = tier.saving_limits
+        self._num_saving = [0] * len(self._limits)  # by medium, as the limits
         self._saves: list[tuple[bytes, int, int]] = []  # digest, block, place; for the next plan
         self._fetches: list[Fetch] = []
         self._to_plan: list[BlockCopies] = []
         self._fetch_of: dict[int, tuple[Fetch, int]] = {}  # by pool block
-        self._swapped: deque[tuple[bytes, int]] = deque()
+        # By medium: what is on its way to a slow one keeps nothing from the other.
+        self._swapped: list[deque[tuple[bytes, int]]] = [deque() for _ in self._limits]
         # Newly findable ones, to be saved while there is time; the oldest are dropped.
         self._idle: deque[tuple[bytes, int]] = deque(maxlen=2 * pool.num_blocks)
 
     @property
     def has_work(self) -> bool:
         """Whether copies are under way, or would be made while the device is idle."""
-        return bool(self._num_saving or self._fetch_of or self._idle or self._swapped)
+        has_saves = any(self._num_saving) or any(self._swapped)
+        return bool(has_saves or self._fetch_of or self._idle)
 
     @property
     def num_to_save(self) -> int:
         """Blocks that the next plans save."""
-        return len(self._swapped)
+        return sum(map(len, self._swapped))
 
     @property
     def num_fetching(self) -> int:
@@ -112,7 +114,7 @@ class TierTransfers:
         for key, block in zip(keys, blocks.tolist(), strict=True):
             if not (self.saves_evicted or self.tier.wants(key)):
                 continue
-            if not self.tier.knows(key) and not self._save(key, block, self._max_saving):
+            if not self.tier.knows(key) and not self._save(key, block):
                 self.unsaved_total += 1
 
     def swap_out(self, blocks: Int32s) -> None:
@@ -127,7 +129,7 @@ class TierTransfers:
         for block in blocks.tolist():
             key = self._index.key_of(block)
             if key is not None:
-                self._swapped.append((key, block))
+                self._swapped[self.tier.medium(key)].append((key, block))
 
     def run(self, keys: Sequence[bytes]) -> Int32s:
         """Return places of the longest run of these digests."""
@@ -156,13 +158,13 @@ class TierTransfers:
 
     def take_copies(self, *, idle: bool) -> BlockCopies | None:
         """Return what the plan being made shall copy, saves first. idle: it computes nothing."""
-        if self._swapped:
-            self._save_some(self._swapped, self._max_saving // 2 or 1)
+        for medium, swapped in enumerate(self._swapped):
+            self._save_some(swapped, medium, share=2)
         if self._idle and idle:
-            self._save_some(self._idle, self._max_saving // 2 or 1)
-        elif self._idle and self._pool.num_free - self._pool.num_free_findable < self._max_saving:
+            self._save_some(self._idle, 0, share=2)
+        elif self._idle and self._pool.num_free - self._pool.num_free_findable < self._limits[0]:
             # Blocks will be evicted soon, perhaps more at once than can be saved then.
-            self._save_some(self._idle, self._max_saving // 4 or 1)
+            self._save_some(self._idle, 0, share=4)
         if not self._saves and not self._to_plan:
             return None
         parts, self._to_plan = self._to_plan, []
@@ -185,7 +187,7 @@ class TierTransfers:
             strict=True,
         ):
             if tier != Tier.POOL:
-                self._num_saving -= 1
+                self._num_saving[self.tier.medium_of(block)] -= 1
                 self.tier.land(block, arrived=arrived)
                 continue
             fetch, at = self._fetch_of.pop(block)
@@ -211,7 +213,8 @@ class TierTransfers:
     def forget_all(self) -> None:
         """Make nothing saved before findable, nor what is on its way."""
         self.tier.forget_all()
-        self._swapped.clear()
+        for swapped in self._swapped:
+            swapped.clear()
         self._idle.clear()
         for fetch in self._fetches:
             fetch.keys = ()
@@ -227,18 +230,23 @@ class TierTransfers:
         """Return contradictions in words."""
         return [] if self.is_broken else self.tier.problems()
 
-    def _save_some(self, wanted: deque[tuple[bytes, int]], max_saving: int) -> None:
-        """Save blocks still in the pool and not in the tier, as many as may be under way."""
-        while wanted and self._num_saving < max_saving:
+    def _save_some(self, wanted: deque[tuple[bytes, int]], medium: int, *, share: int) -> None:
+        """Save blocks still in the pool and not in the tier, until as many are under way to a
+        medium as its limit over `share`."""
+        most = self._limits[medium] // share or 1
+        while wanted and self._num_saving[medium] < most:
             key, block = wanted.popleft()
             if self._index.key_of(block) == key and not self.tier.knows(key):
-                self._save(key, block, max_saving)
+                self._save(key, block)
 
-    def _save(self, key: bytes, block: int, max_saving: int) -> bool:
-        place = self.tier.await_block(key) if self._num_saving < max_saving else None
+    def _save(self, key: bytes, block: int) -> bool:
+        """Save a block with the next plan; return False where too many are under way."""
+        medium = self.tier.medium(key)
+        is_full = self._num_saving[medium] >= self._limits[medium]
+        place = None if is_full else self.tier.await_block(key)
         if place is None:
             return False
-        self._num_saving += 1
+        self._num_saving[medium] += 1
         self._saves.append((key, block, place))
         return True
 

@@ -29,6 +29,7 @@ _OURS = re.compile(r"quire-tier(\.lock|\.key|\.key\.partial|-\d+\.kv|-\d+\.parti
 _OF_THE_DISK = frozenset({"lost+found"})  # at the top of a disk that is all a tier's
 _MAX_NAMED = 3
 _MAX_LOCK_BYTES = 32
+_CLOSED = -1  # in place of a descriptor
 
 
 class TierFolder:
@@ -72,8 +73,10 @@ class TierFolder:
             )
 
     def close(self) -> None:
-        """Release the lock."""
-        os.close(self._lock)
+        """Release the lock; a second call does nothing."""
+        lock, self._lock = self._lock, _CLOSED
+        if lock != _CLOSED:
+            os.close(lock)
 
 
 def segment_path(folder: Path, number: int) -> Path:

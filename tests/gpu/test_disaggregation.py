@@ -16,14 +16,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from quire.base.clock import Clock  # noqa: E402
+from quire.base.errors import CapacityError  # noqa: E402
 from quire.base.records import Request  # noqa: E402
+from quire.config.flags import engine_config  # noqa: E402
 from quire.config.machine import MachineMemory  # noqa: E402
+from quire.engine.assembly import assemble as assembling  # noqa: E402
 from quire.execute.gpu import executor as torch_executor  # noqa: E402
 from quire.execute.gpu.executor_class import TorchExecutorClass  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from tests.exact import test_disaggregation, test_kv_store  # noqa: E402
 from tests.exact.rig import Model  # noqa: E402
-from tests.exact.test_disaggregation import Settings, compare_pairs, drawn  # noqa: E402
+from tests.exact.test_disaggregation import (  # noqa: E402
+    Settings,
+    compare_pairs,
+    drawn,
+    nixl_is_installed,
+)
 from tests.exact.test_kv_store import compare_sharing  # noqa: E402
 from tests.gpu.lazy_stream import LazyStream  # noqa: E402
 from tests.tiny_models import write_tiny_llama  # noqa: E402
@@ -115,6 +124,51 @@ def test_two_late_devices_give_the_answers_of_one(
         (num_bytes,) = one.pinned_bytes
         assert TRANSFER_BYTES - num_bytes < 16 * 1024  # whole blocks of the room for them
         assert one.num_unpinned == 1
+
+
+@pytest.mark.skipif(not nixl_is_installed(), reason="NIXL is not installed")
+@pytest.mark.parametrize("is_late", [False, True], ids=["CPU tensors", "late devices"])
+def test_blocks_through_nixl_change_no_answer(
+    models: list[Model], key: Path, request: pytest.FixtureRequest, is_late: bool
+) -> None:
+    """The other agent reads memory that is pinned for a device, and writes into such."""
+    devices: list[LazyStream] = request.getfixturevalue("late") if is_late else []
+    backend = {"kv_transfer_backend": "nixl"}
+    first = FIRST_PAIR + 40 + 20 * is_late
+    numbers = range(first, first + NUM_CASES)
+    seen = compare_pairs(numbers, models[:2], key, backend, backend, ON_CPU_TENSORS)
+    if NUM_CASES >= 4:
+        assert seen["fetched"] >= 20, seen
+        assert not seen["refused"], seen
+    for device in devices:
+        assert device.num_unpinned == len(device.pinned_bytes)
+    assert len([one for one in devices if one.pinned_bytes]) >= 2 * is_late
+
+
+@pytest.mark.parametrize("source", ["exchange", "store"])
+def test_memory_is_unpinned_where_a_start_fails(
+    models: list[Model],
+    key: Path,
+    tmp_path: Path,
+    late: list[LazyStream],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise CapacityError("no memory for a first step")
+
+    monkeypatch.setattr(assembling, "warm_up", fail)
+    settings: Settings = {
+        "exchange": {"kv_transfer_key_file": str(key), "kv_transfer_size": "1MiB"},
+        "store": {"kv_store": str(tmp_path / "store"), "kv_store_buffer_size": "1MiB"},
+    }[source]
+    config = engine_config(
+        {"model": str(models[0].folder), "kv_cache_memory": "1MiB", **ON_CPU_TENSORS, **settings}
+    )
+    with pytest.raises(CapacityError, match="first step"):
+        assembling.assemble(config, clock=Clock(), report=lambda what, **_: None)
+    (device,) = late
+    assert (len(device.pinned_bytes), device.num_unpinned) == (1, 1)
 
 
 def test_engines_share_a_store(models: list[Model], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from quire.engine.new_file import open_new
 from quire.engine.record import RecordingRunner, open_record
 from quire.engine.stop_texts import StopTexts
 from quire.engine.trace_file import TraceFile
-from quire.execute.executor import LayeredExecutor, Progress
+from quire.execute.executor import Executor, LayeredExecutor, Progress
 from quire.models.spec import ModelSpec
 from quire.runner.model_runner import OutputConstraints
 from quire.scheduler.limits import SchedulerLimits
@@ -45,6 +45,7 @@ from quire.structured.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     from quire.engine.assembly.outside import Outside, OutsidePorts
+    from quire.engine.assembly.tier import OpenTier
     from quire.engine.kv_events.publisher import KVEventPublisher
     from quire.transfer.folder import TierFolder
 
@@ -107,6 +108,7 @@ def assemble(
             record=record,
             tier_folder=tier_folder,
             outside_ports=outside_ports,
+            undo=undo,
         )
         undo.pop_all()
         if trace is None:
@@ -125,28 +127,35 @@ def _assembled(
     record: BinaryIO | None,
     tier_folder: TierFolder | None,
     outside_ports: OutsidePorts | None,
+    undo: ExitStack,
 ) -> Engine:
+    """Return the engine. undo: closes what was opened, where a later part fails."""
     pack_cache = open_pack_cache(config.executor)
     model = sized_model(config)
     memory, program = model.memory, model.program
     executor = loaded_executor(config, model, progress, pack_cache)
+    # First the thread that moves blocks, then the executor: memory is pinned until it closes.
+    loaded = undo.enter_context(ExitStack())
+    loaded.callback(executor.close)
     num_layers = executor.num_layers if isinstance(executor, LayeredExecutor) else 0
     limits = _limits(config, model, num_layers)
     fingerprint = engine_fingerprint(config, program, executor)
-    if outside_ports is None:
-        tier = features.tier(config, executor, tier_folder, fingerprint, clock, report)
-    else:
+    if outside_ports is not None:
         fingerprint = outside_ports.fingerprint(fingerprint)
-        step_tokens = model.step_limits.max_tokens
-        tier = outside_ports.open_tier(executor, program, fingerprint, step_tokens, clock, report)
+    tier = _tier(config, model, executor, tier_folder, outside_ports, fingerprint, clock, report)
+    if tier is not None:
+        loaded.callback(tier.mover.close)
     texts, compiler = _text_sources(config, model.spec, clock)
     taps = None if model.proposer is None else model.proposer.taps(limits.max_num_seqs)
     constraints = OutputConstraints(matchers=compiler, watches=texts)
     runner = features.runner(config, model, executor, limits, constraints, tier, taps)
+    loaded.pop_all()
+    loaded.callback(runner.close)  # and with it what it moves blocks with, and the executor
     warm_up(runner, limits, num_blocks=memory.num_blocks)
     cost = measure_cost(runner, limits, memory.num_blocks, clock) if limits.step_budget_ms else None
     drafter = features.drafter(config, limits, model, runner, clock, report, taps)
-    kv_events = features.kv_events(config, report)
+    close_drafts = loaded.callback(_nothing if drafter is None else drafter.close)
+    kv_events = features.kv_events(config, report, loaded)
     scheduler = make_scheduler(
         config,
         limits,
@@ -177,19 +186,35 @@ def _assembled(
     outside = None
     if outside_ports is not None:
         outside = outside_ports.start(tier, core, card, fingerprint, clock, report)
-        card = outside.card
     return Engine(
         core=core,
-        card=card,
+        card=card if outside is None else outside.card,
         notes=(*model.notes, *([] if tier is None else [tier.note])),
         step_tokens=model.step_limits.max_tokens,
         num_layers=num_layers,
         ops_done=lambda: executor.ops_done,
-        close_drafts=_nothing if drafter is None else drafter.close,
+        close_drafts=close_drafts,
         watched=features.watched(config, executor),
         kv_events=kv_events,
         outside=outside,
     )
+
+
+def _tier(
+    config: EngineConfig,
+    model: SizedModel,
+    executor: Executor,
+    folder: TierFolder | None,
+    ports: OutsidePorts | None,
+    fingerprint: bytes,
+    clock: Clock,
+    report: Report,
+) -> OpenTier | None:
+    """Open where KV blocks are kept beside the pool, if they are: a tier, or what goes outside."""
+    if ports is None:
+        return features.tier(config, executor, folder, fingerprint, clock, report)
+    step_tokens = model.step_limits.max_tokens
+    return ports.open_tier(executor, model.program, fingerprint, step_tokens, clock, report)
 
 
 def _limits(config: EngineConfig, model: SizedModel, num_layers: int) -> SchedulerLimits:

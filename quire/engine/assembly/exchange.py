@@ -71,6 +71,7 @@ class ExchangePort:
         if config.kv_transfer_backend == "nixl":
             bindings()
         self.listening = _listen(config) if config.hands_over else None
+        self._segment: OwnSegment | None = None
 
     @property
     def number(self) -> int:
@@ -101,7 +102,8 @@ class ExchangePort:
         if levels is not None:
             num_blocks, note = num_blocks + levels.num_blocks, f"{note}\n{levels.note}"
             rooms.append(levels.room)
-        memory, segment = _memory(settings, num_blocks * block_bytes, rooms, executor)
+        segment = self._segment = _segment(settings, num_blocks * block_bytes)
+        memory = _memory(segment, num_blocks * block_bytes, rooms, executor)
         store = HostStore([memory], block_bytes)
         make = ExchangeMap if levels is None else StoreMap
         # Of a step at least, so that none of its blocks waits for the next one.
@@ -164,9 +166,11 @@ class ExchangePort:
         )
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket, and memory that others could map, where the engine does not start."""
         if self.listening is not None:
             self.listening.close()
+        if self._segment is not None:
+            self._segment.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,15 +314,25 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
     )
 
 
-def _memory(
-    settings: TransferConfig, num_bytes: int, rooms: Sequence[RoomSetting], executor: Executor
-) -> tuple[NDArray[np.uint8], OwnSegment | None]:
-    """Return memory for blocks on their way, and the segment that it is, if others may map it."""
+def _segment(settings: TransferConfig, num_bytes: int) -> OwnSegment | None:
+    """Return memory for blocks on their way that others may map, if they may. Raises
+    CapacityError."""
     if settings.hands_over and settings.kv_transfer_backend in ("auto", "shm"):
-        segment = OwnSegment(num_bytes)
-        pin(segment.memory, rooms, executor)
-        return segment.memory, segment
-    return host_memory(num_bytes, rooms, executor), None
+        return OwnSegment(num_bytes)
+    return None
+
+
+def _memory(
+    segment: OwnSegment | None,
+    num_bytes: int,
+    rooms: Sequence[RoomSetting],
+    executor: Executor,
+) -> NDArray[np.uint8]:
+    """Return memory for blocks on their way: the segment's, if there is one."""
+    if segment is None:
+        return host_memory(num_bytes, rooms, executor)
+    pin(segment.memory, rooms, executor)
+    return segment.memory
 
 
 def _security(config: TransferConfig, key: bytes) -> LinkSecurity:

@@ -7,6 +7,7 @@ is off are not loaded, and an engine without it has None in its place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -167,8 +168,8 @@ def expert_loads(program: Program, executor: Executor) -> ExpertLoads | None:
     return expert_loads_of(executor)
 
 
-def kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
-    """Start publishing the cache's block events, if they are asked for."""
+def kv_events(config: EngineConfig, report: Report, undo: ExitStack) -> KVEventPublisher | None:
+    """Start publishing the cache's block events, if they are asked for. undo: ends it."""
     if config.cache.kv_events_config is None:
         return None
     settings = read_kv_events(config.cache.kv_events_config)
@@ -183,7 +184,11 @@ def kv_events(config: EngineConfig, report: Report) -> KVEventPublisher | None:
     if topic is None:
         topic = f"kv@localhost@{model_name(config.model)}"
     log.event("publishing KV events", endpoint=settings.endpoint, topic=topic)
-    return KVEventPublisher(settings, topic=topic, block_size=config.kv_block_tokens, report=report)
+    publisher = KVEventPublisher(
+        settings, topic=topic, block_size=config.kv_block_tokens, report=report
+    )
+    undo.callback(publisher.close)
+    return publisher
 
 
 def stage_wait(executor: Executor) -> Callable[[], float] | None:

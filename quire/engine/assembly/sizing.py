@@ -73,10 +73,17 @@ def buffer_bytes(config: EngineConfig, token_bytes: int, *, device_is_own: bool)
     """Return the memory of what computes that KV blocks on their way to and from a tier, other
     engines or a store take. token_bytes: of a token in the KV cache."""
     in_host = config.host_block_bytes
-    num_bytes = 0 if device_is_own else sum(in_host.values())
-    if config.cache.has_tier or (device_is_own and in_host):
-        from quire.engine.assembly.tier import moving_bytes  # only where it is used
+    if not config.cache.has_tier and not in_host:
+        return 0
+    from quire.engine.assembly.tier import disk_buffer_bytes, staging_bytes  # only where it is used
 
-        block_bytes = token_bytes * config.kv_block_tokens
-        num_bytes += moving_bytes(block_bytes, config, beside_host=device_is_own)
+    block_bytes = token_bytes * config.kv_block_tokens
+    num_bytes = 0
+    if not device_is_own:
+        num_bytes += sum(in_host.values())
+        if config.cache.kv_tier_path is not None:
+            num_bytes += disk_buffer_bytes(block_bytes)
+    is_torch = config.executor.executor == "torch"
+    if device_is_own or (is_torch and config.executor.num_ranks == 1):  # ranks share host memory
+        num_bytes += staging_bytes(block_bytes, in_host=bool(in_host))
     return num_bytes

@@ -121,14 +121,15 @@ def open_tier(
     )
 
 
-def moving_bytes(block_bytes: int, config: EngineConfig, *, beside_host: bool) -> int:
-    """Return memory of what computes that moving takes beside the pool. beside_host: it has its
-    own, which needs the staging rows of the medium that has most blocks on their way."""
-    if beside_host:
-        tier = Tier.HOST if config.host_block_bytes else Tier.DISK
-        return 2 * num_buffers(block_bytes, tier) * block_bytes
-    tier = Tier.DISK if config.cache.kv_tier_path is not None else Tier.HOST
-    return (num_buffers(block_bytes, tier) + 1 + BUFFERS + 1) * block_bytes
+def disk_buffer_bytes(block_bytes: int) -> int:
+    """Return the host memory in which blocks go to a disk tier and come back."""
+    return (num_buffers(block_bytes, Tier.DISK) + 1 + BUFFERS + 1) * block_bytes
+
+
+def staging_bytes(block_bytes: int, *, in_host: bool) -> int:
+    """Return the memory of the torch executor's staging rows, both ways, where a CPU or a GPU
+    computes. in_host: blocks move to and from host memory too, of which more are on their way."""
+    return 2 * num_buffers(block_bytes, Tier.HOST if in_host else Tier.DISK) * block_bytes
 
 
 def _host_store(wanted: int, executor: Executor) -> HostStore:

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -275,12 +276,25 @@ class BlockClient:
 
     def _receive(self, job: FetchJob, channel: Channel, reader: Reader | None) -> None:
         """Take in blocks until there are no more. Raises _JobFailed where they are too few."""
-        last_s, num_told = time.monotonic(), 0
-        while job.num_landed < len(job.digests):
+        last_s, num_told, wanted = time.monotonic(), 0, len(job.digests)
+        coming: deque[Block] = deque()  # of which the bytes are being read
+        most = 1 if reader is None else 1 + reader.ahead
+        while job.num_landed < wanted:
+            num_known = job.num_landed + len(coming)
+            is_due = len(coming) == most or num_known == wanted
+            if coming and (is_due or not channel.has_input()):
+                if not self._place(job, coming.popleft(), channel, reader):
+                    return
+                if job.num_landed - num_told >= LANDED_EVERY:
+                    num_told = self._tell(job, channel)
+                continue
             if num_told < job.num_landed and not channel.has_input():
                 num_told = self._tell(job, channel)
             message = channel.receive(Block, Beat, End, within_s=LOST_S)
             if isinstance(message, End):
+                for block in coming:
+                    if not self._place(job, block, channel, reader):
+                        return
                 raise _JobFailed(*_shortage(message.reason))
             if isinstance(message, Beat):
                 channel.send(Beat(), within_s=LOST_S)
@@ -291,13 +305,11 @@ class BlockClient:
             last_s = time.monotonic()
             if (message.offset == Block.INLINE) != (reader is None):
                 raise MessageError("a block comes in another way than it was asked for")
-            if message.index != job.num_landed:
-                raise MessageError(f"block {message.index} came in place of {job.num_landed}")
-            if not self._place(job, message, channel, reader):
-                return
-            job.receive_ms += (time.monotonic() - last_s) * 1000.0
-            if job.num_landed - num_told >= LANDED_EVERY:
-                num_told = self._tell(job, channel)
+            if message.index != num_known:
+                raise MessageError(f"block {message.index} came in place of {num_known}")
+            if reader is not None:
+                reader.expect(message.offset)
+            coming.append(message)
         self._tell(job, channel)
 
     def _tell(self, job: FetchJob, channel: Channel) -> int:
@@ -314,7 +326,7 @@ class BlockClient:
 
         The other side may change its memory at any time, so what is in the place is summed.
         """
-        num_bytes = self._identity.block_bytes
+        num_bytes, began_s = self._identity.block_bytes, time.monotonic()
         raw = None if reader is None else reader.view(message.offset, num_bytes)
         with job.lock:
             if job.is_cancelled:
@@ -328,6 +340,7 @@ class BlockClient:
             if checksum != message.checksum:
                 reason = f"block {message.index} does not match its checksum"
                 raise _JobFailed(Failure.BAD_BYTES, reason)
+            job.receive_ms += (time.monotonic() - began_s) * 1000.0
             job.num_landed += 1
         return True
 

@@ -15,7 +15,8 @@ import importlib
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -223,39 +224,62 @@ class NixlMemory:
 
 
 class NixlReader:
-    """A Reader of another agent's memory. Raises OSError where that cannot be met."""
+    """A Reader of another agent's memory. Raises OSError where that cannot be met.
+
+    A thread reads the next block while one is viewed: within a machine a read is a copy by the
+    thread that asks for it, so that nothing else would run beside the copy out of the buffer.
+    """
+
+    ahead = 1
 
     def __init__(self, agent: NixlAgent, other: Agent, block_bytes: int) -> None:
         self._agent, self._other = agent, other
         self._is_lost = self._is_open = False  # the other agent; a read that may still go on
         self._name = agent.add_reader(other.metadata)
         try:
-            self._buffer, self._registered = agent.buffer(block_bytes)
+            self._memory, self._registered = agent.buffer((1 + self.ahead) * block_bytes)
         except OSError:
             agent.remove_reader(self._name, is_lost=False)
             raise
+        self._buffers = deque(self._memory.reshape(1 + self.ahead, block_bytes))
+        self._thread = ThreadPoolExecutor(1, "quire-kv-read")
+        self._expected: deque[Future[Bytes]] = deque()
+
+    def expect(self, offset: int) -> None:
+        """See Reader."""
+        assert len(self._expected) <= self.ahead, "the oldest one is viewed first"
+        self._buffers.rotate(-1)
+        self._expected.append(self._thread.submit(self._read, offset, self._buffers[-1]))
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """See Reader; num_bytes are those of a block."""
-        assert num_bytes == len(self._buffer), "blocks have one size"
-        if not 0 <= offset <= self._other.num_bytes - num_bytes:
+        assert num_bytes == len(self._buffers[0]), "blocks have one size"
+        if not self._expected:
+            self.expect(offset)
+        return self._expected.popleft().result()
+
+    def close(self) -> None:
+        """See Reader; waits for a read that is under way."""
+        self._thread.shutdown(cancel_futures=True)
+        if self._is_open:
+            self._agent.abandon(self._memory)
+        else:
+            self._agent.release(self._registered)
+        self._agent.remove_reader(self._name, is_lost=self._is_lost)
+
+    def _read(self, offset: int, buffer: Bytes) -> Bytes:
+        """Read a block, in the thread."""
+        if not 0 <= offset <= self._other.num_bytes - len(buffer):
             raise OSError(f"a block lies at {offset}, beyond {self._other.num_bytes} shared bytes")
         try:
-            self._agent.read(self._name, self._other.address + offset, self._buffer)
+            self._agent.read(self._name, self._other.address + offset, buffer)
         except LinkTimeout:
-            self._agent.abandon(self._buffer)
             self._is_lost = self._is_open = True
             raise
         except OSError:
             self._is_lost = True
             raise
-        return self._buffer
-
-    def close(self) -> None:
-        """See Reader."""
-        if not self._is_open:
-            self._agent.release(self._registered)
-        self._agent.remove_reader(self._name, is_lost=self._is_lost)
+        return buffer
 
 
 def _errors_of(library: Any) -> tuple[type[Exception], ...]:

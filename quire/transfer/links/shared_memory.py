@@ -176,9 +176,14 @@ class MappedSegments:
 class SegmentReader:
     """A Reader (see ways.py) of one segment."""
 
+    ahead = 0
+
     def __init__(self, segments: MappedSegments, segment: Segment, mapped: MappedSegment) -> None:
         self._segments, self._segment = segments, segment
         self._mapped: MappedSegment | None = mapped
+
+    def expect(self, offset: int) -> None:
+        """See Reader: what is mapped needs no reading."""
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """See Reader."""

@@ -32,10 +32,20 @@ class OwnMemory(Protocol):
 
 
 class Reader(Protocol):
-    """Reads the memory of one handing side."""
+    """Reads the memory of one handing side. ahead: blocks that it reads beside the one viewed."""
+
+    ahead: int
+
+    def expect(self, offset: int) -> None:
+        """Begin to read the block at an offset in the other side's places, if that takes time.
+
+        Blocks are viewed in the order in which they are expected, each before more than `ahead`
+        after it are expected.
+        """
 
     def view(self, offset: int, num_bytes: int) -> Bytes:
-        """Return bytes at an offset in the other side's places, until the next call.
+        """Return bytes at an offset in the other side's places, until a block is expected or viewed
+        next.
 
         Raises OSError.
         """

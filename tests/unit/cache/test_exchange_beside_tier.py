@@ -148,3 +148,40 @@ def test_a_flush_forgets_both(tier: TierBesideExchange, exchange: ExchangeMap) -
     tier.forget_all()
     assert tier.run(KEYS[:1]) == tier.run(KEYS[1:2]) == []
     assert not tier.problems()
+
+
+def test_blocks_on_their_way_to_the_tier_keep_none_from_the_exchange(
+    exchange: ExchangeMap,
+) -> None:
+    """Preempted requests may fill a disk's queue while an engine waits for a prompt's blocks."""
+    made = transfers(
+        TierBesideExchange(FIRST, Tier.DISK, exchange=exchange, block_ms=1.0, max_saving=2)
+    )
+    made.swap_out(BLOCKS[:4])
+    exchange.want(KEYS[4:])
+    made.save_soon(BLOCKS[4:])
+    assert made.num_to_save == 8
+    copies = made.take_copies(idle=False)
+    assert copies is not None
+    assert copies.from_blocks.tolist() == [0, 4, 5, 6, 7]
+    assert (copies.to_blocks >= FIRST).tolist() == [False, True, True, True, True]
+    assert made.num_to_save == 3
+    made.ended(
+        CopiesEnded(
+            to_tiers=copies.to_tiers[1:],
+            to_blocks=copies.to_blocks[1:],
+            arrived=np.ones(4, np.bool_),
+        )
+    )
+    assert made.take_copies(idle=False) is None  # the disk still writes the first block
+    made.ended(
+        CopiesEnded(
+            to_tiers=copies.to_tiers[:1],
+            to_blocks=copies.to_blocks[:1],
+            arrived=np.ones(1, np.bool_),
+        )
+    )
+    copies = made.take_copies(idle=False)
+    assert copies is not None
+    assert copies.from_blocks.tolist() == [1]
+    assert exchange.run(KEYS[4:]) == [0, 1, 2, 3]

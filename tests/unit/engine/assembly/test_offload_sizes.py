@@ -148,6 +148,31 @@ def test_an_offload_from_a_gpu_leaves_it_room_for_staging_buffers(settings: dict
     assert size.buffers(1024) == buffer_bytes(config, 1024, device_is_own=True) == wanted
 
 
+@pytest.mark.parametrize(
+    ("settings", "in_host", "kind"),
+    [
+        ({"kv_transfer_key_file": "key", "kv_transfer_bytes": 5 << 20}, 5 << 20, Tier.HOST),
+        ({"kv_store": "/s", "kv_store_buffer_bytes": 3 << 20}, 3 << 20, Tier.HOST),
+        ({"kv_tier_path": "/t"}, 0, Tier.DISK),
+    ],
+)
+def test_cpu_tensors_have_staging_rows_beside_the_host_memory_for_blocks(
+    settings: dict[str, Any], in_host: int, kind: Tier
+) -> None:
+    torch = engine_config({"executor": "torch", "device": "cpu"} | settings)
+    native = engine_config(settings)
+    block_bytes = 1024 * native.kv_block_tokens
+    on_native = buffer_bytes(native, 1024, device_is_own=False)
+    on_torch = buffer_bytes(torch, 1024, device_is_own=False)
+    assert on_torch - on_native == 2 * num_buffers(block_bytes, kind) * block_bytes
+    ranks = replace(torch, executor=replace(torch.executor, tensor_parallel_size=2))
+    assert buffer_bytes(ranks, 1024, device_is_own=False) == on_native
+    if kind == Tier.HOST:
+        assert on_native == in_host
+    else:
+        assert on_native > num_buffers(block_bytes, kind) * block_bytes  # blocks read and written
+
+
 def test_without_a_gpu_nothing_can_be_saved() -> None:
     with pytest.raises(SettingError, match="no GPU here"):
         offload_size(engine_config(TORCH), is_gpu=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,13 @@ from quire.transfer.links.block_client import FetchJob
 from quire.transfer.links.messages import Agent
 from quire.transfer.links.nixl import NixlAgent
 from tests.unit.transfer.links import fake_nixl
-from tests.unit.transfer.links.test_block_exchange import BLOCK_BYTES, NUM_BLOCKS, Pair
+from tests.unit.transfer.links.test_block_exchange import (
+    BLOCK_BYTES,
+    DIGESTS,
+    NUM_BLOCKS,
+    TRANSFER,
+    Pair,
+)
 
 IS_INSTALLED = any(importlib.util.find_spec(name) for name in nixl.PACKAGES)
 NAMES = iter(range(1000))
@@ -90,6 +97,42 @@ def test_several_transfers_read_at_once(pair: NixlPair) -> None:
     pair.until(have_ended)
     assert [(job.failure, job.num_landed) for job in jobs] == [(None, NUM_BLOCKS)] * 4
     assert np.array_equal(pair.got, pair.sent)
+
+
+def test_blocks_before_the_first_lost_one_are_used(pair: NixlPair) -> None:
+    """The end of the blocks comes while the last one is being read."""
+    pair.lease(num_landed=5)
+    pair.leases.lost(pair.leases._open[TRANSFER], {DIGESTS[5]})
+    job = pair.finished(pair.start())
+    assert (job.failure, job.num_landed) == (Failure.MISSING, 5)
+    assert np.array_equal(pair.got[:5], pair.sent[:5])
+
+
+def test_a_block_is_read_while_the_one_before_it_is_viewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "bindings", lambda: fake_nixl)
+    read = threading.Semaphore(0)
+
+    class Counted(NixlAgent):
+        def read(self, *arguments: Any) -> None:
+            super().read(*arguments)
+            read.release()
+
+    memory = np.repeat(np.arange(4, dtype=np.uint8), BLOCK_BYTES)
+    number = next(NAMES)
+    handing, fetching = NixlAgent(f"left {number}"), Counted(f"right {number}")
+    reader = fetching.opener(BLOCK_BYTES).open(handing.own(memory).message())
+    assert reader.ahead == 1
+    reader.expect(0)
+    for block in range(3):
+        reader.expect((block + 1) * BLOCK_BYTES)
+        viewed = reader.view(block * BLOCK_BYTES, BLOCK_BYTES)
+        for _ in range(2 if block == 0 else 1):
+            assert read.acquire(timeout=10.0)  # the next block too
+        assert (viewed == block).all()
+    reader.close()
+    assert not fetching._registered
 
 
 def test_requests_of_the_fake_keep_their_numbers_when_others_end() -> None:
