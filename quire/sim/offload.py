@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.memory import DEFAULT_SHARE, MemoryNeeds, num_blocks_of
-from quire.engine.assembly.disk_offload import draft_bytes
+from quire.engine.assembly.offload import draft_bytes
 from quire.execute.executor import ExecutorMemory
 from quire.execute.gpu.offload_plan import plan_offload
 from quire.execute.missing_memory import missing_bytes
@@ -99,16 +99,18 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
     length: as in disk_offload.
     """
     needs, share = sized.needs, max(sized.shares, key=lambda one: one.weight_bytes)
-    computes = sized.config.speculation.computes  # drafts, which are refused beside it
-    if not planner.device.is_gpu or len(sized.stages) > 1 or computes:
+    drafts_itself = sized.config.speculation.proposer == "self"  # which is refused
+    if not planner.device.is_gpu or len(sized.stages) > 1 or drafts_itself:
         return None
+    kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
+    of_drafts = draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs)
     lacking = missing_bytes(
         share,
         _whole(needs),
         planner.memory.available_bytes,
-        kv_bytes=_kv_bytes(planner, needs),
-        max_sequences=needs.max_num_seqs,
-        buffer_bytes=needs.exchange_bytes + needs.transfer_bytes,
+        kv_bytes=kv_bytes,
+        max_sequences=max_num_seqs,
+        buffer_bytes=needs.exchange_bytes + needs.transfer_bytes + of_drafts,
     )
     gib = _gib(max(lacking, 0))
     try:
