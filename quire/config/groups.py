@@ -382,15 +382,11 @@ class EngineConfig:
         """Raise SettingError for what engines of one server cannot have each."""
         executor = self.executor
         given = f"data_parallel_size is {executor.data_parallel_size}"
-        if (backend := executor.distributed_executor_backend) != "mp":
-            how = {
-                "external_launcher": "with a launch, a MASTER_PORT and a port of its own",
-                "ray": "on a node of its own, where its rank 0 is",
-            }
+        if executor.distributed_executor_backend == "external_launcher":
             raise SettingError(
-                f"{given} and distributed_executor_backend is {backend}, but the engines of one "
-                "server are processes of its machine, and so are their ranks: take mp, or start a "
-                f"server for each engine, {how[backend]}, and quire route before them"
+                f"{given} and distributed_executor_backend is external_launcher, but a launch has "
+                "the ranks of one engine: take mp or ray, or start a server for each engine, with "
+                "a launch, a MASTER_PORT and a port of its own, and quire route before them"
             )
         for what, is_given, reason in (
             (

@@ -112,14 +112,6 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "there is one rank"),
         (
             {
-                "distributed_executor_backend": "ray",
-                "tensor_parallel_size": 2,
-                "data_parallel_size": 2,
-            },
-            "server for each engine, on a node of its own, where its rank 0 is, and quire route",
-        ),
-        (
-            {
                 "distributed_executor_backend": "external_launcher",
                 "tensor_parallel_size": 2,
                 "data_parallel_size": 2,
@@ -167,6 +159,7 @@ def test_an_encoded_store_goes_with_a_bf16_cache(dtype: str) -> None:
                 "restart_engine": True,
                 "distributed_executor_backend": "ray",
                 "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
             },
             "",
         ),
