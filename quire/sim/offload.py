@@ -93,14 +93,14 @@ def _read_of_stages(planner: Planner, sized: SizedModel, of_rank: Sequence[int])
 
 
 def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, Any] | None:
-    """Return what --cpu-offload-gb would do on a GPU, or on the GPU of each rank; None on CPUs, for
-    stages, and where it would not help.
+    """Return what --cpu-offload-gb would do on a GPU, or on the GPU of each rank; None on CPUs, and
+    where it would not help.
 
     length: as in disk_offload.
     """
     needs, share = sized.needs, max(sized.shares, key=lambda one: one.weight_bytes)
     drafts_itself = sized.config.speculation.proposer == "self"  # which is refused
-    if not planner.device.is_gpu or len(sized.stages) > 1 or drafts_itself:
+    if not planner.device.is_gpu or drafts_itself:
         return None
     kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
     of_drafts = draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs)
@@ -114,19 +114,21 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
     )
     gib = _gib(max(lacking, 0))
     try:
-        plan = plan_offload(share, int(gib * 2**30), is_gpu=True)
-    except SettingError:  # its layers save less
+        plans = [plan_offload(own, int(gib * 2**30), is_gpu=True) for own in sized.shares]
+    except SettingError:  # layers of one save less
         return None
+    plan = plans[sized.shares.index(share)]
     saved = replace(needs, weights_bytes=needs.weights_bytes - plan.saved_bytes)
     if not plan.layers or fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:
         return None
+    copied = [one.copied_bytes for one in plans]
+    copied_by_stage = list(map(max, by_stage(copied, sized.config.executor)))
     return {
         "gib": gib,
         "host_bytes": plan.copied_bytes,
         "saved_bytes": plan.saved_bytes,
         "rates": [
-            _at_rate(planner, sized, [plan.copied_bytes], "bus", rate, length)
-            for rate in BUS_GB_PER_S
+            _at_rate(planner, sized, copied_by_stage, "bus", rate, length) for rate in BUS_GB_PER_S
         ],
     }
 
