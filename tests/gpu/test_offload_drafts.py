@@ -6,6 +6,7 @@ Whole engines on CPU tensors, which take the place of a device.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors be a device with memory of its own."""
     sized = offload.offload_size
-    monkeypatch.setattr(offload, "offload_size", lambda config, **_: sized(config, is_gpu=True))
+    on_device = partial(sized, is_gpu=True)
+    monkeypatch.setattr(torch_choice, "offload_size", lambda config, **_: on_device(config))
     monkeypatch.setattr("quire.execute.gpu.device.choose", lambda *_: torch.device("cpu"))
 
 

@@ -13,6 +13,7 @@ from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.launch_environment import read_launch_environment
+from quire.engine.assembly.offload import offload_size
 
 if TYPE_CHECKING:
     from quire.execute.gpu.executor_class import TorchExecutorClass
@@ -45,8 +46,6 @@ def torch_class(config: EngineConfig) -> TorchExecutorClass:
         because=reason(wanted, device, machine),
     )
     if settings.cpu_offload_gb is not None:
-        from quire.engine.assembly.offload import offload_size
-
         offload = offload_size(config, is_gpu=device.type != "cpu")
     exact = settings.numerics != "fast"
     return TorchExecutorClass(

@@ -61,12 +61,13 @@ class Cluster:
     def __init__(self, cpus: dict[str, int], *, has_room: bool = True) -> None:
         self._cpus, self._has_room = cpus, has_room
         self.bundles: list[tuple[int, str]] = []
-        self.util = SimpleNamespace(
+        placing = SimpleNamespace(
             get_current_placement_group=lambda: None,
             placement_group=self._reserve,
             remove_placement_group=lambda group: None,
             placement_group_table=lambda group: {"bundles_to_node_id": {}},
         )
+        vars(self)["util"] = placing  # Ray's name
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: next(iter(self._cpus)))
