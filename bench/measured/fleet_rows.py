@@ -204,15 +204,20 @@ def ranks_rows(result: dict[str, Any]) -> list[str]:
 
 def disk_rows(result: dict[str, Any]) -> list[str]:
     """Return the rates of weights that are read from disk in each step."""
-    one, many = (result["on_disk"][f"{rows}_rows"] for rows in (1, 16))
-    share = result["limit_bytes"] / result["weights_bytes"]
-    return [
-        f"| weights of {result['shape']} under {share:.2f} of their size in memory: "
-        "bytes read, over the rate of direct reads | "
-        f"{100 * one['share_of_disk']:.0f} % | 85 % |",
-        f"| tokens per second there, 16 rows over one | {result['batch_ratio']:.1f}x "
-        f"({many['tokens_per_s']:.1f}) | 10x |",
-    ]
+    rows, layouts = list[str](), [("", result)]
+    if ranks := result.get("tensor_parallel"):
+        layouts.append((f" over {ranks['degree']} ranks", ranks))
+    for where, found in layouts:
+        one, many = (found["on_disk"][f"{num}_rows"] for num in (1, 16))
+        share = found["limit_bytes"] / found["weights_bytes"]
+        rows += [
+            f"| weights of {result['shape']}{where} under {share:.2f} of their size in memory: "
+            "bytes read, over the rate of direct reads | "
+            f"{100 * one['share_of_disk']:.0f} % | 85 % |",
+            f"| tokens per second there, 16 rows over one | {found['batch_ratio']:.1f}x "
+            f"({many['tokens_per_s']:.1f}) | 10x |",
+        ]
+    return rows
 
 
 def batch_rows(result: dict[str, Any]) -> list[str]:

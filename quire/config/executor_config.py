@@ -174,6 +174,11 @@ class ExecutorConfig:
             )
 
     @property
+    def offloads(self) -> bool:
+        """Whether weights lie on disk, or in host memory beside a GPU."""
+        return self.disk_offload_gb is not None or self.cpu_offload_gb is not None
+
+    @property
     def disk_offload_bytes(self) -> int | None:
         """The bytes of disk_offload_gb, None where it is auto."""
         assert self.disk_offload_gb is not None, "there is an offload"

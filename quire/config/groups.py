@@ -344,15 +344,8 @@ class EngineConfig:
             self._check_ranks()
         if self.executor.data_parallel_size > 1:
             self._check_engines()
-        if self.executor.disk_offload_gb is not None and self.speculation.proposer == "self":
-            raise SettingError(
-                f"disk_offload_gb is {self.executor.disk_offload_gb} and the model's first layers "
-                "draft, which would be read from disk for each draft token: give a --draft-model, "
-                f"take --speculate {any_of((*LOOKUPS, 'off'))}, or leave the former out"
-            )
-        if self.executor.cpu_offload_gb is not None:
-            given = f"cpu_offload_gb is {self.executor.cpu_offload_gb}"
-            self._check_drafts(given, "which read the weights in another order")
+        if self.executor.offloads and self.speculation.proposer == "self":
+            self._refuse_first_layers()
         if self.executor.trace_file is not None and not self.scheduler.timeline_steps:
             raise SettingError(
                 "trace_file is written from the steps kept for timelines, and timeline_steps is 0; "
@@ -389,15 +382,11 @@ class EngineConfig:
         """Raise SettingError for what engines of one server cannot have each."""
         executor = self.executor
         given = f"data_parallel_size is {executor.data_parallel_size}"
-        if (backend := executor.distributed_executor_backend) != "mp":
-            how = {
-                "external_launcher": "with a launch, a MASTER_PORT and a port of its own",
-                "ray": "on a node of its own, where its rank 0 is",
-            }
+        if executor.distributed_executor_backend == "external_launcher":
             raise SettingError(
-                f"{given} and distributed_executor_backend is {backend}, but the engines of one "
-                "server are processes of its machine, and so are their ranks: take mp, or start a "
-                f"server for each engine, {how[backend]}, and quire route before them"
+                f"{given} and distributed_executor_backend is external_launcher, but a launch has "
+                "the ranks of one engine: take mp or ray, or start a server for each engine, with "
+                "a launch, a MASTER_PORT and a port of its own, and quire route before them"
             )
         for what, is_given, reason in (
             (
@@ -475,11 +464,14 @@ class EngineConfig:
                 "least one for each, or leave num_threads out"
             )
 
-    def _check_drafts(self, given: str, reason: str) -> None:
-        """Raise SettingError for drafts that are computed. given: what they do not go with."""
-        if self.speculation.computes:
-            raise SettingError(
-                f"{given}, and a draft model, draft heads or the model's first layers are asked "
-                f"for, {reason}: take --speculate {any_of((*LOOKUPS, 'off'))}, or leave the former "
-                "out"
-            )
+    def _refuse_first_layers(self) -> None:
+        """Raise SettingError for drafts of layers that lie elsewhere between their uses."""
+        executor, come = self.executor, "read from disk"
+        given = f"disk_offload_gb is {executor.disk_offload_gb}"
+        if executor.cpu_offload_gb is not None:
+            given, come = f"cpu_offload_gb is {executor.cpu_offload_gb}", "copied to the GPU"
+        raise SettingError(
+            f"{given} and the model's first layers draft, which would be {come} for each draft "
+            f"token: give a --draft-model, take --speculate {any_of((*LOOKUPS, 'off'))}, or leave "
+            "the former out"
+        )

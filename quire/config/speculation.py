@@ -112,11 +112,6 @@ class SpeculationConfig:
             return "self"
         return "ngram" if self.draft_model is None else None
 
-    @property
-    def computes(self) -> bool:
-        """Whether drafts are computed, by whatever computes them."""
-        return self.proposer is None or PROPOSERS[self.proposer].computes
-
     def _check_history(self) -> None:
         num = self.speculate_history_tokens
         at_least("speculate_history_tokens", num, 0)

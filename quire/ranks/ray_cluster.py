@@ -3,6 +3,7 @@
 Ray places, starts and watches processes; nothing else goes through it. The start, commands and rows
 go through the connections of the ranks (connected.py), with a key that rank 0 makes for each start.
 Rank 0 is the engine's own process; its bundle is on its node, so that Ray counts its processors.
+Each engine of a server has a group of its own, and of its node an equal part.
 The only file of the package that imports Ray, and only with --distributed-executor-backend ray.
 Always holds: actors and placement group end with the engine, however it ends.
 """
@@ -34,6 +35,7 @@ _EXPLAIN_S = 0.5
 # Free processors are waited for so long; a cluster that lacks them says so soon.
 _MAX_RESERVE_S = 30.0
 _REACH_S = 5.0
+_NODE = "ray.io/node-id"  # a label that Ray gives each node
 _MAX_REASON = 600  # characters of what Ray says
 
 
@@ -98,24 +100,34 @@ class _Placement:
     def reserve(cls, ray: Any, settings: ExecutorConfig) -> _Placement:
         """Reserve processors for all ranks, or take the group this process runs in."""
         num_ranks, here = settings.num_ranks, ray.get_runtime_context().get_node_id()
+        num_engines = settings.data_parallel_size
         current = ray.util.get_current_placement_group()
         if current is not None and current.bundle_count >= num_ranks:
             cpus = max(int(current.bundle_specs[-1].get("CPU", 1)), 1)
             nodes = _nodes_of(ray, current)[:num_ranks]
             return cls(group=current, cpus=cpus, ranks_here=nodes.count(here), is_own=False)
-        cpus = settings.num_threads or _cpus_of_a_rank(ray, num_ranks)
+        cpus = settings.num_threads or _cpus_of_a_rank(ray, num_ranks, num_engines, here)
+        # Engines of one server reserve at the same time, and each has a rank here.
+        room = num_ranks
+        if num_engines > 1:
+            room = min(max(_cpus_by_node(ray).get(here, 0) // (num_engines * cpus), 1), num_ranks)
         group = ray.util.placement_group(
             [{"CPU": cpus}] * num_ranks,
             strategy="PACK",
-            bundle_label_selector=[{"ray.io/node-id": here}, *[{}] * (num_ranks - 1)],
+            bundle_label_selector=[
+                {_NODE: here},
+                *[{}] * (room - 1),
+                *[{_NODE: f"!{here}"}] * (num_ranks - room),
+            ],
         )
         if not group.wait(min(settings.distributed_timeout_s, _MAX_RESERVE_S)):
             ray.util.remove_placement_group(group)
             free = ray.available_resources().get("CPU", 0)
+            beside = f", beside those of {num_engines - 1} other engines" * (num_engines > 1)
             raise CapacityError(
                 f"{settings.ranks_text}: the Ray cluster has no {cpus} free CPUs for each of "
-                f"{num_ranks} ranks, of which rank 0 is on this node; {free:g} are free in all: "
-                "add nodes, lower num_threads (of each rank), or end what uses them"
+                f"{num_ranks} ranks, of which rank 0 is on this node{beside}; {free:g} are free in "
+                "all: add nodes, lower num_threads (of each rank), or end what uses them"
             )
         nodes = _nodes_of(ray, group)
         return cls(group=group, cpus=cpus, ranks_here=nodes.count(here), is_own=True)
@@ -126,13 +138,22 @@ class _Placement:
             ray.util.remove_placement_group(self.group)
 
 
-def _cpus_of_a_rank(ray: Any, num_ranks: int) -> int:
-    """Return the processors of a rank where nodes have equal numbers of ranks."""
-    counts = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
-    with_cpus = [int(count) for count in counts if count >= 1]
-    if not with_cpus:
+def _cpus_of_a_rank(ray: Any, num_ranks: int, num_engines: int, here: str) -> int:
+    """Return the processors of a rank where nodes have equal numbers of ranks, of all engines, and
+    this node at least rank 0 of each."""
+    cpus = _cpus_by_node(ray)
+    if not cpus:
         raise CapacityError("the Ray cluster has no CPUs: start its nodes with --num-cpus")
-    return max(min(with_cpus) // -(-num_ranks // len(with_cpus)), 1)
+    of_node = -(-num_ranks * num_engines // len(cpus))
+    return max(min(min(cpus.values()) // of_node, cpus.get(here, 0) // num_engines), 1)
+
+
+def _cpus_by_node(ray: Any) -> dict[str, int]:
+    """Return the processors of each node that has some."""
+    cpus = {
+        node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]
+    }
+    return {node: int(count) for node, count in cpus.items() if count >= 1}
 
 
 def _nodes_of(ray: Any, group: Any) -> list[str]:

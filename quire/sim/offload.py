@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.config.memory import DEFAULT_SHARE, MemoryNeeds, num_blocks_of
-from quire.engine.assembly.disk_offload import draft_bytes
+from quire.engine.assembly.offload import draft_bytes
 from quire.execute.executor import ExecutorMemory
 from quire.execute.gpu.offload_plan import plan_offload
 from quire.execute.missing_memory import missing_bytes
@@ -93,38 +93,42 @@ def _read_of_stages(planner: Planner, sized: SizedModel, of_rank: Sequence[int])
 
 
 def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, Any] | None:
-    """Return what --cpu-offload-gb would do on a GPU, or on the GPU of each rank; None on CPUs, for
-    stages, and where it would not help.
+    """Return what --cpu-offload-gb would do on a GPU, or on the GPU of each rank; None on CPUs, and
+    where it would not help.
 
     length: as in disk_offload.
     """
     needs, share = sized.needs, max(sized.shares, key=lambda one: one.weight_bytes)
-    computes = sized.config.speculation.computes  # drafts, which are refused beside it
-    if not planner.device.is_gpu or len(sized.stages) > 1 or computes:
+    drafts_itself = sized.config.speculation.proposer == "self"  # which is refused
+    if not planner.device.is_gpu or drafts_itself:
         return None
+    kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
+    of_drafts = draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs)
     lacking = missing_bytes(
         share,
         _whole(needs),
         planner.memory.available_bytes,
-        kv_bytes=_kv_bytes(planner, needs),
-        max_sequences=needs.max_num_seqs,
-        buffer_bytes=needs.exchange_bytes + needs.transfer_bytes,
+        kv_bytes=kv_bytes,
+        max_sequences=max_num_seqs,
+        buffer_bytes=needs.exchange_bytes + needs.transfer_bytes + of_drafts,
     )
     gib = _gib(max(lacking, 0))
     try:
-        plan = plan_offload(share, int(gib * 2**30), is_gpu=True)
-    except SettingError:  # its layers save less
+        plans = [plan_offload(own, int(gib * 2**30), is_gpu=True) for own in sized.shares]
+    except SettingError:  # layers of one save less
         return None
+    plan = plans[sized.shares.index(share)]
     saved = replace(needs, weights_bytes=needs.weights_bytes - plan.saved_bytes)
     if not plan.layers or fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:
         return None
+    copied = [one.copied_bytes for one in plans]
+    copied_by_stage = list(map(max, by_stage(copied, sized.config.executor)))
     return {
         "gib": gib,
         "host_bytes": plan.copied_bytes,
         "saved_bytes": plan.saved_bytes,
         "rates": [
-            _at_rate(planner, sized, [plan.copied_bytes], "bus", rate, length)
-            for rate in BUS_GB_PER_S
+            _at_rate(planner, sized, copied_by_stage, "bus", rate, length) for rate in BUS_GB_PER_S
         ],
     }
 

@@ -59,7 +59,10 @@ PRECISIONS = (
     ("qwen3_biases_untied", "int4-g32", "auto"),
     ("gemma3_mqa", "int4-g64-zp", "bf16"),
     ("mixtral", "int8", "auto"),
+    ("qwen3_moe", "int4-g32", "auto"),
 )
+# Of the cases of distributed experts, by turns.
+PRECISIONS_OF_EXPERTS = ("int8", "int4-g32", "none")
 REFERENCE = ("qwen2_tied", "qwen3_mqa", "gemma3_mqa", "mixtral")
 
 
@@ -147,8 +150,7 @@ def placements_of(case: Case, program: Program, degree: int) -> list[ExpertPlace
 @each_case("case", EXPERT_CASES, ids=lambda case: case.name)
 def test_distributed_experts_give_the_bits_of_one_process(case: Case, tmp_path: Path) -> None:
     program, checkpoint = make(case, tmp_path)
-    if case.seed % 3 == 0:
-        program = quantize(program, "int8")
+    program = quantize(program, PRECISIONS_OF_EXPERTS[case.seed % 3])
     executor = NativeExecutor(program, checkpoint, OPTIONS, poison=True)
     whole, digest = answer(executor, case), executor.weights_digest
     degree = degrees_of(program)[0]

@@ -15,15 +15,16 @@ _END_S = 20.0
 
 
 class Nodes:
-    """A head and more nodes, each with one CPU."""
+    """A head and more nodes, with equal numbers of CPUs."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpus: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
+        self._cpus = cpus
         self._cluster: Any = Cluster(
             initialize_head=True,
             head_node_args={
-                "num_cpus": 1,
+                "num_cpus": cpus,
                 "object_store_memory": _OBJECT_STORE_BYTES,
                 "include_dashboard": False,
             },
@@ -43,7 +44,7 @@ class Nodes:
     def add(self) -> None:
         """Start another node and wait until it is known."""
         self._further.append(
-            self._cluster.add_node(num_cpus=1, object_store_memory=_OBJECT_STORE_BYTES)
+            self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_OBJECT_STORE_BYTES)
         )
         self._cluster.wait_for_nodes()
 
@@ -76,9 +77,9 @@ def processes_of(session: str) -> list[int]:
 
 
 @contextmanager
-def nodes(number: int) -> Iterator[Nodes]:
-    """Run a cluster of so many nodes."""
-    made = Nodes()
+def nodes(number: int, cpus: int = 1) -> Iterator[Nodes]:
+    """Run a cluster of so many nodes, with so many CPUs each."""
+    made = Nodes(cpus)
     try:
         for _ in range(number - 1):
             made.add()

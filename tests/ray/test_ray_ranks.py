@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray.ray_nodes import Nodes, nodes
-from tests.serve.running_server import RunningServer
+from tests.serve.running_server import RunningServer, engines_of, kill
 from tests.serve.test_launched import SMALL, TIER, check_tier
 from tests.serve.test_ranks import COMPLETIONS, LONG
 from tests.tiny_models import write_tiny_llama
@@ -135,3 +135,31 @@ def test_no_cluster_is_refused(model: Path) -> None:
     assert server.exit_code() != 0
     assert "the cluster at 127.0.0.1:1 cannot be joined" in server.stderr()
     server.kill()
+
+
+def test_engines_of_a_server_have_ranks_on_both_nodes_and_outlive_one_of_them(
+    model: Path,
+) -> None:
+    """Of each engine one stage is here and the other elsewhere, whichever reserves first. A node
+    that is lost takes both engines with it; both come back."""
+    with RunningServer(model, *SMALL) as alone:
+        wanted = answer_of(alone)
+        story = alone.post(COMPLETIONS, {**ASKED, "prompt": "cab " * 40})[1]["choices"]
+    flags = (*STAGES, *SMALL, "--data-parallel-size", "2", "--restart-engine")
+    with (
+        nodes(2, cpus=2) as cluster,
+        RunningServer(model, *flags, fresh=True, environment=cluster.environment) as server,
+    ):
+        assert answer_of(server) == wanted
+        assert server.post(COMPLETIONS, {**ASKED, "prompt": "cab " * 40})[1]["choices"] == story
+        assert server.stderr().count("nodes=2") == 2
+        first, second = engines_of(server)
+        kill(first)
+        assert answer_of(server) == wanted
+        server.until(lambda: server.stderr().count("nodes=2") == 3, "the engine is started again")
+        assert second in engines_of(server)
+        cluster.kill_last()
+        cluster.add()
+        server.until(lambda: server.stderr().count("nodes=2") == 5, "both are started again")
+        server.until(lambda: _is_ready(server), "they answer")
+        assert answer_of(server) == wanted

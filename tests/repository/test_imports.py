@@ -39,6 +39,7 @@ LATE_IMPORTS: Mapping[str, tuple[str, str]] = {
     ),
     "quire.engine.assembly.features": ("quire.engine", _ON_DEMAND),
     "quire.engine.assembly.kv_store": ("quire.kv_store", "the client of Mooncake only where it is"),
+    "quire.engine.assembly.offload": ("quire.execute", "one executor is loaded"),
     "quire.engine.assembly.outside": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.proposers": ("quire.engine.assembly", _ON_DEMAND),
     "quire.engine.assembly.scheduler_factory": ("quire.cache", _ON_DEMAND),

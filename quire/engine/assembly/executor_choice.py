@@ -6,6 +6,7 @@ model. Always holds: one executor is imported, since each takes a noticeable par
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from quire.base.log import Log
@@ -16,6 +17,7 @@ from quire.execute.executor import ExecutorClass
 from quire.weights.pack_cache import PackCache
 
 if TYPE_CHECKING:
+    from quire.execute.gpu.executor_class import TorchExecutorClass
     from quire.ranks.executor_class import RankedExecutorClass
 
 
@@ -27,7 +29,7 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
 
         return engine_ranks(config)
     if settings.disk_offload_gb is not None:
-        from quire.engine.assembly.disk_offload import stream_size
+        from quire.engine.assembly.offload import stream_size
         from quire.execute.streamed_weights import StreamingExecutorClass
 
         return StreamingExecutorClass(stream_size(config))
@@ -46,14 +48,16 @@ def choose_executor_class(config: EngineConfig) -> ExecutorClass:
 
 def class_beside(config: EngineConfig, executor_class: ExecutorClass) -> ExecutorClass:
     """Return the class of executors of other models in the process of the model's executor:
-    beside several ranks they are not divided, and rank 0 has them; all their weights are in
-    memory."""
+    beside several ranks they are not divided, and rank 0 has them; all their weights are where they
+    are computed."""
     if config.executor.disk_offload_gb is not None:
         from quire.execute.native import NativeExecutor
 
         return NativeExecutor
     if config.executor.num_ranks == 1:
-        return executor_class
+        if config.executor.cpu_offload_gb is None:
+            return executor_class
+        return replace(cast("TorchExecutorClass", executor_class), offload=None)
     return cast("RankedExecutorClass", executor_class).kind.class_beside()
 
 

@@ -46,7 +46,7 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
 
         kind = torch_ranks(config)
     elif config.executor.disk_offload_gb is not None:
-        from quire.engine.assembly.disk_offload import stream_size
+        from quire.engine.assembly.offload import stream_size
 
         kind = NativeRanks(on_disk=stream_size(config))
     drafts = draft_layers(config, kind) if config.speculation.proposer == "self" else None

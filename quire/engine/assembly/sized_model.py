@@ -90,8 +90,8 @@ def sized_model(config: EngineConfig) -> SizedModel:
     limits = step_limits(config, executor_class)
     proposer = _sized_proposer(config, spec, longest, checkpoint, executor_class)
     needs = NO_DRAFT if proposer is None else proposer.needs
-    if proposer is not None and config.executor.disk_offload_gb is not None:
-        from quire.engine.assembly.disk_offload import beside_drafts
+    if proposer is not None and config.executor.offloads:
+        from quire.engine.assembly.offload import beside_drafts
 
         executor_class = beside_drafts(config, executor_class, needs)
     run = longest if proposer is None else proposer.tap(longest)

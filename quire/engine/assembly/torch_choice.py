@@ -7,18 +7,16 @@ and no model.
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import TYPE_CHECKING
 
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.launch_environment import read_launch_environment
-from quire.engine.assembly.sizing import buffer_bytes
+from quire.engine.assembly.offload import offload_size
 
 if TYPE_CHECKING:
     from quire.execute.gpu.executor_class import TorchExecutorClass
-    from quire.execute.gpu.offload_plan import OffloadSize
     from quire.ranks.kinds import RankKind
 
 
@@ -56,27 +54,6 @@ def torch_class(config: EngineConfig) -> TorchExecutorClass:
         has_fp8=has_fp8(device, machine),
         captures=not settings.enforce_eager,
         offload=offload,
-    )
-
-
-def offload_size(config: EngineConfig, *, is_gpu: bool) -> OffloadSize:
-    """Return how much of a GPU's memory is to be saved. Raises SettingError where there is no GPU:
-    its memory would be counted as saved and taken all the same."""
-    from quire.execute.gpu.offload_plan import OffloadSize  # only where weights are in host memory
-
-    settings, cache = config.executor, config.cache
-    if not is_gpu:
-        raise SettingError(
-            f"cpu_offload_gb is {settings.cpu_offload_gb} and there is no GPU here, so that no "
-            "memory can be saved: leave it out, or take --executor native and --disk-offload-gb "
-            "for a model larger than memory"
-        )
-    return OffloadSize(
-        saved_bytes=settings.cpu_offload_bytes,
-        kv_bytes=cache.kv_cache_memory_bytes,
-        buffers=partial(buffer_bytes, config, device_is_own=True),
-        host_bytes=sum(config.host_block_bytes.values()),
-        num_engines=settings.data_parallel_size,
     )
 
 

@@ -63,6 +63,8 @@ def engine_configs(config: EngineConfig) -> list[EngineConfig]:
             )
         each = executor.num_ranks
         own = [replace(executor, device=f"cuda:{at * each}") for at in range(num_engines)]
+    elif executor.distributed_executor_backend == "ray":  # threads are those of each rank
+        own = [executor] * num_engines
     else:
         own = [replace(executor, num_threads=share) for share in _threads(config)]
     return [
@@ -97,17 +99,19 @@ def _check_cores(config: EngineConfig) -> None:
     executor = config.executor
     if executor.num_ranks == 1:
         return
-    needed = executor.data_parallel_size * executor.num_ranks
+    is_here = executor.distributed_executor_backend != "ray"  # others place all but rank 0
+    needed = executor.data_parallel_size * (executor.num_ranks if is_here else 1)
+    what = "ranks together" if is_here else "ranks 0 on this machine"
     given = (
         f"data_parallel_size is {executor.data_parallel_size} and {executor.ranks_text}, which are "
-        f"{needed} ranks together"
+        f"{needed} {what}"
     )
     if needed > (cores := num_usable_cores()):
         raise SettingError(
             f"{given}, and this process may use {cores} CPU cores; at most one rank per core is "
             "allowed, since ranks wait for each other: lower one of them"
         )
-    if executor.num_threads is not None and executor.num_threads < needed:
+    if is_here and executor.num_threads is not None and executor.num_threads < needed:
         raise SettingError(
             f"{given}, and num_threads is {executor.num_threads}, which are divided over them: "
             f"give at least {needed}, or leave it out"

@@ -9,7 +9,7 @@ for, or there is none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from quire.base.errors import CapacityError, SettingError
@@ -115,10 +115,10 @@ def _keeps_its_form(weight: Weight) -> bool:
 class OffloadSize:
     """How much device memory is to be saved: saved_bytes; None: as much as weights lack beside step
     buffers and a KV cache of kv_bytes (None: the default share of what is left without offload).
-    buffers: of KV blocks on their way, in bytes of the device, given those of a cached token; None:
-    there are none. exchange_bytes: of the device that exchanges with other ranks take. host_bytes:
-    of the host's memory that something else of the engine takes. num_engines, num_ranks: engines
-    that share the host, and ranks of each of them there."""
+    buffers: of KV blocks on their way and of what drafts, in bytes of the device, given those of a
+    cached token; None: there are none. exchange_bytes: of the device that exchanges with other
+    ranks take. host_bytes: of the host's memory that something else of the engine takes.
+    num_engines, num_ranks: engines that share the host, and ranks of each of them there."""
 
     saved_bytes: int | None
     kv_bytes: int | None = None
@@ -129,6 +129,10 @@ class OffloadSize:
     num_ranks: int = 1
     # The choice of each program is made once: memory is free or not at different times.
     _plans: dict[tuple[Weight, ...], OffloadPlan] = field(default_factory=dict)
+
+    def with_buffers(self, buffers: Callable[[int], int]) -> OffloadSize:
+        """Return the same beside other buffers, with nothing chosen yet."""
+        return replace(self, buffers=buffers, _plans={})
 
     def plan(
         self,

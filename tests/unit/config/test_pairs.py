@@ -28,39 +28,38 @@ FEATURES: dict[str, dict[str, Any]] = {
     "kv_store": {"kv_store": "/store"},
     "kv_events_config": {"kv_events_config": '{"enable_kv_cache_events": true}'},
     "speculate ngram": {"speculate": "ngram"},
+    "speculate draft": {"speculate": "draft", "draft_model": "/draft"},
     "speculate self": {"speculate": "self"},
 }
+DRAFTS_OF_OTHERS = "speculate-ngram speculate-draft"
+DRAFTS = f"{DRAFTS_OF_OTHERS} speculate-self"
 # Each feature with those that it goes with; all other pairs are refused.
 TOGETHER = {
     "tensor_parallel_size": (
         "pipeline_parallel_size context_parallel_size data_parallel_size disk_offload_gb "
-        "cpu_offload_gb kv_tier_path kv_transfer_key_file kv_store kv_events_config "
-        "speculate-ngram speculate-self"
+        "cpu_offload_gb kv_tier_path kv_transfer_key_file kv_store kv_events_config " + DRAFTS
     ),
     "pipeline_parallel_size": (
         "context_parallel_size data_parallel_size disk_offload_gb cpu_offload_gb kv_tier_path "
-        "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
+        f"kv_transfer_key_file kv_store kv_events_config {DRAFTS}"
     ),
     "context_parallel_size": (
         "data_parallel_size disk_offload_gb cpu_offload_gb kv_tier_path kv_transfer_key_file "
-        "kv_store kv_events_config speculate-ngram speculate-self"
+        f"kv_store kv_events_config {DRAFTS}"
     ),
-    "data_parallel_size": (
-        "cpu_offload_gb kv_tier_path kv_store kv_events_config speculate-ngram speculate-self"
-    ),
+    "data_parallel_size": (f"cpu_offload_gb kv_tier_path kv_store kv_events_config {DRAFTS}"),
     "disk_offload_gb": (
-        "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
+        f"kv_tier_path kv_transfer_key_file kv_store kv_events_config {DRAFTS_OF_OTHERS}"
     ),
     "cpu_offload_gb": (
-        "kv_tier_path kv_transfer_key_file kv_store kv_events_config speculate-ngram"
+        f"kv_tier_path kv_transfer_key_file kv_store kv_events_config {DRAFTS_OF_OTHERS}"
     ),
-    "kv_tier_path": (
-        "kv_transfer_key_file kv_store kv_events_config speculate-ngram speculate-self"
-    ),
-    "kv_transfer_key_file": "kv_store kv_events_config speculate-ngram speculate-self",
-    "kv_store": "kv_events_config speculate-ngram speculate-self",
-    "kv_events_config": "speculate-ngram speculate-self",
+    "kv_tier_path": (f"kv_transfer_key_file kv_store kv_events_config {DRAFTS}"),
+    "kv_transfer_key_file": f"kv_store kv_events_config {DRAFTS}",
+    "kv_store": f"kv_events_config {DRAFTS}",
+    "kv_events_config": DRAFTS,
     "speculate ngram": "",
+    "speculate draft": "",
     "speculate self": "",
 }
 # How a refusal names a feature where it does so in other words.
@@ -113,14 +112,6 @@ def test_every_pair_goes_together_or_is_refused_by_name() -> None:
         ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, "there is one rank"),
         (
             {
-                "distributed_executor_backend": "ray",
-                "tensor_parallel_size": 2,
-                "data_parallel_size": 2,
-            },
-            "server for each engine, on a node of its own, where its rank 0 is, and quire route",
-        ),
-        (
-            {
                 "distributed_executor_backend": "external_launcher",
                 "tensor_parallel_size": 2,
                 "data_parallel_size": 2,
@@ -168,6 +159,7 @@ def test_an_encoded_store_goes_with_a_bf16_cache(dtype: str) -> None:
                 "restart_engine": True,
                 "distributed_executor_backend": "ray",
                 "tensor_parallel_size": 2,
+                "data_parallel_size": 2,
             },
             "",
         ),

@@ -208,8 +208,20 @@ def test_a_70b_runs_on_a_gpu_with_weights_in_host_memory(tmp_path: Path) -> None
     many = plan_outcome(_planner(tmp_path, LLAMA_3_405B, tensor_parallel_size=8))["cpu_offload"]
     assert few["gib"] > many["gib"] > 0
     assert few["host_bytes"] > many["host_bytes"]
+    # Stages copy at once, each over the bus of its GPU, for each of as many groups of requests.
+    stages = plan_outcome(_planner(tmp_path, LLAMA_3_405B, pipeline_parallel_size=8))["cpu_offload"]
+    assert stages["gib"] > 0
+    for rate in stages["rates"]:
+        copied_s = stages["host_bytes"] / rate["bus_gb_per_s"] / 1e9
+        assert 1 / (8 * copied_s) <= rate["tokens_per_s"] <= 1 / (7 * copied_s)
+        assert rate["batch_tokens_per_s"] <= rate["batch"] / (8 * copied_s)
     _planner(tmp_path, LLAMA_3_70B)
-    # Not where even all layers save too little, where drafts are computed, nor on CPUs.
+    # A draft model is beside it, on the GPU.
+    size = {"vocab_size": LLAMA_3_70B["vocab_size"], "num_hidden_layers": 1}
+    draft = str(write_tiny_llama(tmp_path / "draft", seed=1, **size))
+    drafted = _planner(tmp_path, LLAMA_3_70B, speculate="draft", draft_model=draft)
+    assert plan_outcome(drafted)["cpu_offload"]["gib"] > offload["gib"]
+    # Not where even all layers save too little, where the first layers draft, nor on CPUs.
     tiny = Planner({"model": tmp_path / "m"}, planner.device, memory_bytes=5 * GIB)
     assert plan_outcome(tiny)["cpu_offload"] is None
     drafting = plan_outcome(_planner(tmp_path, LLAMA_3_70B, speculate="self"))

@@ -13,9 +13,9 @@ from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
 from quire.config.memory import MemoryPlan
 from quire.engine.assembly.executor_choice import choose_executor_class
+from quire.engine.assembly.offload import offload_size
 from quire.engine.assembly.sized_model import sized_model
 from quire.engine.assembly.sizing import buffer_bytes
-from quire.engine.assembly.torch_choice import offload_size
 from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.execute.gpu import offload_plan

@@ -621,6 +621,11 @@ def test_ranks_of_several_engines_need_a_core_each() -> None:
     assert len(engine_configs_with(4, asked)) == 2
     with pytest.raises(SettingError, match="4 ranks together, and this process may use 3 CPU"):
         engine_configs_with(3, asked)
+    # Ray places all but rank 0 of each, and threads are those of a rank.
+    asked |= {"distributed_executor_backend": "ray", "num_threads": 3}
+    assert [one.executor.num_threads for one in engine_configs_with(2, asked)] == [3, 3]
+    with pytest.raises(SettingError, match="2 ranks 0 on this machine, and this process may use 1"):
+        engine_configs_with(1, asked)
 
 
 def test_files_and_ports_get_the_number_of_the_engine() -> None:
