@@ -19,6 +19,7 @@ import yaml
 from quire.cli import route, serve
 from quire.deploy.ray_serve.app_args import read_args
 from quire.engine.model_card import EngineState
+from quire.router.route_file import parse_route_file
 from tests.data import outside
 from tests.repository.kubernetes_schemas import problems_of
 from tests.repository.promql import check
@@ -175,7 +176,7 @@ def test_pods_run_without_rights_and_drain_in_time() -> None:
     for pod in pods():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["automountServiceAccountToken"] is False
+        assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
         volumes = {volume["name"] for volume in spec["volumes"]}
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             security = container["securityContext"]
@@ -188,7 +189,7 @@ def test_pods_run_without_rights_and_drain_in_time() -> None:
             assert "memory" in container["resources"]["limits"]
         [container] = spec["containers"]
         waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        env = {entry["name"]: entry.get("value") for entry in container.get("env", ())}
         flags = dict(word.split("=", 1) for word in container["args"] if word.startswith("--"))
         grace_s = int(env.get("QUIRE_GRACE_SECONDS") or flags["--grace-seconds"])
         # Some seconds for the last events (SUPERVISOR: 10) beyond the grace time.
@@ -235,6 +236,30 @@ def test_names_and_selectors_fit_together() -> None:
     for one in (*of_kind("HorizontalPodAutoscaler"), *of_kind("ScaledObject")):
         target = one["spec"]["scaleTargetRef"]
         assert target["name"] in {dep["metadata"]["name"] for dep in of_kind("Deployment")}
+
+
+def test_a_router_may_read_what_it_asks_for_and_follows_a_service_that_there_is() -> None:
+    [account], [role], [binding] = (
+        of_kind(kind) for kind in ("ServiceAccount", "Role", "RoleBinding")
+    )
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+        | {"verbs": ["list", "watch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    [subject] = binding["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": account["metadata"]["name"]}
+    [pod] = [pod["spec"] for pod in pods() if "serviceAccountName" in pod["spec"]]
+    assert pod["serviceAccountName"] == account["metadata"]["name"]
+    [settings] = of_kind("ConfigMap")
+    volumes = [volume.get("configMap", {}).get("name") for volume in pod["volumes"]]
+    assert settings["metadata"]["name"] in volumes
+    [[name, text]] = settings["data"].items()
+    assert f"--config=/etc/quire/{name}" in pod["containers"][0]["args"]
+    table = parse_route_file(text).kubernetes
+    assert table is not None
+    [service] = [one for one in of_kind("Service") if one["metadata"]["name"] == table.service]
+    assert table.port in [port["name"] for port in service["spec"]["ports"]]
 
 
 def test_scaling_reads_exported_metrics() -> None:
