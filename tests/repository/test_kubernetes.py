@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -239,6 +240,15 @@ def test_names_and_selectors_fit_together() -> None:
 
 
 def test_a_router_may_read_what_it_asks_for_and_follows_a_service_that_there_is() -> None:
+    check_router(resources())
+
+
+def check_router(objects: Sequence[dict[str, Any]]) -> None:
+    """Check that a router's account, rights, settings and Service fit together."""
+
+    def of_kind(kind: str) -> list[dict[str, Any]]:
+        return [one for one in objects if one["kind"] == kind]
+
     [account], [role], [binding] = (
         of_kind(kind) for kind in ("ServiceAccount", "Role", "RoleBinding")
     )
@@ -249,7 +259,8 @@ def test_a_router_may_read_what_it_asks_for_and_follows_a_service_that_there_is(
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     [subject] = binding["subjects"]
     assert subject == {"kind": "ServiceAccount", "name": account["metadata"]["name"]}
-    [pod] = [pod["spec"] for pod in pods() if "serviceAccountName" in pod["spec"]]
+    pods = [one["spec"]["template"]["spec"] for one in of_kind("Deployment")]
+    [pod] = [pod for pod in pods if "serviceAccountName" in pod]
     assert pod["serviceAccountName"] == account["metadata"]["name"]
     [settings] = of_kind("ConfigMap")
     volumes = [volume.get("configMap", {}).get("name") for volume in pod["volumes"]]
@@ -349,11 +360,12 @@ def check_objects(objects: list[dict[str, Any]]) -> None:
             validate.validate(one, validate.latest_version(), strict=True)
 
 
-_ALL = {"inferencePool": {"enabled": True}, "fleet": {"enabled": True}, "ray": {"enabled": True}}
+_ALL = {name: {"enabled": True} for name in ("inferencePool", "router", "fleet", "ray")}
+_OF_ROUTER = {"ServiceAccount", "Role", "RoleBinding", "ConfigMap"}
 _CHART_CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({}, set()),
     ({"autoscaling": {"kind": "hpa"}}, {"HorizontalPodAutoscaler"}),
-    ({"autoscaling": {"kind": "keda"}, **_ALL}, {"ScaledObject", *_DEFINITIONS}),
+    ({"autoscaling": {"kind": "keda"}, **_ALL}, {"ScaledObject", *_DEFINITIONS, *_OF_ROUTER}),
 ]
 
 
@@ -364,7 +376,8 @@ def test_the_rendered_chart_is_strictly_valid(sets: dict[str, Any], kinds: set[s
     always = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
     assert found == always | kinds
     check_objects(objects)
-    [server] = [one for one in objects if one["kind"] == "Deployment"]
+    deployments = {one["metadata"]["name"]: one for one in objects if one["kind"] == "Deployment"}
+    server = deployments["llm"]
     assert ("replicas" in server["spec"]) == ("autoscaling" not in sets)  # else the scaler has it
 
 
@@ -394,6 +407,16 @@ def test_rendered_names_and_selectors_fit_together() -> None:
     text = json.dumps(objects)
     assert "llm" not in text
     assert text.count('"secretKeyRef": {"name": "chat-keys"') == 2  # server and fleet
+
+
+def test_the_rendered_router_follows_the_rendered_service() -> None:
+    settings = 'policy = "session-affinity"\n[hedging]\n'
+    router = {"enabled": True, "replicas": 2, "settings": settings}
+    objects = rendered({"name": "chat", "router": router})
+    check_router(objects)
+    [text] = [one["data"]["route.toml"] for one in objects if one["kind"] == "ConfigMap"]
+    assert parse_route_file(text).policy == "session-affinity"
+    assert parse_route_file(text).hedging is not None
 
 
 def test_the_rendered_ray_application_is_accepted() -> None:
