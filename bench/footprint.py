@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -167,6 +168,8 @@ def main() -> None:
     parser.add_argument("--precisions", default="none,int8,int4")
     parser.add_argument("--out", type=Path, default=Path("bench/results/footprint.json"))
     args = parser.parse_args()
+    # What is installed has bytecode: a start without it would compile each module.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     result = {
         "bench": "footprint",
         "machine": machine_card(),

@@ -3,8 +3,9 @@
 For the built-in model and for a random 0.6B bf16 checkpoint in the page cache, packed at each start
 and mapped from a pack cache that the first, uncounted start has filled. Beside each stands the
 floor of the imports: a bare interpreter that imports what the server imports. Refuses to report if
-two starts answer the same greedy request differently. Also the time of a request that wakes a
-sleeping engine. Uses the command line and HTTP only.
+two starts answer the same greedy request differently. Also the time of a request that wakes an
+engine after a short sleep, and after a longer one, in which a process waits for the wake. Uses the
+command line and HTTP only.
 
 Run: python -m bench.startup [--starts 7] [--only-wake] [--out bench/results/startup.json]
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,8 @@ SERVER_IMPORTS = (
     "jinja2, prometheus_client"
 )
 ENGINE_IMPORTS = "numpy, msgspec, zmq"
+# Beyond the time after which a process waits for the wake, and that of its imports.
+LONG_SLEEP_S = 6.0
 
 
 def import_floor_s(modules: str, times: int) -> float:
@@ -89,9 +93,12 @@ def measure(name: str, model: list[str], starts: int) -> dict[str, object]:
 
 
 def wakes(model: list[str], times: int) -> dict[str, object]:
-    """Return the times of a request of one token that wakes the engine; exit if answers differ."""
+    """Return the times of a request of one token that wakes the engine; exit if answers differ.
+
+    Every other sleep is a long one, so that both kinds see the machine in the same state.
+    """
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1, "temperature": 0})
-    seconds, answers = list[float](), set[str]()
+    short, long, answers = list[float](), list[float](), set[str]()
 
     def post(port: int, path: str, content: str | None) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
@@ -106,19 +113,23 @@ def wakes(model: list[str], times: int) -> dict[str, object]:
         return raw
 
     with Child("quire", "serve", *model, "--restart-engine", "--port", "0") as server:
-        for _ in range(times + 2):  # the first fills the pack cache
+        post(server.port, "/v1/completions", body)  # fills the pack cache
+        for seconds in [long, *[short, long] * times]:  # the first wake is not counted
+            post(server.port, "/admin/sleep", None)
+            time.sleep(LONG_SLEEP_S if seconds is long else 0.0)
             started = time.perf_counter()
             answer = json.loads(post(server.port, "/v1/completions", body))
             seconds.append(time.perf_counter() - started)
             answers.add(answer["choices"][0]["text"])
-            post(server.port, "/admin/sleep", None)
     if len(answers) > 1:
         raise SystemExit(f"a woken engine answers otherwise: {answers}")
-    counted = spread(seconds[2:])
+    soon, later = spread(short), spread(long[1:])
     return {
         "wakes": times,
-        "first_token_s": counted["median"],
-        "first_token_s_range": [counted["least"], counted["most"]],
+        "first_token_s": later["median"],
+        "first_token_s_range": [later["least"], later["most"]],
+        "after_short_sleep_s": soon["median"],
+        "after_short_sleep_s_range": [soon["least"], soon["most"]],
         "goal_first_token_s": 1.0,
     }
 
@@ -130,6 +141,8 @@ def main() -> None:
     parser.add_argument("--no-size", action="store_true", help="keep the size the file has")
     parser.add_argument("--out", type=Path, default=Path("bench/results/startup.json"))
     args = parser.parse_args()
+    # What is installed has bytecode: a start without it would compile each module.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     large = str(random_checkpoint("qwen3-0.6b"))
     with tempfile.TemporaryDirectory() as packed:
         wake = wakes([large, "--pack-cache", packed], args.starts)

@@ -53,6 +53,7 @@ class RouterService:
         metrics.watch(
             "waiting_requests", "Requests without an available replica", self._num_waiting
         )
+        self._sleepers = features.sleepers
         self._prefixes = _follow_prefixes(features, self.fleet, metrics)
         look_up = None if self._prefixes is None else self._prefixes.look_up
         hand_over, self._balance = None, None
@@ -97,6 +98,8 @@ class RouterService:
         running = [prober.run() for prober in probers]
         if self._balance is not None:
             running.append(self._balance.run())
+        if self._sleepers is not None:
+            running.append(self._sleepers.run(self.fleet))
         self.probing: asyncio.Future[Any] = asyncio.gather(*running)
 
     async def drain(self) -> None:

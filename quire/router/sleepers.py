@@ -1,9 +1,10 @@
 """Sleepers: replicas that share a machine's memory take turns: at most some of them are awake.
 
 A request for a replica that sleeps wakes it, after the least recently used ones without open
-requests were put to sleep to make room. Replicas sleep and wake by `POST /admin/sleep` and
-`/admin/wake`. Always holds: a replica with open requests is not put to sleep; while one is woken,
-no other is, also where the request that wakes it waits no longer.
+requests were put to sleep to make room. So are those that are too many because they started awake.
+Replicas sleep and wake by `POST /admin/sleep` and `/admin/wake`. Always holds: a replica with open
+requests is not put to sleep; while one is woken, no other is, also where the request that wakes it
+waits no longer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from quire.router.replica import ASLEEP, Replica
 from quire.router.route_file import SleepTable
 
 _CHECK_S = 0.25
+# Replicas that are awake are counted each second. One that does not sleep is asked again after so
+# long.
+_COUNT_S, _AGAIN_S = 1.0, 10.0
 
 
 class Sleepers:
@@ -28,6 +32,20 @@ class Sleepers:
         self._turn = asyncio.Lock()
         self._waking: set[asyncio.Task[None]] = set()
         self.num_woken = 0
+
+    async def run(self, fleet: Fleet) -> None:
+        """Put idle replicas to sleep while too many are awake."""
+        loop = asyncio.get_running_loop()
+        refusing, again_s = set[Replica](), loop.time() + _AGAIN_S
+        while True:
+            async with self._turn:
+                awake = _awake(fleet)
+                num_surplus = len(awake) - self._table.max_awake
+                for victim in _idle_by_use(awake, refusing)[: max(num_surplus, 0)]:
+                    await self._put_to_sleep(fleet, victim, refusing)
+            await asyncio.sleep(_COUNT_S)
+            if loop.time() >= again_s:
+                refusing, again_s = set(), loop.time() + _AGAIN_S
 
     async def wake(self, fleet: Fleet, replica: Replica, is_gone: Callable[[], bool]) -> None:
         """Wake a replica once there is room. Raises ReplicaFault, Refusal and ClientGone.
@@ -63,16 +81,11 @@ class Sleepers:
         while True:
             if is_gone():
                 raise ClientGone("the client has closed its connection")
-            awake = [
-                one
-                for one in fleet.replicas.values()
-                if one.state == "ready" and one is not replica and not one.is_fenced
-            ]
+            awake = [one for one in _awake(fleet) if one is not replica]
             if len(awake) < table.max_awake:
                 return
-            idle = [one for one in awake if not one.loads and one not in refusing]
-            if idle:
-                await self._put_to_sleep(fleet, min(idle, key=lambda one: one.used_s), refusing)
+            if idle := _idle_by_use(awake, refusing):
+                await self._put_to_sleep(fleet, idle[0], refusing)
                 continue
             if len(refusing) == len(awake):
                 raise Refusal(
@@ -127,3 +140,13 @@ class Sleepers:
                     exchange.close()
         except TimeoutError:
             raise ReplicaFault("it does not answer in time", is_suspect=False) from None
+
+
+def _awake(fleet: Fleet) -> list[Replica]:
+    return [one for one in fleet.replicas.values() if one.state == "ready" and not one.is_fenced]
+
+
+def _idle_by_use(awake: list[Replica], refusing: set[Replica]) -> list[Replica]:
+    """Return those without open requests; of several that were never used, the last named first."""
+    idle = [one for one in reversed(awake) if not one.loads and one not in refusing]
+    return sorted(idle, key=lambda one: one.used_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ import yaml
 from quire.cli import route, serve
 from quire.deploy.ray_serve.app_args import read_args
 from quire.engine.model_card import EngineState
+from quire.router.route_file import parse_route_file
 from tests.data import outside
 from tests.repository.kubernetes_schemas import problems_of
 from tests.repository.promql import check
@@ -175,7 +177,7 @@ def test_pods_run_without_rights_and_drain_in_time() -> None:
     for pod in pods():
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["automountServiceAccountToken"] is False
+        assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
         volumes = {volume["name"] for volume in spec["volumes"]}
         for container in (*spec.get("initContainers", ()), *spec["containers"]):
             security = container["securityContext"]
@@ -188,7 +190,7 @@ def test_pods_run_without_rights_and_drain_in_time() -> None:
             assert "memory" in container["resources"]["limits"]
         [container] = spec["containers"]
         waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        env = {entry["name"]: entry.get("value") for entry in container.get("env", ())}
         flags = dict(word.split("=", 1) for word in container["args"] if word.startswith("--"))
         grace_s = int(env.get("QUIRE_GRACE_SECONDS") or flags["--grace-seconds"])
         # Some seconds for the last events (SUPERVISOR: 10) beyond the grace time.
@@ -235,6 +237,40 @@ def test_names_and_selectors_fit_together() -> None:
     for one in (*of_kind("HorizontalPodAutoscaler"), *of_kind("ScaledObject")):
         target = one["spec"]["scaleTargetRef"]
         assert target["name"] in {dep["metadata"]["name"] for dep in of_kind("Deployment")}
+
+
+def test_a_router_may_read_what_it_asks_for_and_follows_a_service_that_there_is() -> None:
+    check_router(resources())
+
+
+def check_router(objects: Sequence[dict[str, Any]]) -> None:
+    """Check that a router's account, rights, settings and Service fit together."""
+
+    def of_kind(kind: str) -> list[dict[str, Any]]:
+        return [one for one in objects if one["kind"] == kind]
+
+    [account], [role], [binding] = (
+        of_kind(kind) for kind in ("ServiceAccount", "Role", "RoleBinding")
+    )
+    assert role["rules"] == [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"]}
+        | {"verbs": ["list", "watch"]}
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    [subject] = binding["subjects"]
+    assert subject == {"kind": "ServiceAccount", "name": account["metadata"]["name"]}
+    pods = [one["spec"]["template"]["spec"] for one in of_kind("Deployment")]
+    [pod] = [pod for pod in pods if "serviceAccountName" in pod]
+    assert pod["serviceAccountName"] == account["metadata"]["name"]
+    [settings] = of_kind("ConfigMap")
+    volumes = [volume.get("configMap", {}).get("name") for volume in pod["volumes"]]
+    assert settings["metadata"]["name"] in volumes
+    [[name, text]] = settings["data"].items()
+    assert f"--config=/etc/quire/{name}" in pod["containers"][0]["args"]
+    table = parse_route_file(text).kubernetes
+    assert table is not None
+    [service] = [one for one in of_kind("Service") if one["metadata"]["name"] == table.service]
+    assert table.port in [port["name"] for port in service["spec"]["ports"]]
 
 
 def test_scaling_reads_exported_metrics() -> None:
@@ -324,11 +360,12 @@ def check_objects(objects: list[dict[str, Any]]) -> None:
             validate.validate(one, validate.latest_version(), strict=True)
 
 
-_ALL = {"inferencePool": {"enabled": True}, "fleet": {"enabled": True}, "ray": {"enabled": True}}
+_ALL = {name: {"enabled": True} for name in ("inferencePool", "router", "fleet", "ray")}
+_OF_ROUTER = {"ServiceAccount", "Role", "RoleBinding", "ConfigMap"}
 _CHART_CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({}, set()),
     ({"autoscaling": {"kind": "hpa"}}, {"HorizontalPodAutoscaler"}),
-    ({"autoscaling": {"kind": "keda"}, **_ALL}, {"ScaledObject", *_DEFINITIONS}),
+    ({"autoscaling": {"kind": "keda"}, **_ALL}, {"ScaledObject", *_DEFINITIONS, *_OF_ROUTER}),
 ]
 
 
@@ -339,7 +376,8 @@ def test_the_rendered_chart_is_strictly_valid(sets: dict[str, Any], kinds: set[s
     always = {"Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget"}
     assert found == always | kinds
     check_objects(objects)
-    [server] = [one for one in objects if one["kind"] == "Deployment"]
+    deployments = {one["metadata"]["name"]: one for one in objects if one["kind"] == "Deployment"}
+    server = deployments["llm"]
     assert ("replicas" in server["spec"]) == ("autoscaling" not in sets)  # else the scaler has it
 
 
@@ -369,6 +407,16 @@ def test_rendered_names_and_selectors_fit_together() -> None:
     text = json.dumps(objects)
     assert "llm" not in text
     assert text.count('"secretKeyRef": {"name": "chat-keys"') == 2  # server and fleet
+
+
+def test_the_rendered_router_follows_the_rendered_service() -> None:
+    settings = 'policy = "session-affinity"\n[hedging]\n'
+    router = {"enabled": True, "replicas": 2, "settings": settings}
+    objects = rendered({"name": "chat", "router": router})
+    check_router(objects)
+    [text] = [one["data"]["route.toml"] for one in objects if one["kind"] == "ConfigMap"]
+    assert parse_route_file(text).policy == "session-affinity"
+    assert parse_route_file(text).hedging is not None
 
 
 def test_the_rendered_ray_application_is_accepted() -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -323,6 +324,38 @@ def test_routers_that_share_a_port_answer_for_each_other(servers: list[RunningSe
         for _ in range(20):
             assert second.request("POST", path, body)[0] == 200
         assert second.metric("quire_router_requests_total") > 20
+
+
+def test_models_take_turns_in_memory(tmp_path: Path) -> None:
+    """With room for one engine the others sleep, and a request starts its model's."""
+    settings = tmp_path / "route.toml"
+    settings.write_text("[sleep]\nmax-awake = 1\n")
+    names = ("one", "two", "three")
+    with ExitStack() as stack:
+        servers = []
+        for name in names:
+            flags = ("--threads", "1", "--restart-engine", "--served-model-name", name)
+            servers.append(stack.enter_context(RunningServer(MODEL, *flags)))
+        body = {"prompt": "Once upon a time", "seed": 1, "max_tokens": 16}
+        text = servers[0].post("/v1/completions", body)[1]["choices"][0]["text"]
+        urls = [server.url for server in servers]
+        router = stack.enter_context(RunningRouter(*urls, "--config", str(settings)))
+        give_up_s = time.monotonic() + GIVE_UP_S
+        while _states(servers) != ["ready", "asleep", "asleep"]:
+            assert time.monotonic() < give_up_s, _states(servers)
+            time.sleep(0.05)
+        for name in (*names, "one", "three"):
+            status, raw = router.request("POST", "/v1/completions", {**body, "model": name})
+            assert status == 200, raw
+            assert json.loads(raw)["choices"][0]["text"] == text
+            awake = [
+                one for one, state in zip(names, _states(servers), strict=True) if state == "ready"
+            ]
+            assert awake == [name]
+
+
+def _states(servers: list[RunningServer]) -> list[str]:
+    return [server.get("/health")[1]["state"] for server in servers]
 
 
 def test_other_dialects_are_answered_as_by_the_replica(servers: list[RunningServer]) -> None:

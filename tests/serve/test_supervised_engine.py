@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,33 @@ def test_an_engine_sleeps_until_a_request_or_an_admin_wakes_it() -> None:
             assert status == 503
             assert "requests are open" in refused["error"]["message"]
         assert server.metric("quire_engine_restarts_total") == 0, "sleep is no failure"
+
+
+def test_a_process_that_waits_for_the_wake_may_die_first() -> None:
+    with RunningServer(MODEL, *FLAGS) as server:
+        body = {**PLAIN, "seed": 21, "max_tokens": 40}
+        alone = server.post("/v1/completions", body)[1]["choices"]
+        server.post("/admin/sleep", None)
+        spare = _only_child(server)
+        assert server.get("/health")[1]["state"] == "asleep"
+        assert server.post("/v1/completions", body)[1]["choices"] == alone
+        assert server.engine_pid == spare, "it became the engine"
+        server.post("/admin/sleep", None)
+        os.kill(_only_child(server), signal.SIGKILL)
+        assert server.post("/v1/completions", body)[1]["choices"] == alone
+        server.post("/admin/sleep", None)
+        spare = _only_child(server)
+    assert not Path(f"/proc/{spare}").exists(), "it ends with its server"
+
+
+def _only_child(server: RunningServer) -> int:
+    """Wait for the one child of a server that sleeps, which starts some seconds later."""
+    give_up_s = time.monotonic() + GIVE_UP_S
+    while not (found := children_of(server.process.pid)):
+        assert time.monotonic() < give_up_s, "no process waits for the wake"
+        time.sleep(0.05)
+    (pid,) = found
+    return pid
 
 
 def test_servers_that_cannot_sleep_say_so() -> None:

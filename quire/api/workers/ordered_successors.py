@@ -16,6 +16,7 @@ from quire.base.errors import QuireError, WorkerError
 from quire.config.groups import EngineConfig
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import SharedEngine
+from quire.engine.client.tokenizer_side import TokenizerSide
 
 
 class OrderedSuccessors:
@@ -65,7 +66,7 @@ class OrderedSuccessors:
         if self.engine is not None:
             self._report(STALLED, [str(self.engine.folder), reason])
 
-    async def next(self, reason: str) -> EngineClient:
+    async def next(self, reason: str, text_side: TokenizerSide | None = None) -> EngineClient:
         """Wait for the next engine. Raises WorkerError if there will be none."""
         while True:
             engine = await self._next.get()
@@ -73,7 +74,7 @@ class OrderedSuccessors:
                 raise WorkerError(engine)
             client = EngineClient.attach(engine, self._config, watchdog_s=self._watchdog_s)
             try:
-                await client.ready()  # it is closed where this raises QuireError
+                await client.ready(text_side)  # it is closed where this raises QuireError
             except QuireError:
                 continue  # it has died as well, and the supervisor starts another
             except BaseException:

@@ -6,7 +6,9 @@ model. Always holds: one executor is imported, since each takes a noticeable par
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from quire.base.log import Log
@@ -19,6 +21,13 @@ from quire.weights.pack_cache import PackCache
 if TYPE_CHECKING:
     from quire.execute.gpu.executor_class import TorchExecutorClass
     from quire.ranks.executor_class import RankedExecutorClass
+
+
+def import_executor(settings: ExecutorConfig) -> None:
+    """Import the modules of the executor, before there is a model; what fails is reported later."""
+    modules = {"native": "native", "torch": "gpu.executor_class", "reference": "reference"}
+    with suppress(ImportError, OSError):
+        import_module(f"quire.execute.{modules[settings.executor]}")
 
 
 def choose_executor_class(config: EngineConfig) -> ExecutorClass:

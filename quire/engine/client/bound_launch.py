@@ -15,10 +15,17 @@ from quire.ranks.placement import running_on
 
 
 def launch_bound(
-    config: EngineConfig, logging: LogSettings | None, cpus: Sequence[int]
+    config: EngineConfig,
+    logging: LogSettings | None,
+    cpus: Sequence[int],
+    *,
+    is_spare: bool = False,
 ) -> EngineProcess:
-    """Start an engine that runs on these processors; on all for none. Raises SettingError."""
+    """Start an engine that runs on these processors; on all for none. Raises SettingError.
+
+    is_spare: see EngineProcess.launch.
+    """
     with running_on(cpus):
-        process = EngineProcess.launch(config, logging)
+        process = EngineProcess.launch(config, logging, is_spare=is_spare)
     process.cpus = tuple(cpus)
     return process

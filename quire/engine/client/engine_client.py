@@ -30,7 +30,7 @@ from quire.engine.client.launch import EngineProcess, SharedEngine
 from quire.engine.client.open_streams import OpenStreams, UnreadQueue
 from quire.engine.client.pending_queries import PendingQueries
 from quire.engine.client.request_builder import default_sampling, make_requests
-from quire.engine.client.tokenizer_side import load_tokenizer_side
+from quire.engine.client.tokenizer_side import TokenizerSide, load_tokenizer_side
 from quire.engine.model_card import EngineState, Health, ModelCard
 from quire.engine.output.best_of import Ranking
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta, TextRules
@@ -160,32 +160,38 @@ class EngineClient:
 
         return cls(ThreadLink(config), config, watchdog_s=watchdog_s)
 
-    async def ready(self) -> None:
+    async def ready(self, text_side: TokenizerSide | None = None) -> None:
         """Wait until the engine can answer. Raises what kept it from starting; it is closed then.
 
+        text_side: of the model, if it is loaded already.
         ConfigError, WeightsError, TokenizerError, CapacityError, SettingError, WorkerError.
         """
         if self._started is None:
             loop = asyncio.get_running_loop()
             self._started = loop.create_future()
             self._link.open(loop, self._on_message, self._on_end)
-        text_side = asyncio.create_task(asyncio.to_thread(load_tokenizer_side, self.config.model))
+        reading = asyncio.create_task(self._text_side(text_side))
         try:
             # Report a wrong template at once: loading weights may take minutes.
-            both: set[asyncio.Future[Any]] = {self._started, text_side}
+            both: set[asyncio.Future[Any]] = {self._started, reading}
             await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            if text_side.done():
-                text_side.result()
+            if reading.done():
+                reading.result()
             self.card = await asyncio.shield(self._started)
-            text = await text_side
+            text = await reading
         except QuireError:
-            text_side.cancel()
-            await asyncio.gather(text_side, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
             await self.close()
             raise
         self.tokenizer, self.template = text.tokenizer, text.template
         if self._state == "starting":
             self._state = "ready"
+
+    async def _text_side(self, known: TokenizerSide | None) -> TokenizerSide:
+        if known is not None:
+            return known
+        return await asyncio.to_thread(load_tokenizer_side, self.config.model)
 
     def default_sampling(self) -> SamplingParams:
         """Return sampling parameters with the model's generation defaults."""

@@ -5,8 +5,9 @@
 
 Imports the standard library and the config records only. The engine gets its config as one line
 of JSON on its standard input, which then stays open: its end signals that the client is gone.
-A fresh interpreter, never a fork, that imports nothing from the current folder. The sockets lie
-in a folder that only this user can enter. Why the engine failed comes back through a pipe as well:
+A fresh interpreter, never a fork, that imports nothing from the current folder. A second line lets
+it load the model; a spare process waits for that with its modules imported. The sockets lie in a
+folder that only this user can enter. Why the engine failed comes back through a pipe as well:
 unlike a message on a socket it can be read once the process has ended, however late that is.
 """
 
@@ -56,8 +57,13 @@ class EngineProcess:
         return self._sockets.path
 
     @classmethod
-    def launch(cls, config: EngineConfig, logging: LogSettings | None = None) -> EngineProcess:
-        """Start the process; does not wait for it. Raises SettingError where it cannot start."""
+    def launch(
+        cls, config: EngineConfig, logging: LogSettings | None = None, *, is_spare: bool = False
+    ) -> EngineProcess:
+        """Start the process; does not wait for it. Raises SettingError where it cannot start.
+
+        is_spare: it imports its modules and loads no model before `begin`.
+        """
         check_open_files()
         logging = logging or LogSettings()
         sockets = SocketDirectory()
@@ -87,7 +93,15 @@ class EngineProcess:
         assert popen.stdin is not None, "Popen was asked for a pipe"
         with contextlib.suppress(OSError):  # it has already exited; `wait` reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
+        if not is_spare:
+            process.begin()
         return process
+
+    def begin(self) -> None:
+        """Let the process load its model."""
+        assert self._popen.stdin is not None, "Popen was asked for a pipe"
+        with contextlib.suppress(OSError):  # as above
+            self._popen.stdin.write(b"\n")
 
     @property
     def process_id(self) -> int:

@@ -1,6 +1,7 @@
 """The engine process: `main` with `--endpoint FOLDER`.
 
-Started by launch.py with the config as the first line of standard input. Ends on Stop, on a
+Started by launch.py with the config as the first line of standard input; loads the model once there
+is a second line, which a spare process waits for. Ends on Stop, on a
 failure (exit code 1, after sending the reason and writing it to `--failure-fd`), and at once when
 its parent is gone: standard input ends with the parent, whatever ended it. Signals for a clean end
 go to the parent, which drains; this process ignores them.
@@ -20,12 +21,13 @@ from pathlib import Path
 
 from quire.base.log import USUAL_LEVEL, Log
 from quire.base.log_process import LogSettings, start_logging
+from quire.engine.assembly.executor_choice import import_executor
 from quire.engine.client.launch import MAX_FAILURE_BYTES, config_from_json
 from quire.engine.process.channel import EngineSide, from_engine_wire
 from quire.engine.process.engine_host import run_engine
 from quire.engine.process.messages import Failed, FromEngine, Ready
 
-_PARENT_GONE = 3
+PARENT_GONE = 3
 
 
 def main() -> int:
@@ -43,8 +45,13 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
-    if not line:
-        return _PARENT_GONE
+    config = config_from_json(line.decode()) if line else None
+    if config is not None:
+        import_executor(config.executor)
+        line = sys.stdin.buffer.readline()
+    if config is None or not line:
+        shutil.rmtree(arguments.endpoint, ignore_errors=True)
+        return PARENT_GONE
     threading.Thread(
         target=_leave_with_parent,
         args=(arguments.endpoint,),
@@ -61,7 +68,7 @@ def main() -> int:
         channel.emit(message)
 
     try:
-        done = run_engine(config_from_json(line.decode()), channel, emit, report=log.error)
+        done = run_engine(config, channel, emit, report=log.error)
     finally:
         channel.close()
     return 0 if done else 1
@@ -83,4 +90,4 @@ def _leave_with_parent(folder: Path) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # its owner can no longer do it
-    os._exit(_PARENT_GONE)
+    os._exit(PARENT_GONE)

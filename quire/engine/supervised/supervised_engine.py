@@ -23,6 +23,7 @@ from quire.base.errors import InvalidParameter, OverloadedError, QuireError, Wor
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.engine.client.engine_client import EngineClient
+from quire.engine.client.tokenizer_side import TokenizerSide
 from quire.engine.model_card import EngineState, Health, ModelCard
 from quire.engine.output.text_delta import TextDelta
 from quire.engine.process.messages import TimelinesReported
@@ -34,6 +35,9 @@ from quire.text.tokenizer import Tokenizer
 # How often progress is checked, at most.
 _LOOK_S = 0.25
 _MAX_STALLED = 3
+# After so long in sleep a process waits for the wake. It takes a core for a part of a second, which
+# another engine may need that wakes in this one's place.
+_SPARE_AFTER_S = 3.0
 # `retry-after` before the duration of a start is known.
 _USUAL_START_S = 5.0
 
@@ -48,16 +52,22 @@ class Successors(Protocol):
     def kill(self, reason: str) -> None:
         """End the engine that runs, which makes no progress."""
 
-    async def next(self, reason: str) -> EngineClient:
+    async def next(self, reason: str, text_side: TokenizerSide | None = None) -> EngineClient:
         """Return a client of the next engine once it is ready. Raises QuireError if there will be
-        none. reason: of the death of the one before."""
+        none. reason: of the death of the one before. text_side: of the model."""
 
 
 class Wakers(Protocol):
     """Starts the engine again that was put to sleep."""
 
-    async def wake(self) -> EngineClient:
+    def prepare(self) -> None:
+        """Start a process that waits for `wake`, which then takes less time."""
+
+    async def wake(self, text_side: TokenizerSide | None = None) -> EngineClient:
         """Return a client of the next engine once it is ready. Raises QuireError."""
+
+    def end_spare(self) -> None:
+        """End the process that waits, if there is one."""
 
 
 class SupervisedEngine(CallEngine):
@@ -230,6 +240,8 @@ class SupervisedEngine(CallEngine):
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
+        if self._wakers is not None:
+            self._wakers.end_spare()
         self._fault = self._fault or WorkerError("the engine was closed")
         self._changed.set()
         if self._ending is not None:
@@ -284,11 +296,15 @@ class SupervisedEngine(CallEngine):
             raise
 
     async def _sleep_until_woken(self, wakers: Wakers) -> None:
-        await self._to_wake.wait()
         await self._has_ended.wait()
+        try:
+            await asyncio.wait_for(self._to_wake.wait(), _SPARE_AFTER_S)
+        except TimeoutError:
+            wakers.prepare()
+            await self._to_wake.wait()
         began_ms = self._clock.now_ms()
         try:
-            client = await self._checked(await wakers.wake())
+            client = await self._checked(await wakers.wake(self._text_side()))
         except QuireError as error:
             self._reason = str(error)
             self._log.error("the engine does not wake and is restarted", reason=self._reason)
@@ -323,7 +339,11 @@ class SupervisedEngine(CallEngine):
                     self._successors.kill(health.reason)
 
     async def _next(self) -> EngineClient:
-        return await self._checked(await self._successors.next(self._reason))
+        return await self._checked(await self._successors.next(self._reason, self._text_side()))
+
+    def _text_side(self) -> TokenizerSide:
+        """Return what open requests and templates were read with, which need not be read again."""
+        return TokenizerSide(tokenizer=self.tokenizer, template=self.template)
 
     async def _checked(self, client: EngineClient) -> EngineClient:
         """Return the client of an engine that gives the same answers. Raises WorkerError."""
@@ -334,8 +354,6 @@ class SupervisedEngine(CallEngine):
                 f"have {self.card.fingerprint}: the model's files have changed; start the server "
                 "again"
             )
-        # Those that open requests and templates were read with.
-        client.tokenizer, client.template = self.tokenizer, self.template
         return client
 
     def _follow(self, client: EngineClient) -> None:

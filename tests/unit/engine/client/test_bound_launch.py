@@ -20,7 +20,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """Return the processors that each engine would have inherited."""
     seen: list[set[int]] = []
 
-    def launch(config: object, logging: object) -> Any:
+    def launch(config: object, logging: object, *, is_spare: bool) -> Any:
         seen.append(os.sched_getaffinity(0))
         return SimpleNamespace(cpus=())
 

@@ -28,6 +28,7 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.config.kv_events import read_kv_events
+from quire.engine.client.tokenizer_side import TokenizerSide
 from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.data_parallel.past_totals import PastTotals
@@ -44,7 +45,12 @@ from quire.routing.prefix_history import PrefixHistory
 from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS
 from tests.cases import each_case
 from tests.unit.api.fake_engine import SNAPSHOT
-from tests.unit.engine.supervised.test_supervised_engine import FakeClient, FakeSuccessors, run
+from tests.unit.engine.supervised.test_supervised_engine import (
+    FakeClient,
+    FakeSuccessors,
+    FakeWakers,
+    run,
+)
 
 PARAMS = SamplingParams(seed=1, max_tokens=8)
 
@@ -397,7 +403,7 @@ def test_engines_sleep_together_or_not_at_all() -> None:
         successors = FakeSuccessors(lives[2])
         successors.gate.clear()
         others: Any = [FakeSuccessors(), successors]
-        wakers: Any = object()
+        wakers: Any = FakeWakers(FakeClient())
         members = [
             SupervisedEngine(life, other, Log("test"), wakers=wakers)
             for life, other in zip(lives, others, strict=False)
@@ -427,8 +433,8 @@ def test_engines_sleep_together_or_not_at_all() -> None:
 
 
 def test_counters_go_on_over_several_sleeps() -> None:
-    class Wakers:
-        async def wake(self) -> Any:
+    class Wakers(FakeWakers):
+        async def wake(self, text_side: TokenizerSide | None = None) -> Any:
             return counted()
 
     class Closing(Fake):
@@ -442,7 +448,7 @@ def test_counters_go_on_over_several_sleeps() -> None:
         return life
 
     async def check() -> None:
-        wakers: Any = Wakers()
+        wakers: Any = Wakers(FakeClient())
         others: Any = FakeSuccessors()
         engine = engine_of(
             *(SupervisedEngine(counted(), others, Log("test"), wakers=wakers) for _ in range(2))

@@ -22,6 +22,8 @@ from quire.base.records import FinishReason
 from quire.config.flags import engine_config
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import EngineProcess
+from quire.engine.client.tokenizer_side import load_tokenizer_side
+from quire.engine.process.main import PARENT_GONE
 from tests.serve.preloaded import forked_children
 
 PATIENCE_S = 60.0
@@ -201,6 +203,31 @@ def test_closing_during_startup_leaves_nothing_behind(model: Path) -> None:
         assert not process.folder.exists()
 
     asyncio.run(play())
+
+
+def test_a_spare_process_loads_no_model_before_it_begins(model: Path) -> None:
+    async def play() -> None:
+        config = engine_config({"model": str(model), "threads": 1})
+        process = EngineProcess.launch(config, is_spare=True)
+        client = EngineClient.attach(process, config)
+        ready = asyncio.ensure_future(client.ready(load_tokenizer_side(config.model)))
+        await asyncio.wait([ready], timeout=1.0)
+        assert not ready.done()
+        process.begin()
+        await asyncio.wait_for(ready, PATIENCE_S)
+        ids, _ = await _answer(client, "r", max_tokens=3, ignore_eos=True)
+        assert len(ids) == 3
+        await client.close()
+        assert not process.folder.exists()
+
+    asyncio.run(play())
+
+
+def test_a_spare_process_ends_with_its_input(model: Path) -> None:
+    process = EngineProcess.launch(engine_config({"model": str(model)}), is_spare=True)
+    process.end(PATIENCE_S)
+    assert process.wait(0) == PARENT_GONE
+    assert not process.folder.exists()
 
 
 def test_the_sockets_are_accessible_to_their_owner_only(model: Path) -> None:

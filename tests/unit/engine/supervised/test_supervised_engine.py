@@ -14,8 +14,10 @@ from quire.base.errors import InvalidParameter, OverloadedError, PoisonRequest, 
 from quire.base.log import Log
 from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
+from quire.engine.client.tokenizer_side import TokenizerSide
 from quire.engine.model_card import Health
 from quire.engine.output.text_delta import PromptProgress, TextDelta
+from quire.engine.supervised import supervised_engine
 from quire.engine.supervised.restarts import SETTLED_S, Restarts
 from quire.engine.supervised.supervised_engine import SupervisedEngine
 from tests.unit.api.fake_engine import CARD
@@ -133,7 +135,7 @@ class FakeSuccessors:
         assert self.current is not None
         self.current.die()
 
-    async def next(self, reason: str) -> Any:
+    async def next(self, reason: str, text_side: TokenizerSide | None = None) -> Any:
         await self.gate.wait()
         if not self.clients:
             raise WorkerError(f"no restart is left after {reason}")
@@ -345,6 +347,66 @@ def test_a_full_engine_is_tried_again_by_what_has_begun_only() -> None:
             await text_of(engine, 1)
         with pytest.raises(InvalidParameter):
             await text_of(engine, -1)
+        await engine.close()
+
+    run(test)
+
+
+class FakeWakers:
+    def __init__(self, client: FakeClient) -> None:
+        self.client = client
+        self.num_spares = 0
+        self.text_side: TokenizerSide | None = None
+
+    def prepare(self) -> None:
+        self.num_spares += 1
+
+    async def wake(self, text_side: TokenizerSide | None = None) -> Any:
+        self.text_side = text_side
+        return self.client
+
+    def end_spare(self) -> None:
+        self.num_spares = 0
+
+
+async def asleep(wakers: FakeWakers) -> SupervisedEngine:
+    first: Any = FakeClient()
+    engine = SupervisedEngine(first, FakeSuccessors(), Log("test"), wakers=wakers)
+    await engine.ready()
+    await engine.sleep()
+    return engine
+
+
+def test_a_process_waits_for_the_wake_once_the_sleep_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervised_engine, "_SPARE_AFTER_S", 0.01)
+
+    async def test() -> None:
+        wakers = FakeWakers(FakeClient())
+        engine = await asleep(wakers)
+        while not wakers.num_spares:
+            await asyncio.sleep(0)
+        assert await text_of(engine, 1) == WHOLE
+        assert wakers.text_side is not None, "the tokenizer is not read again"
+        assert wakers.text_side.tokenizer is engine.tokenizer
+        await engine.close()
+        wakers = FakeWakers(FakeClient())
+        engine = await asleep(wakers)
+        while not wakers.num_spares:
+            await asyncio.sleep(0)
+        await engine.close()
+        assert not wakers.num_spares
+
+    run(test)
+
+
+def test_a_short_sleep_starts_no_further_process() -> None:
+    async def test() -> None:
+        wakers = FakeWakers(FakeClient())
+        engine = await asleep(wakers)
+        assert await text_of(engine, 1) == WHOLE
+        assert wakers.num_spares == 0
         await engine.close()
 
     run(test)
