@@ -290,7 +290,7 @@ def test_replacements_of_subcommands_exist() -> None:
             ["serve", "--ctx-size=3"],
             "; the maximum length of prompt and output together is --max-model-len",
         ),
-        (["chat", "--max-num-seqs", "3"], "--max-num-seqs is a flag of quire serve"),
+        (["chat", "--max-queued-tokens", "3"], "--max-queued-tokens is a flag of quire serve"),
     ],
 )
 def test_the_nearest_subcommand_or_flag_is_named(
@@ -330,7 +330,7 @@ def test_no_parser_takes_abbreviated_flags() -> None:
 def test_the_help_of_chat_lists_no_flag_of_the_server() -> None:
     flags = set(_flags_of("chat"))
     assert {"--system", "--url", "--seed", "--threads", "--kv-cache-memory"} <= flags
-    assert not flags & {"--max-num-seqs", "--scheduling-policy", "--port", "--tenants"}
+    assert not flags & {"--max-queued-requests", "--scheduling-policy", "--port", "--tenants"}
 
 
 def test_remote_code_is_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
