@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         _print_error("quire", str(error))
         return REFUSED
+    except KeyboardInterrupt:  # also while a subcommand is imported
+        return INTERRUPTED
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -113,8 +115,6 @@ def _run(argv: Sequence[str] | None) -> int:
         message = _in_flags(str(error), arguments) if is_setting else str(error)
         _print_error(f"quire {arguments.subcommand}", message)
         return FAILED if isinstance(error, WorkerError) else REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except MemoryError:
         from quire.config.process_limits import out_of_memory  # slow import
 

@@ -132,6 +132,17 @@ def test_errors_become_messages_and_exit_codes(
         assert shown == ""
 
 
+def test_ctrl_c_while_a_subcommand_is_imported_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "subcommand", interrupted)
+    assert main(["chat"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(ZeroDivisionError("bug")))
     with pytest.raises(ZeroDivisionError):
