@@ -112,7 +112,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return code
     except QuireError as error:
         is_setting = isinstance(error, SettingError)
-        message = _in_flags(str(error), arguments) if is_setting else str(error)
+        text = error.text_in_flags or str(error)
+        message = _in_flags(text, arguments) if is_setting else text
         _print_error(f"quire {arguments.subcommand}", message)
         return FAILED if isinstance(error, WorkerError) else REFUSED
     except MemoryError:

@@ -55,6 +55,8 @@ from tests.unit.cli.command import quire_main
         ("complete hf.co/a/b:Q4_0 -p x", "`quire pull a/b:Q4_0`, then `quire serve a/b:Q4_0`"),
         ("complete https://huggingface.co/a/b -p x", "`quire pull a/b`, then `quire serve a/b`"),
         ("pull hf.co/a/b:Q4_K_M", "did you mean a/b:Q4_K_M?\n"),
+        ("complete --kv-cache-memory 1KiB -p x", "40960; raise it or lower --block-size\n"),
+        ("complete --cpu-offload-gb 1 -p x", "saved; take --executor torch, or --disk-offload-gb"),
         ("complete -p a\udcff", "--prompt is not UTF-8: its byte 1 is 0xff; convert it"),
     ],
 )
