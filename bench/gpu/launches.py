@@ -88,11 +88,11 @@ def _key(argument: Any) -> Any:
 
 
 @contextmanager
-def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]:
+def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[set[str]]:
     """Compile launches of this share on first use while open, and report (section, kernel,
-    compiled).
+    compiled). Yields the set of the names of all launched kernels, filled as they are launched.
     """
-    launch, known = JITFunction.run, set()
+    launch, known, names = JITFunction.run, set[Any](), set[str]()
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
         placed = [Placed(one) if isinstance(one, torch.Tensor) else one for one in arguments]
@@ -104,21 +104,22 @@ def seen(made: Made, share: tuple[int, int], where: list[str]) -> Iterator[None]
         if key in known:
             return
         known.add(key)
+        names.add(self.fn.__name__)
         if len(known) % share[1] == share[0]:
             compiled = launch(self, *placed, grid=grid, warmup=True, **named)
             made(where[0], self.fn.__name__, compiled)
 
     JITFunction.run = run
     try:
-        yield
+        yield names
     finally:
         JITFunction.run = launch
 
 
 def rehearse(
     capability: int, share: tuple[int, int], made: Made, *, with_service: bool = False
-) -> None:
-    """Run all sections that launch our kernels."""
+) -> set[str]:
+    """Run all sections that launch our kernels; return the names of the kernels."""
     driver.set_active(AbsentDriver(capability))
     where = [""]
     stage = Stage(
@@ -130,23 +131,12 @@ def rehearse(
     functions = {name: section.function for name, section in SECTIONS.items() if name not in OTHERS}
     if with_service:
         functions["service"] = SERVICE
-    with seen(made, share, where):
+    with seen(made, share, where) as names:
         for name, place in functions.items():
             where[0] = name
             module, _, function = place.partition(":")
             getattr(importlib.import_module(module), function)(stage)
-
-
-def seen_kernels(*, with_service: bool = False) -> set[str]:
-    """Return names of all launched kernels; nothing is compiled."""
-    found: set[str] = set()
-    compiles = JITFunction.run
-    JITFunction.run = lambda self, *arguments, **named: found.add(self.fn.__name__)
-    try:
-        rehearse(90, (0, 1), lambda *made: None, with_service=with_service)
-    finally:
-        JITFunction.run = compiles
-    return found
+    return names
 
 
 def usage(compiled: Any) -> dict[str, Any]:
@@ -200,8 +190,9 @@ def main() -> None:
             print(json.dumps(said), flush=True)
 
     share = int(number), int(of)
-    rehearse(arguments.capability, share, made, with_service=arguments.service)
-    print(json.dumps({"compiled": count, "seconds": time.monotonic() - began}), flush=True)
+    names = rehearse(arguments.capability, share, made, with_service=arguments.service)
+    last = {"compiled": count, "seconds": time.monotonic() - began, "launched": sorted(names)}
+    print(json.dumps(last), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,12 @@ from __future__ import annotations
 
 
 class QuireError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose.
+
+    text_in_flags: where the text names keyword arguments, the one that names flags; else empty.
+    """
+
+    text_in_flags = ""
 
 
 class RequestError(QuireError):

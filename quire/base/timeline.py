@@ -28,7 +28,7 @@ MAX_REPORTED_STEPS = 4096
 class WaitReason(StrEnum):
     """Why a request waited."""
 
-    STEP = "step_in_progress"  # it arrived during a step; the next one admitted it
+    STEP = "step_in_progress"  # the next step to begin admitted it
     SLOT = "no_slot"  # as many requests as may run did
     BLOCKS = "no_blocks"  # too few KV blocks were free for its tokens
     BUDGET = "step_budget"  # the tokens of the step were given to others

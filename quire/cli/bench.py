@@ -74,7 +74,13 @@ def _latency(arguments: argparse.Namespace) -> int:
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_count(parser, "--requests", 32, "number of requests, submitted together")
     _add_ranges(parser, "prompt length in tokens", "output length in tokens")
-    _add_count(parser, "--max-running", 16, "maximum number of requests in a step")
+    parser.add_argument(
+        *("--max-running", "--max-num-seqs"),
+        type=positive_int,
+        default=16,
+        metavar="NUM",
+        help="maximum number of requests in a step (default 16)",
+    )
     parser.add_argument(
         "--batching",
         choices=("continuous", "static", "both"),

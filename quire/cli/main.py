@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         _print_error("quire", str(error))
         return REFUSED
+    except KeyboardInterrupt:  # also while a subcommand is imported
+        return INTERRUPTED
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -110,11 +112,10 @@ def _run(argv: Sequence[str] | None) -> int:
         return code
     except QuireError as error:
         is_setting = isinstance(error, SettingError)
-        message = _in_flags(str(error), arguments) if is_setting else str(error)
+        text = error.text_in_flags or str(error)
+        message = _in_flags(text, arguments) if is_setting else text
         _print_error(f"quire {arguments.subcommand}", message)
         return FAILED if isinstance(error, WorkerError) else REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except MemoryError:
         from quire.config.process_limits import out_of_memory  # slow import
 
@@ -157,6 +158,13 @@ class _Parser(argparse.ArgumentParser):
             if option_string.startswith(found[1])
         ]
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # The text of argparse's own error depends on the version of Python.
+        if action.choices is not None and value not in action.choices:
+            from quire.cli.usage_errors import wrong_choice  # slow imports
+
+            raise argparse.ArgumentError(action, wrong_choice(action, value, self.prog))
+
     def format_help(self) -> str:
         """Return the help text, with a usage line that does not list many flags twice."""
         if sum(bool(action.option_strings) for action in self._actions) > _MAX_USAGE_FLAGS:
@@ -170,12 +178,9 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        from quire.cli.usage_errors import (  # slow imports
-            with_help_of_required,
-            with_values_instead,
-        )
+        from quire.cli.usage_errors import with_help_of_required  # slow imports
 
-        message = with_values_instead(with_help_of_required(message, self), self)
+        message = with_help_of_required(message, self)
         message = _NO_VALUE.sub(r"takes no value; leave out =\1", message)
         message = _NO_NUMBER.sub(lambda found: f"{found[2]} is not {_KINDS[found[1]]}", message)
         _print_error(self.prog, f"{message}\nusage: {self.prog} --help lists its flags")

@@ -36,8 +36,8 @@ def positive_int(text: str) -> int:
     return value
 
 
-# Settings of embeddings, which no subcommand but `quire serve` makes.
-_ONLY_SERVED = frozenset({"convert", "matryoshka_dimensions"})
+# Sizes that requests may ask for, which no subcommand but `quire serve` takes.
+_ONLY_SERVED = frozenset({"matryoshka_dimensions"})
 _ENGINE_GROUPS = (ModelConfig, CacheConfig, SchedulerConfig, ExecutorConfig, SpeculationConfig)
 _SAMPLING: tuple[tuple[str, Callable[[str], Any], str], ...] = (
     ("temperature", float, "0 always takes the most likely token; higher values vary more"),

@@ -39,6 +39,7 @@ _NOT_HERE = frozenset(
         *("kv_tier_path", "kv_tier_bytes", "kv_tier_host_bytes", "kv_tier_fetch"),
         *("kv_events_config", "kv_touch_ahead_bytes"),
         "cache_pin_share",  # traces mark no prefixes
+        "convert",  # nor embeddings
     }
 )
 

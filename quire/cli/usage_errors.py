@@ -22,8 +22,6 @@ from quire.config.foreign_flags import (
 _VERSION_FLAGS = ("-v", "-V", "-version")
 _MAX_SHOWN_CHARS = 120
 _REQUIRED = re.compile(r"the following arguments are required: (.*)", re.DOTALL)
-_CHOICE = re.compile(r"argument (?P<name>\S+): invalid choice: '(?P<value>[^']*)'")
-_QUOTED = re.compile(r"'([^']*)'")
 _PIPE = "a prompt in a file is piped in: quire {name} <FILE"
 # Flags that llama.cpp and Ollama have in a terminal, with the flag here that the hint is about.
 _IN_TERMINAL: Mapping[str, tuple[str, str]] = {
@@ -104,18 +102,18 @@ def with_help_of_required(message: str, parser: argparse.ArgumentParser) -> str:
     return f"the following arguments are required: {', '.join(names)}"
 
 
-def with_values_instead(message: str, parser: argparse.ArgumentParser) -> str:
-    """Add to argparse's message about a value what to write in its place, if that is known."""
-    match = _CHOICE.search(message)
-    if match is None:
-        return message
-    name, value = match["name"], match["value"]
-    if name.startswith("-"):
-        setting = name.partition("/")[0].lstrip("-").replace("-", "_")
-        choices = _QUOTED.findall(message[match.end() :])
+def wrong_choice(action: argparse.Action, value: object, program: str) -> str:
+    """Return the error for a value that is none of an argument's choices.
+
+    program: the command that has the argument, as in "quire bench".
+    """
+    choices = list(action.choices or ())
+    if action.option_strings:
+        setting = action.option_strings[0].lstrip("-").replace("-", "_")
         hint = instead_of_value(setting, value, choices)
     else:
-        hint = ACTIONS.get(parser.prog, {}).get(value, "")
+        hint = ACTIONS.get(program, {}).get(str(value), "")
+    message = f"invalid choice: {value!r} (choose from {', '.join(map(str, choices))})"
     return f"{message}; {hint}" if hint else message
 
 

@@ -84,6 +84,7 @@ def keywords_in_errors() -> Iterator[None]:
     try:
         yield
     except (SettingError, CapacityError) as error:
+        error.text_in_flags = error.text_in_flags or str(error)
         error.args = (in_keywords(str(error)), *error.args[1:])
         raise
 

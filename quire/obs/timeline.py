@@ -43,7 +43,7 @@ CAUSE_WORDS = {
     Cause.HOST: "host time between steps",
 }
 WAIT_WORDS = {
-    "step_in_progress": "a step was under way when it arrived",
+    "step_in_progress": "waiting for the next step to begin",
     "no_slot": "all slots were taken (--max-num-seqs)",
     "no_blocks": "too few KV blocks were free (--kv-cache-memory)",
     "step_budget": "the step's tokens were given to others (--max-num-batched-tokens)",

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,27 +23,27 @@ from tests.repository.source_files import ROOT
 
 pytestmark = pytest.mark.gpu
 
-# Kernels outside these cases: two query heads per KV head in exact mode, products of one split.
-MAX_STACK = {**MAX_STACK, "attention_items": 192, "_linear": 512}
+# Kernels outside these cases: two query heads per KV head in exact mode, products of one split,
+# norms of serving engines (one word).
+MAX_STACK = {**MAX_STACK, "attention_items": 192, "_linear": 512, "_norm": 8}
 MAX_SHARED = 227 * 1024  # bytes per program, on Hopper
 SHARE = "7/40"  # selects other kernels each time a kernel is added
 # Kernels of ranks, and copies of blocks within the pool, which PyTorch makes.
 NOT_LAUNCHED = {"_merge_ranks", "_copy_runs"}
-KERNELS = """
-import json
-from bench.gpu.launches import seen_kernels
-print(json.dumps(sorted(seen_kernels(with_service=True))))
-"""
 
 
-def _run(folder: Path, *command: str) -> list[str]:
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Rehearse the check and serving engines once: a report for each compiled kernel, and a last
+    line."""
+    command = ("-m", "bench.gpu.launches", "--share", SHARE, "--look", "--service")
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         env={
             **os.environ,
             "TRITON_INTERPRET": "0",
-            "TRITON_CACHE_DIR": str(folder),
+            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         },
         capture_output=True,
@@ -52,20 +51,19 @@ def _run(folder: Path, *command: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_a_share_of_the_recorded_launches_compiles(tmp_path: Path) -> None:
-    lines = _run(tmp_path, "-m", "bench.gpu.launches", "--share", SHARE, "--look")
-    *reports, last = map(json.loads, lines)
+def test_a_share_of_the_recorded_launches_compiles(lines: list[Any]) -> None:
+    *reports, last = lines
     assert last["compiled"] == len(reports) > 3
     for report in reports:
         assert report["shared"] <= MAX_SHARED, report
         assert report["stack"] <= MAX_STACK.get(report["kernel"], 0), report
 
 
-def test_serving_engines_launch_every_kernel(tmp_path: Path) -> None:
-    seen: set[Any] = set(json.loads(_run(tmp_path, "-c", KERNELS)[-1]))
+def test_serving_engines_launch_every_kernel(lines: list[Any]) -> None:
+    seen = set(lines[-1]["launched"])
     folder = ROOT / "quire" / "execute" / "gpu" / "kernels"
     code = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
     entries = set()

@@ -175,7 +175,7 @@ def test_names_of_vllm_lead_to_what_there_is() -> None:
         ("complete -m x", "the model is given without a flag: quire complete MODEL\n"),
         ("chat --model x", "the model is given without a flag: quire chat MODEL\n"),
         ("pull -hf a/b", "by its name: quire pull ORG/NAME, or ORG/NAME:FILE.gguf\n"),
-        ("chat --parallel 4", "is --max-num-seqs (a flag of quire serve)\n"),
+        ("chat --api-server-count 4", "is --api-processes (a flag of quire serve)\n"),
         ("chat --temp 0", "did you mean --temperature?\n"),
         ("complete -n 5", "the maximum number of output tokens is --max-tokens\n"),
         ("complete --prompt-file x", "is piped in: quire complete <FILE\n"),

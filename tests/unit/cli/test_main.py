@@ -132,6 +132,17 @@ def test_errors_become_messages_and_exit_codes(
         assert shown == ""
 
 
+def test_ctrl_c_while_a_subcommand_is_imported_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_module, "subcommand", interrupted)
+    assert main(["chat"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "subcommand", lambda name: _Failing(ZeroDivisionError("bug")))
     with pytest.raises(ZeroDivisionError):
@@ -290,7 +301,7 @@ def test_replacements_of_subcommands_exist() -> None:
             ["serve", "--ctx-size=3"],
             "; the maximum length of prompt and output together is --max-model-len",
         ),
-        (["chat", "--max-num-seqs", "3"], "--max-num-seqs is a flag of quire serve"),
+        (["chat", "--max-queued-tokens", "3"], "--max-queued-tokens is a flag of quire serve"),
     ],
 )
 def test_the_nearest_subcommand_or_flag_is_named(
@@ -330,7 +341,7 @@ def test_no_parser_takes_abbreviated_flags() -> None:
 def test_the_help_of_chat_lists_no_flag_of_the_server() -> None:
     flags = set(_flags_of("chat"))
     assert {"--system", "--url", "--seed", "--threads", "--kv-cache-memory"} <= flags
-    assert not flags & {"--max-num-seqs", "--scheduling-policy", "--port", "--tenants"}
+    assert not flags & {"--max-queued-requests", "--scheduling-policy", "--port", "--tenants"}
 
 
 def test_remote_code_is_rejected_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ def test_a_dtype_has_its_usual_names() -> None:
     shown = {name: quire_main("program", "--dtype", name) for name in ("f32", "float32")}
     assert shown["f32"].stdout == shown["float32"].stdout != ""
     told = quire_main("program", "--dtype", "f16").stderr
-    assert "choose from 'auto', 'f32', 'bf16', 'float32', 'bfloat16'" in told
+    assert "choose from auto, f32, bf16, float32, bfloat16" in told
 
 
 def test_the_program_of_the_built_in_model_is_printed() -> None:
