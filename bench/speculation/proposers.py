@@ -118,6 +118,11 @@ class SwitchPrices(DraftPrices):
         if SwitchControl.fixed is None:
             super().note(step, ms)
 
+    def note_after(self, ms: float) -> None:
+        """See DraftPrices."""
+        if SwitchControl.fixed is None:
+            super().note_after(ms)
+
     def fade(self) -> None:
         """See DraftPrices."""
         if SwitchControl.fixed is None:

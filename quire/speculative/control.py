@@ -34,8 +34,11 @@ MARGIN = 1.1
 # Drafts must gain such a share of a step: so well it is known how long one without takes.
 UNSURE_SHARE = 0.015
 # Of the time in which no draft pays, what single drafts may take that are tried nevertheless, and
-# more where requests are new; and for how many steps at once.
-PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS = 0.0025, 0.0075, 0.5
+# more where requests are new; for how many steps at once, if one takes no longer; and for how many
+# at first, if one does.
+PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
+# Drafts that are looked up are tried as long as that takes so many times as long as single ones.
+LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
 NEW_TRIALS = 4
 NOTHING_ADDED: Float64s = np.zeros(2)
@@ -67,9 +70,11 @@ class StepCost(NamedTuple):
     row_ms: float = 0.0
     added_ms: Float64s = NOTHING_ADDED
 
-    def probe_ms(self, num_requests: int) -> float:
-        """Return what a draft of so many requests adds, if their texts are known."""
-        ms = self.once_ms + num_requests * self.row_ms + _added_ms(self.added_ms, num_requests)
+    def probe_ms(self, num_requests: int, length: int = 1) -> float:
+        """Return what drafts of so many requests add, if their texts are known, each of `length`
+        tokens if they are looked up."""
+        num_drafts = num_requests * length
+        ms = self.once_ms + num_requests * self.row_ms + _added_ms(self.added_ms, num_drafts)
         if self.passes is not None:
             ms += float(self.passes.ms[min(num_requests, len(self.passes.ms) - 1)])
         return ms
@@ -143,7 +148,9 @@ class AdaptiveControl:
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
         self.probes, self.speedup = False, 1.0
-        self._probe_steps = 0.0  # for so many steps drafts may be tried that do not pay
+        self._probe_steps = (
+            FIRST_PROBE_STEPS  # for so many steps drafts may be tried that do not pay
+        )
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
         self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
@@ -182,9 +189,15 @@ class AdaptiveControl:
 
     def _probe(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:
         """Let the least tried requests have one draft, as many as the steps so far pay for; if
-        their text is known to what drafts."""
+        their text is known to what drafts. Where the host's work for one takes much of a step, a
+        single one may never pay: drafts that are looked up are longer then, if that costs little.
+        """
         share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
-        self._probe_steps = min(self._probe_steps + share * cost.num_steps, MAX_PROBE_STEPS)
+        needed, most = 1.01 * cost.probe_ms(1) / max(cost.step_ms, 1e-9), MAX_PROBE_STEPS
+        is_dear = needed > most
+        if is_dear:
+            most = max(self._probe_steps, needed)
+        self._probe_steps = min(self._probe_steps + share * cost.num_steps, most)
         left_ms = self._probe_steps * cost.step_ms
         if cost.probe_ms(1) > left_ms:
             return
@@ -195,8 +208,13 @@ class AdaptiveControl:
         if num:
             trials = self._trials[slots[can]]
             self._has_new = int(np.minimum.reduce(trials)) < NEW_TRIALS
-            self._probe_steps -= cost.probe_ms(num) / cost.step_ms
-            lengths[can[np.argsort(trials, kind="stable")[:num]]] = 1
+            chosen, length = can[np.argsort(trials, kind="stable")[:num]], 1
+            if is_dear and cost.passes is None:
+                longest_ms = min(LONGER_TIMES * cost.probe_ms(num), left_ms)
+                while length < self._max_drafts and cost.probe_ms(num, length + 1) <= longest_ms:
+                    length += 1
+            lengths[chosen] = np.minimum(limits[chosen], np.int32(length))
+            self._probe_steps -= cost.probe_ms(num, length) / cost.step_ms
             self.probes = True
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:

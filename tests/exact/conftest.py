@@ -117,3 +117,9 @@ def wholes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Model
 def alone() -> AloneRuns:
     """Cache the output of each request run alone, so that none runs alone twice."""
     return AloneRuns()
+
+
+@pytest.fixture(autouse=True)
+def _drafts_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time few steps before the first drafts, as in long steps: cases are short."""
+    monkeypatch.setattr("quire.scheduler.speculation.draft_rows.SETTLING_MS", 0.0)

@@ -32,6 +32,9 @@ UNSURE_SHARE = 0.03
 # Of what a step takes longer in which drafts were asked for in vain, so much is learned; it counts
 # as so many steps at most.
 ASKED_SHARE, MAX_ASKED_STEPS = 1 / 4, 1.0
+# What a step after drafts takes longer counts as so many steps at most; of what all of these steps
+# took longer, so much is learned.
+MAX_EXCESS_STEPS, AFTER_SHARE = 2.0, 1 / 8
 # Steps without drafts of so many times fewer positions say something of the host's time.
 FEWER_TIMES = 4.0
 # Of the host's time for a step with drafts, what each row with drafts takes besides: counted in
@@ -45,14 +48,16 @@ MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
 MAX_GAP, NEAR = 2.0, 1.2
 # Just beyond the last point, up to so many times its positions, a position counts as so much of
-# what is predicted, once in so many steps: otherwise a prediction that is too high would never be
-# put to the test.
+# what is predicted, once in so many steps, and for some of many steps points of a single time are
+# not believed: otherwise a prediction or a time that is too high would never be put to the test.
 UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
+DOUBTED, DOUBT_EVERY = 16, 128
 
 
 class DraftedStep(NamedTuple):
     """A step with drafts: rows that have some, computed positions, and what it is predicted to
-    take with one position of each row, longer for drafts, and longer for prompts."""
+    take with one position of each row, longer for drafts, and longer for prompts; but not what
+    later steps take longer."""
 
     num_rows: int
     num_positions: int
@@ -62,10 +67,11 @@ class DraftedStep(NamedTuple):
 
 
 class DraftPrices:
-    """once_ms: of the host, for a step with drafts. row_ms: and for each row that has some."""
+    """once_ms: of the host, for a step with drafts. row_ms: and for each row that has some.
+    after_ms: what the steps without drafts that follow it take longer for it."""
 
     def __init__(self) -> None:
-        self.once_ms = self.row_ms = 0.0
+        self.once_ms = self.row_ms = self.after_ms = 0.0
         self._asked_ms = 0.0  # of the host, for asking: a part of once_ms
         self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
         self._pace = Pace()
@@ -101,6 +107,15 @@ class DraftPrices:
             asked_ms = min(ms - (1.0 + UNSURE_SHARE) * plain_ms, MAX_ASKED_STEPS * plain_ms)
             self._asked_ms += ASKED_SHARE * (asked_ms - self._asked_ms)
 
+    def excess_ms(self, num_rows: int, ms: float) -> float:
+        """Return what a step without drafts took longer than such steps do; 0: that is unknown."""
+        plain_ms = _between(self._plain_points, num_rows)
+        return min(ms - plain_ms, MAX_EXCESS_STEPS * plain_ms) if plain_ms else 0.0
+
+    def note_after(self, ms: float) -> None:
+        """Learn what steps took longer that followed one with drafts: 0 where none did."""
+        self.after_ms = max(self.after_ms + AFTER_SHARE * (ms - self.after_ms), 0.0)
+
     def note(self, step: DraftedStep, ms: float) -> None:
         """Learn from a step that took `ms`; ignore times of 0."""
         if ms <= 0.0:
@@ -127,9 +142,9 @@ class DraftPrices:
         self._pace.num_noted += 1
         self._prompts_ms *= FADE
 
-    def knows_plain(self, num_rows: int) -> bool:
-        """Return whether steps of about so many rows without drafts were measured."""
-        return self._plain.weight(num_rows) >= KNOWN_WEIGHT
+    def known_plain_ms(self, num_rows: int) -> float:
+        """Return what steps of about so many rows take without drafts; 0: too few were measured."""
+        return self._plain.ms(num_rows) if self._plain.weight(num_rows) >= KNOWN_WEIGHT else 0.0
 
     def plain_ms(self, num_rows: int, slope_ms: float) -> float:
         """Return what a step of `num_rows` rows without drafts takes; 0: none like it is known.
@@ -154,8 +169,8 @@ class DraftPrices:
     def added_ms(
         self, num_positions: int, num_drafts: int, plain_ms: float, slope_ms: float
     ) -> Float64s:
-        """Return what 0 to `num_drafts` drafts in all add to a step of so many positions, but for
-        what each row with drafts takes.
+        """Return what 0 to `num_drafts` drafts in all add to a step of so many positions and to
+        those that follow, but for what each row with drafts takes.
 
         plain_ms: what it takes without drafts, as measured; 0: it computes prompts. slope_ms: of a
         further position, by the cost model.
@@ -187,6 +202,7 @@ class DraftPrices:
             numbers -= num_positions
             added = slope_ms * numbers + offset_ms
         np.maximum(added, MIN_SLOPE_SHARE * slope_ms * numbers, out=added)
+        added += self.after_ms
         added[0] = 0.0
         return added
 
@@ -208,6 +224,8 @@ class DraftPrices:
         self._plain_points = never_falling(self._plain.points())
         drafted = list(self._drafted.points())
         self._learn_host(drafted, slope_ms)
+        if num_noted % DOUBT_EVERY >= DOUBT_EVERY - DOUBTED:
+            drafted = [one for one in drafted if one.weight >= KNOWN_WEIGHT]
         stand_ins = [
             Point(at, ms + self.once_ms, weight)
             for at, ms, weight in self._plain_points

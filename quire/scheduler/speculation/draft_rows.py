@@ -32,11 +32,12 @@ from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
-# So many steps in turn have no drafts, to judge drafts against, and one more where plans overlap:
-# the first after drafts is slower than those that follow it, and does not overlap.
-PLAIN_STEPS = 2
-# So many if no step of as many rows was timed.
-FIRST_PLAIN_STEPS = 3
+# Steps without drafts in turn until one can be timed, to judge drafts against, and one more where
+# plans overlap: the first after drafts is slower than those that follow it, and does not overlap.
+# Short steps are slower until about so many milliseconds have passed; so many steps at most count.
+PLAIN_STEPS, SETTLING_MS, MAX_PLAIN_STEPS = 2, 3.0, 8
+# So many are timed after these.
+TIMED_STEPS = 2
 NEVER = 1 << 62  # a step that does not come
 
 
@@ -94,11 +95,13 @@ class DraftRows(StepExtension):
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
-        # Steps without drafts: how many are made in turn, are due, are made still; come since one
-        # with drafts, and are timed still.
+        # Steps without drafts: how many come in turn until one can be timed, are due, are made
+        # still; come since drafts were asked for, and are timed still.
         self._plain_steps = PLAIN_STEPS + self._overlaps
         self._plain_due, self._plain_left = self._plain_steps - 1, 0
-        self._num_plain, self._num_timed = 0, self._plain_steps - 1
+        self._num_plain, self._num_timed = 0, TIMED_STEPS
+        # What the steps since one with drafts took longer than they do without; None: that is over.
+        self._after_ms: float | None = None
         self._asked_step = 0  # the last for which drafts were asked for
         self._known_rows = 0  # steps of so many without drafts were timed
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
@@ -129,18 +132,14 @@ class DraftRows(StepExtension):
         if predicted is None:
             is_plain = self._num_timed and not plan.admissions and plan.layers is None
             if is_plain and plan.num_tokens == len(plan.slots):
-                self._num_plain += 1
-                if plan.step == self._asked_step:  # in vain
-                    self._prices.note_asked(len(plan.slots), ms)
-                elif follows or self._num_plain >= self._plain_steps:
-                    self._num_timed -= 1
-                    self._prices.note_plain(len(plan.slots), ms)
-                    self._known_rows = 0
+                self._note_plain(plan, ms, follows=follows)
             if computed_ms or source.notes_plain_steps:
                 source.note_step(ms, None, computed_ms)
         else:
             self._num_plain = 0
             self._prices.note(predicted, ms)
+            self._end_after()
+            self._after_ms = 0.0
             self._timed = (ms, predicted, computed_ms)
         if self.is_resting:
             self._note_rest(plan)
@@ -148,6 +147,27 @@ class DraftRows(StepExtension):
         idle_until = self._rest_until if self.is_resting else NEVER
         self.noted_from = 0 if is_noting else idle_until
         return ms if predicted is None else 0.0
+
+    def _note_plain(self, plan: StepPlan, ms: float, *, follows: bool) -> None:
+        """Learn from a step without drafts and prompts."""
+        num_rows = len(plan.slots)
+        self._num_plain += 1
+        if plan.step == self._asked_step:  # in vain
+            self._end_after()
+            self._prices.note_asked(num_rows, ms)
+        elif follows or self._num_plain >= self._plain_steps:
+            self._end_after()
+            self._num_timed -= 1
+            self._prices.note_plain(num_rows, ms)
+            self._known_rows = 0
+        elif self._after_ms is not None:
+            self._after_ms += self._prices.excess_ms(num_rows, ms)
+
+    def _end_after(self) -> None:
+        """Let the price of a step with drafts have what later ones took longer for it."""
+        if self._after_ms is not None:
+            self._prices.note_after(self._after_ms)
+            self._after_ms = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -211,7 +231,7 @@ class DraftRows(StepExtension):
         if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self._num_timed, self.noted_from = self._plain_steps - 1, 0
+        self._num_timed, self.noted_from = TIMED_STEPS, 0
         if (plain_steps := self._steps_to_time(rows)) > 0:
             self._plain_due, self._plain_left = 0, plain_steps - 1
             return
@@ -271,7 +291,7 @@ class DraftRows(StepExtension):
             num_rows,
             num_positions + num_drafts,
             price.step_ms,
-            float(price.added_ms[num_drafts]) + num_rows * price.row_ms,
+            float(price.added_ms[num_drafts]) + num_rows * price.row_ms - self._prices.after_ms,
             self._prompts_ms,
         )
 
@@ -353,6 +373,7 @@ class DraftRows(StepExtension):
         plain_ms, added_ms = predicted.plain_ms, predicted.added_ms
         if not predicted.prompts_ms:  # the predicted time of a prompt is a rough guess
             added_ms = ms - plain_ms
+        added_ms += self._prices.after_ms
         saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
@@ -441,9 +462,11 @@ class DraftRows(StepExtension):
         num_rows = len(rows.counts)  # 0: layers of a prompt only
         if num_rows in (0, self._known_rows) or int(np.add.reduce(rows.counts)) > num_rows:
             return 0
-        knows = self._prices.knows_plain(num_rows)
-        self._known_rows = num_rows * knows
-        return 0 if knows else FIRST_PLAIN_STEPS
+        step_ms = self._prices.known_plain_ms(num_rows)
+        self._known_rows = num_rows * (step_ms > 0.0)
+        settling_steps = int(SETTLING_MS / max(step_ms or self._one_each_ms(rows.ends), 1e-3))
+        self._plain_steps = min(PLAIN_STEPS + settling_steps, MAX_PLAIN_STEPS) + self._overlaps
+        return 0 if step_ms else self._plain_steps + TIMED_STEPS - 1
 
     def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
         """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at

@@ -102,6 +102,11 @@ class StepCurve:
         known = self._buckets.get(bucket_of(positions))
         return 0.0 if known is None else known[2] * TRUST_KEEP ** (self._pace.num_noted - known[3])
 
+    def ms(self, positions: int) -> float:
+        """Return what steps of about so many positions took; 0: none was noted."""
+        known = self._buckets.get(bucket_of(positions))
+        return 0.0 if known is None else known[1] * self._pace.times
+
     def points(self) -> Iterator[Point]:
         """Yield what is known, in order of positions."""
         now, times = self._pace.num_noted, self._pace.times

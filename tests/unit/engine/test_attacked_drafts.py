@@ -162,6 +162,6 @@ def test_an_engine_that_starts_again_drafts_again(model: Path, accepted: list[in
     for _ in range(2):
         with LLM(model, speculate="draft", draft_model=str(model), **SETTINGS) as llm:
             found.append(answers(llm))
-            assert sum(accepted) > 60
+            assert sum(accepted) > 40
             accepted.clear()
     assert found[0] == found[1]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from quire.scheduler.speculation.draft_prices import (
+    DOUBT_EVERY,
+    DOUBTED,
     NOTES_PER_MAKE,
     UNTRIED_EVERY,
     DraftedStep,
@@ -65,7 +67,7 @@ def added(
 def test_at_first_drafts_cost_what_the_cost_model_predicts() -> None:
     prices = DraftPrices()
     assert prices.added_ms(4, 3, 0.0, 2.5).tolist() == [0.0, 2.5, 5.0, 7.5]
-    assert not prices.knows_plain(4)
+    assert not prices.known_plain_ms(4)
     assert prices.plain_ms(4, 2.5) == 0.0
 
 
@@ -219,3 +221,37 @@ def test_points_that_fall_are_pooled_by_their_weight() -> None:
     points = [Point(1, 3.0, 1.0), Point(2, 1.0, 3.0), Point(4, 2.0, 1.0)]
     assert never_falling(points) == [Point(1, 1.5, 4.0), Point(2, 1.5, 4.0), Point(4, 2.0, 1.0)]
     assert len({bucket_of(positions) for positions in range(1, 9)}) == 8
+
+
+def test_what_later_steps_take_longer_is_part_of_the_price() -> None:
+    prices = DraftPrices()
+    for _ in range(8):
+        prices.note_plain(1, 1.0)
+    assert prices.excess_ms(1, 1.5) == 0.0  # before the points are made
+    before = added(prices, 1, 1)
+    assert prices.excess_ms(1, 1.5) == pytest.approx(0.5)
+    assert prices.excess_ms(1, 9.0) == pytest.approx(2.0)  # something else held it up
+    for _ in range(64):
+        prices.note_after(0.5)
+    prices.note_plain(1, 2.0)  # another price, so that the last answer is not kept
+    assert prices.after_ms == pytest.approx(0.5, abs=0.01)
+    assert prices.added_ms(1, 1, 0.0, SLOPE_MS)[1] > before + 0.4
+    for _ in range(64):
+        prices.note_after(-0.1)
+    assert prices.after_ms == 0.0
+
+
+def test_a_single_time_that_is_too_high_is_put_to_the_test() -> None:
+    prices = DraftPrices()
+    for _ in range(8):
+        prices.note_plain(1, true_ms(1))
+        learn(prices, 1, 3, true_ms(4))
+        learn(prices, 1, 15, true_ms(16))
+    learn(prices, 1, 8, 1.5 * true_ms(9))
+    predicted = []
+    for _ in range(2 * DOUBT_EVERY):
+        learn(prices, 1, 3, true_ms(4))
+        plain_ms = prices.plain_ms(1, SLOPE_MS)
+        predicted.append(float(prices.added_ms(1, 15, plain_ms, SLOPE_MS)[8]))
+    doubted = [ms for ms in predicted if ms < 0.75 * max(predicted)]
+    assert 2 * DOUBTED - NOTES_PER_MAKE <= len(doubted) <= 2 * (DOUBTED + NOTES_PER_MAKE)

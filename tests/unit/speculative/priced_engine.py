@@ -46,8 +46,9 @@ class Prices:
     """Milliseconds. pass_ms, pass_row_ms, prompt_ms: of a pass of what drafts, of a request in it,
     and of each further token. once_ms, row_ms: of the host, for a step and a row with drafts.
     ask_ms: of the host, for choosing numbers of drafts. curve: positions and milliseconds of steps
-    that compute so many, in place of step_ms and token_ms; between and beyond them a line. noise:
-    deviation of the logarithm of a step's time; one step in 40 takes half as long again."""
+    that compute so many, in place of step_ms and token_ms; between and beyond them a line.
+    after_ms: what the first, second, ... step without drafts after one with drafts takes longer.
+    noise: deviation of the logarithm of a step's time; one in 40 takes half as long again."""
 
     step_ms: float = 1.0
     token_ms: float = 0.05
@@ -58,6 +59,7 @@ class Prices:
     pass_row_ms: float = 0.0
     prompt_ms: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
+    after_ms: tuple[float, ...] = ()
     noise: float = 0.0
 
     def positions_ms(self, num_positions: int) -> float:
@@ -83,7 +85,8 @@ PRICES: Mapping[str, Prices] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Requests that are all there at the beginning; `batch` run at once. acceptance: mean of the
-    probabilities of the requests that a draft is right, which differ by `deviation`."""
+    probabilities of the requests that a draft is right, which differ by `deviation`. found: share
+    of the positions at which a lookup finds something."""
 
     kind: str
     batch: int
@@ -91,6 +94,7 @@ class Load:
     num_tokens: int
     acceptance: float
     deviation: float = 0.1
+    found: float = 1.0
     prompt_tokens: int = 60
     prices: Prices = field(default_factory=Prices)
 
@@ -109,11 +113,12 @@ class Engine:
         self._control = control
         self.answers: dict[str, Int32s] = {}
         self.right: dict[str, Bools] = {}
+        self.found: dict[str, Bools] = {}
         self._slots: dict[int, str] = {}
         self._length = load.prompt_tokens + load.num_tokens + 1
         self._tenancy = np.zeros(load.batch, np.int64)
         self._ring = HiddenStateRing(max(1024, 2 * load.batch), 1, load.batch)
-        self._num_added = 0
+        self._num_added = self._num_plain = 0  # the latter: steps since one with drafts
         self._noise = np.random.default_rng(1)
         source = None if control is None else self._drafter(control)
         columns = -(-self._length // BLOCK) + 1
@@ -167,6 +172,8 @@ class Engine:
         self.answers[name] = rng.integers(FIRST_TOKEN, VOCAB_SIZE - 1, length).astype(np.int32)
         chance = np.clip(load.acceptance + load.deviation * rng.standard_normal(), 0.0, 1.0)
         self.right[name] = rng.random(length) < chance
+        if load.found < 1.0:
+            self.found[name] = rng.random(length) < load.found
         self.scheduler.add(
             Request(
                 request_id=name,
@@ -227,6 +234,10 @@ class Engine:
             self.num_drafts += plan.draft_ids.size
             num_rows = int(np.count_nonzero(plan.draft_counts))
             ms += prices.once_ms + prices.row_ms * num_rows
+            self._num_plain = -1
+        self._num_plain += 1
+        if 0 < self._num_plain <= len(prices.after_ms):
+            ms += prices.after_ms[self._num_plain - 1]
         if prices.noise:
             ms *= float(np.exp(prices.noise * self._noise.standard_normal()))
             ms *= 1.5 if self._noise.random() < 1 / 40 else 1.0
@@ -363,7 +374,11 @@ class Lookup(LookupProposer):
         self._names.pop(slot, None)
 
     def may_find(self, tokens: TokenTable) -> bool:
-        return True
+        return any(self._finds(slot, int(tokens.lengths[slot])) for slot in self._names)
+
+    def _finds(self, slot: int, length: int) -> bool:
+        found = self._engine.found.get(self._names[slot])
+        return found is None or bool(found[min(length, len(found) - 1)])
 
     def propose(
         self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
@@ -371,6 +386,6 @@ class Lookup(LookupProposer):
         for row, (slot, length) in enumerate(
             zip(slots.tolist(), tokens.lengths[slots].tolist(), strict=True)
         ):
-            for place in range(int(limits[row])):
+            drafts.counts[row] = limits[row] * self._finds(slot, length)
+            for place in range(int(drafts.counts[row])):
                 drafts.ids[row, place] = self._engine.guess(self._names[slot], length + place)
-        drafts.counts[:] = limits

@@ -42,7 +42,16 @@ TINY = Prices(
     curve=((1, 0.3), (2, 0.42), (4, 0.5), (8, 0.62), (16, 0.8), (32, 1.3), (64, 2.4), (128, 4.6)),
     noise=0.05,
 )
-MACHINES = {"large": LARGE, "small": SMALL, "tiny": TINY}
+# One that is slower for some steps after drafts, as caches have what these need.
+COLD = Prices(
+    once_ms=0.35,
+    row_ms=0.02,
+    ask_ms=0.05,
+    curve=((1, 0.35), (2, 0.42), (4, 0.55), (9, 0.65), (16, 0.85), (36, 1.5), (64, 2.4)),
+    after_ms=(0.6, 0.28, 0.22, 0.2, 0.15, 0.1, 0.06),
+    noise=0.05,
+)
+MACHINES = {"large": LARGE, "small": SMALL, "tiny": TINY, "cold": COLD}
 NUM_SLOTS = 16
 TOKENS = {1: 96, 4: 48, 16: 32}  # of an answer, by batch
 FIXED = (1, 2, 4, 8)
@@ -52,12 +61,13 @@ MAX_CHANGE_MS = 600.0
 
 
 class Traffic(NamedTuple):
-    """best: the fixed numbers of drafts that are best."""
+    """best: the fixed numbers of drafts that are best. found: see Load."""
 
     batch: int
     acceptance: float
     best: tuple[int, ...] = ()
     num_waves: int = 3
+    found: float = 1.0
 
 
 def run(engine: Engine, traffic: Traffic, seed: int) -> float:
@@ -68,6 +78,7 @@ def run(engine: Engine, traffic: Traffic, seed: int) -> float:
         num_requests=traffic.num_waves * traffic.batch,
         num_tokens=TOKENS[traffic.batch],
         acceptance=traffic.acceptance,
+        found=traffic.found,
     )
 
 
@@ -131,6 +142,9 @@ STEADY = [
     ("tiny", Traffic(1, 0.5)),
     ("tiny", Traffic(4, 0.5)),
     ("tiny", Traffic(4, 0.9, (4, 8))),
+    ("cold", Traffic(1, 0.6, found=0.3)),
+    ("cold", Traffic(1, 0.95, (8,), found=0.3)),
+    ("cold", Traffic(4, 0.8, found=0.3)),
 ]
 
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.speculative.control import AdaptiveControl, Passes, StepCost, best_lengths
+from quire.speculative.control import (
+    NEW_PROBE_SHARE,
+    AdaptiveControl,
+    Passes,
+    StepCost,
+    best_lengths,
+)
 from quire.speculative.pass_times import PassTimes
 from quire.speculative.plain_counts import Trials, upper_bounds
 
@@ -212,3 +218,18 @@ def test_times_of_passes_fade_to_the_best_and_outliers_count_little() -> None:
     times.note(16, 10.0)
     times.settle()
     assert times.table(16)[16] == 10.0
+
+
+def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
+    """A step with drafts takes the host as long as 1.5 steps, and each draft a tenth of one."""
+    added_ms = np.array([0.0, *(1.5 + 0.1 * num for num in range(MAX_DRAFTS))])
+    dear = StepCost(1.0, 1, np.zeros(1), added_ms=added_ms)
+    control = AdaptiveControl(1, MAX_DRAFTS)
+    control.begin(0, predicts=False)
+    first = control.limits(np.zeros(1, np.intp), ints(MAX_DRAFTS), dear)
+    assert control.probes
+    assert first.tolist() == [MAX_DRAFTS]
+    lengths = [
+        int(control.limits(np.zeros(1, np.intp), ints(MAX_DRAFTS), dear)[0]) for _ in range(2000)
+    ]
+    assert 0 < len([length for length in lengths if length]) <= 2000 * NEW_PROBE_SHARE
