@@ -148,9 +148,7 @@ class AdaptiveControl:
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
         self.probes, self.speedup = False, 1.0
-        self._probe_steps = (
-            FIRST_PROBE_STEPS  # for so many steps drafts may be tried that do not pay
-        )
+        self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
         self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
