@@ -27,6 +27,7 @@ from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
+from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -131,7 +132,7 @@ OPEN_CONNECTIONS = ConnectionTable()
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds. Created by uvicorn for each connection.
 
-    dialect: writes refusals, since the path is not known yet.
+    dialect: writes refusals, since the path is not known yet. waiting: where it was accepted.
     """
 
     _head_bytes = 0
@@ -142,15 +143,23 @@ class Connection(HttpToolsProtocol):
     _look_timer: asyncio.TimerHandle | None = None
     _disconnected: asyncio.Future[None] | None = None
 
-    def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        dialect: Dialect,
+        waiting: WaitingConnections | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._dialect = dialect
+        self._dialect, self._waiting = dialect, waiting
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
         super().connection_made(transport)
         self._await_head()
         OPEN_CONNECTIONS.add(self, ConnectionState.HEAD)
+        if self._waiting is not None and self._waiting.poll(0):
+            self._waiting.accept()
 
     def evict(self) -> None:
         """Close the connection in favour of a new one."""
