@@ -217,16 +217,14 @@ class ChoiceStreams:
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         # All prompts have one seed; different stream numbers give equal prompts different answers.
         first = sum(before.sampling.num_sequences for before in self.prompts[:at])
-        terms = self._terms
-        if prompt.waited_s:
-            terms = replace(terms, waited_ms=1000 * prompt.waited_s)
+        waited_ms, terms = 1000 * prompt.waited_s, self._terms
         stream = self._engine.generate(
             prompt.token_ids,
             prompt.sampling,
             request_id=self._id_of(at),
             first_stream=first,
             cache_salt=self._cache_salt,
-            terms=terms,
+            terms=replace(terms, waited_ms=waited_ms) if waited_ms else terms,
             text_rules=prompt.text_rules,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:

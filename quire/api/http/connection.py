@@ -143,15 +143,10 @@ class Connection(HttpToolsProtocol):
     _look_timer: asyncio.TimerHandle | None = None
     _disconnected: asyncio.Future[None] | None = None
 
-    def __init__(
-        self,
-        *args: Any,
-        dialect: Dialect,
-        waiting: WaitingConnections | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+        self._waiting: WaitingConnections | None = options.pop("waiting", None)
         super().__init__(*args, **options)
-        self._dialect, self._waiting = dialect, waiting
+        self._dialect = dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
