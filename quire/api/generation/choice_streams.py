@@ -11,13 +11,12 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import cast
 
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.prompt_admission import PromptAdmission
+from quire.api.generation.prompt_admission import PromptAdmission, sender
 from quire.api.generation.usage import (
     PLAIN_USAGE,
     Timings,
@@ -42,14 +41,14 @@ from quire.obs.metrics import Metrics
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt of a request. echo: text that precedes its choices. first: its first token, with a
-    log-probability of NaN, if the echo has log-probabilities. waited_s: before it was sent."""
+    log-probability of NaN, if the echo has log-probabilities. waited_ms: before it was sent."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     echo: str = ""
     first: TokenText | None = None
     text_rules: TextRules = PLAIN_TEXT
-    waited_s: float = 0.0
+    waited_ms: float = 0.0
 
     @property
     def nums_logprobs(self) -> tuple[int | None, int | None]:
@@ -208,23 +207,21 @@ class ChoiceStreams:
             return self._run(0, self.prompts[0])
         admission = PromptAdmission(self._engine.card.queue_timeout_s)
         most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
-        sends = [partial(self._send, at) for at in range(len(self.prompts))]
+        sends = [sender(self._run, at, prompt) for at, prompt in enumerate(self.prompts)]
         return interleaved([admission.run(send) for send in sends], max_runs=most)
-
-    def _send(self, at: int, waited_s: float) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        return self._run(at, replace(self.prompts[at], waited_s=waited_s))
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
         # All prompts have one seed; different stream numbers give equal prompts different answers.
         first = sum(before.sampling.num_sequences for before in self.prompts[:at])
-        waited_ms, terms = 1000 * prompt.waited_s, self._terms
         stream = self._engine.generate(
             prompt.token_ids,
             prompt.sampling,
             request_id=self._id_of(at),
             first_stream=first,
             cache_salt=self._cache_salt,
-            terms=replace(terms, waited_ms=waited_ms) if waited_ms else terms,
+            terms=replace(self._terms, waited_ms=prompt.waited_ms)
+            if prompt.waited_ms
+            else self._terms,
             text_rules=prompt.text_rules,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from quire.base.errors import OverloadedError, QueueTimedOut, TenantLimit
 
@@ -109,3 +110,10 @@ class PromptAdmission:
         self._retry = None
         self._wake_next()
         self._retry_later()
+
+
+def sender(
+    run: Callable[[int, Any], AsyncGenerator[T, None]], at: int, prompt: Any
+) -> Callable[[float], AsyncGenerator[T, None]]:
+    """Return what sends a prompt with the seconds for which it has waited here."""
+    return lambda waited_s: run(at, replace(prompt, waited_ms=1000 * waited_s))

@@ -27,7 +27,6 @@ from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
-from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -132,7 +131,7 @@ OPEN_CONNECTIONS = ConnectionTable()
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds. Created by uvicorn for each connection.
 
-    dialect: writes refusals, since the path is not known yet. waiting: where it was accepted.
+    dialect: writes refusals, since the path is not known yet. waiting: its WaitingConnections.
     """
 
     _head_bytes = 0
@@ -144,9 +143,8 @@ class Connection(HttpToolsProtocol):
     _disconnected: asyncio.Future[None] | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
-        self._waiting: WaitingConnections | None = options.pop("waiting", None)
+        self._dialect, self._waiting = dialect, options.pop("waiting", None)
         super().__init__(*args, **options)
-        self._dialect = dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
