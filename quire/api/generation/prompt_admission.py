@@ -11,12 +11,14 @@ no engine. Always holds: prompts are sent again one at a time, in the order of t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from quire.base.errors import OverloadedError, QueueTimedOut, TenantLimit
+from quire.base.scheduling_params import SchedulingParams
 
 T = TypeVar("T")
 
@@ -112,8 +114,15 @@ class PromptAdmission:
         self._retry_later()
 
 
-def sender(
-    run: Callable[[int, Any], AsyncGenerator[T, None]], at: int, prompt: Any
-) -> Callable[[float], AsyncGenerator[T, None]]:
-    """Return what sends a prompt with the seconds for which it has waited here."""
-    return lambda waited_s: run(at, replace(prompt, waited_ms=1000 * waited_s))
+def senders(
+    run: Callable[[int, Any], AsyncGenerator[T, None]],
+    prompts: Sequence[Any],
+    terms: SchedulingParams,
+) -> list[Callable[[float], AsyncGenerator[T, None]]]:
+    """Return what sends each prompt with the seconds for which it has waited here."""
+
+    def send(at: int, waited_s: float) -> AsyncGenerator[T, None]:
+        waited = replace(terms, waited_ms=1000 * waited_s) if waited_s else None
+        return run(at, replace(prompts[at], terms=waited))
+
+    return [partial(send, at) for at in range(len(prompts))]
