@@ -9,8 +9,10 @@ faults, before: of eight requests at a time as in bench.router, of one at a time
 router, which is no request's. With `--beside smg` the same replicas, requests and schedule follow
 behind that gateway, and its broken streams are counted.
 
-On a machine with few cores a thousand streams are silent for seconds without any fault; a quiet run
-of fewer is `--streams 300 --minutes 5 --beside smg --max-minutes 16`. The time with faults is
+On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
+is what it can do at all: as many new streams as a failed replica hands over begin at once at the
+others, which stream as many as they have, straight, without a router or a failure. A quiet run of
+fewer streams is `--streams 300 --minutes 5 --beside smg --max-minutes 16`. The time with faults is
 shortened, for both gateways alike, where all would not fit into `--max-minutes`. Adds the run to
 bench/results/fleet.json, where it replaces the one of as many streams, and exits with 1 if an
 answer through the router was wrong, lost or repeated.
@@ -29,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import quire_state
-from bench.fleet.clients import CASES, Case, Clients, answers_alone
+from bench.fleet.clients import CASES, Case, Clients, answers_alone, first_events_s
 from bench.fleet.faults import KINDS, Faults
-from bench.fleet.interruptions import interruptions, is_counter
+from bench.fleet.interruptions import LIMIT_S, interruptions, is_counter
 from bench.fleet.processes import Front, Replicas, Router, Smg
 from bench.frontend.servers import REPOSITORY
 from quire.bench.machine import machine_card
@@ -40,6 +42,7 @@ from quire.bench.machine import machine_card
 SHORT_REQUESTS = 400
 SHORT_AT_ONCE = 8
 QUIET_ROUNDS = 1
+FLOOR_ROUNDS = 2
 IDLE_S = 3.0
 # After the last fault: its replica returns, and open answers end.
 TAIL_S = 60.0
@@ -95,6 +98,8 @@ def main() -> None:
         "wrong",
         "faults",
         "interruptions",
+        "floor_s",
+        "slow_reads",
         "silences_s",
         "router",
         "beside",
@@ -142,6 +147,7 @@ def run(
         Replicas(num_replicas, Path(folder), max_streams=streams) as replicas,
     ):
         cases = answers_alone(replicas.ports[0], cases)
+        floor_s = _floor_s(replicas, cases, streams, limit_s)
         flags = ("--policy", policy, "--stall-seconds", str(stall_s), "--probe-seconds", "0.25")
         with Router(replicas.file, "--max-open-requests", str(2 * streams + 64), *flags) as router:
             cost, quiet = _cost(router, cases, streams, short_requests, limit_s)
@@ -161,6 +167,8 @@ def run(
                     other = {beside: _beside(smg, replicas, cases, streams, limit_s, schedule)}
             except SystemExit as error:  # the router's own result counts without it
                 other = {beside: {"failed": str(error)}}
+    all_ = interruptions(metrics)
+    floor = {"streams": len(floor_s), **_spread(floor_s), **_share_of_floor(all_, floor_s)}
     return {
         "bench": "fleet",
         "machine": machine_card(),
@@ -179,9 +187,11 @@ def run(
         "wrong": clients.wrong,
         "faults": faults.summary(),
         "interruptions": {
-            "all": interruptions(metrics),
+            "all": all_,
             **{kind: interruptions(faults.counted[kind]) for kind in KINDS},
         },
+        "floor_s": floor,
+        "slow_reads": router.num_slow_reads,
         "silences_s": {
             "without_faults": _spread(quiet.silences_s),
             "with_faults": _spread(clients.silences_s),
@@ -189,6 +199,32 @@ def run(
         "router": {**cost, **_resumed(metrics)},
         **({"beside": other} if other else {}),
     }
+
+
+def _floor_s(
+    replicas: Replicas, cases: Sequence[Case], streams: int, limit_s: float
+) -> list[float]:
+    """Return how long streams take to begin that come at once, as many as a failed replica hands
+    over, at the others with theirs: straight, without a router or a failure."""
+    num_new = max(streams // len(replicas.all), 1)
+    ports = replicas.ports[1:] or replicas.ports
+    num_open = max(streams - num_new, 1)
+    return [
+        first_s
+        for _ in range(FLOOR_ROUNDS)
+        for first_s in asyncio.run(
+            first_events_s(ports, cases, num_open=num_open, num_new=num_new, limit_s=limit_s)
+        )
+    ]
+
+
+def _share_of_floor(found: Mapping[str, Any], floor_s: Sequence[float]) -> dict[str, float | None]:
+    """Return the share of new streams that begin within LIMIT_S, and how many times that the share
+    of interrupted streams is that go on within it."""
+    share = sum(one <= LIMIT_S for one in floor_s) / max(len(floor_s), 1)
+    went_on = found["share_within_3_s"]
+    ratio = None if went_on is None or not share else round(went_on / share, 4)
+    return {"share_within_3_s": round(share, 4), "interrupted_share_ratio": ratio}
 
 
 def _beside(

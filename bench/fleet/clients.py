@@ -176,17 +176,60 @@ class Clients:
             self.done[case.name] += 1
 
 
+async def first_events_s(
+    ports: Sequence[int], cases: Sequence[Case], *, num_open: int, num_new: int, limit_s: float
+) -> list[float]:
+    """Return the times to the first event of num_new streams that begin at once on servers that
+    stream num_open others; all are ended then."""
+    cases = [case for case in cases if case.body.get("stream")]
+    firsts_s, opened_s = list[float](), list[float]()
+    tasks = list[asyncio.Task[None]]()
+
+    async def stream(number: int, times_s: list[float] | None) -> None:
+        while True:
+            case, port = cases[number % len(cases)], ports[number % len(ports)]
+            await exchange(port, case.path, case.body, firsts_s=times_s)
+            number, times_s = number + 1, None
+
+    async def begin(count: int, times_s: list[float]) -> None:
+        first = len(tasks)
+        tasks.extend(asyncio.create_task(stream(first + at, times_s)) for at in range(count))
+        end_s = time.monotonic() + limit_s
+        while len(times_s) < count:
+            failed = next((one for one in tasks if one.done()), None)
+            if failed is not None:
+                failed.result()
+            if time.monotonic() > end_s:
+                raise SystemExit(f"{count - len(times_s)} streams did not begin in {limit_s:g} s")
+            await asyncio.sleep(0.01)
+
+    try:
+        await begin(num_open, opened_s)
+        await begin(num_new, firsts_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return firsts_s
+
+
 class Refused(Exception):
     """A request was refused with 503 and was not begun."""
 
 
 async def exchange(
-    port: int, path: str, body: dict[str, Any], silences_s: list[float] | None = None
+    port: int,
+    path: str,
+    body: dict[str, Any],
+    silences_s: list[float] | None = None,
+    firsts_s: list[float] | None = None,
 ) -> bytes:
     """Return the body of the answer to one POST. Raises Refused, and Broken where it is no 200.
 
-    silences_s: gets the longest time between two pieces of a stream.
+    silences_s: gets the longest time between two pieces of a stream. firsts_s: gets the time from
+    the connection's begin to the first event.
     """
+    began_s = time.monotonic()
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\n"
@@ -200,6 +243,9 @@ async def exchange(
             longest_s = max(longest_s, now_s - last_s) if last_s else 0.0
             last_s = now_s
             pieces.append(piece)
+            if firsts_s is not None and b"data: " in piece:
+                firsts_s.append(now_s - began_s)
+                firsts_s = None
         raw = b"".join(pieces)
         if silences_s is not None and body.get("stream") and len(pieces) > 2:
             silences_s.append(longest_s)

@@ -26,6 +26,8 @@ from bench.peers.places import environment_python, is_installed
 
 _READY_S = 120.0
 _END_S = 20.0
+# A router that is busy with a thousand streams may be late with an answer.
+_ANSWER_S, _NUM_TRIES = 30.0, 4
 # Probes as often as the router's; its own defaults are 30 s and three failures.
 _SMG_FLAGS = (
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"),
@@ -180,9 +182,11 @@ class Front(Protocol):
 
 
 class Router:
-    """`quire route` before the replicas of `file`."""
+    """`quire route` before the replicas of `file`. num_slow_reads: times that /health or /metrics
+    was read again, since no answer came."""
 
     def __init__(self, file: Path, *flags: str) -> None:
+        self.num_slow_reads = 0
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         words = ("--replicas-file", str(file), "--port", "0", *flags)
         self._process = subprocess.Popen(
@@ -222,13 +226,22 @@ class Router:
         return {one["url"]: one for one in json.loads(self.get("/health"))["replicas"]}
 
     def get(self, path: str) -> bytes:
-        """Return the body of a GET."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read()
-        finally:
-            connection.close()
+        """Return the body of a GET, asked for again where no answer comes."""
+        for num_left in reversed(range(_NUM_TRIES)):
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
+            try:
+                connection.request("GET", path)
+                return connection.getresponse().read()
+            except (OSError, http.client.HTTPException) as error:
+                if not num_left or self._process.poll() is not None:
+                    raise SystemExit(
+                        f"the router does not answer {path} ({error!r}): {self._output()}"
+                    ) from error
+                self.num_slow_reads += 1
+                print(f"the router did not answer {path} ({error!r}); again", file=sys.stderr)
+            finally:
+                connection.close()
+        raise AssertionError("the last try returns or raises")
 
     def metrics(self) -> dict[str, float]:
         """Return all samples by name and labels."""

@@ -109,6 +109,14 @@ def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
             "| longest silence of a stream of as many without faults, on the same two cores: "
             f"median, p99 | {usual['p50']:.1f} s, {usual['p99']:.1f} s | |",
         ]
+    if floor := result.get("floor_s"):
+        rows.append(
+            f"| what the machine can do: {floor['streams']:,} new streams that begin at once at "
+            "replicas with as many as in that, straight and without a failure: first event within "
+            "3 s; median, p99 "
+            f"| {100 * floor['share_within_3_s']:.0f} %; {floor['p50']:.1f} s, "
+            f"{floor['p99']:.1f} s | |"
+        )
     for name, other in result.get("beside", {}).items():
         if "broken" in other:
             when = ", in an earlier run" if "quire" in other else ""

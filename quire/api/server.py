@@ -45,6 +45,7 @@ from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.log import Log
+from quire.base.waiting_connections import WaitingConnections
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant
 from quire.obs.metrics import Metrics
@@ -277,20 +278,20 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with TLS if there is a context."""
-        if self.tls is None or not sockets:
-            await super().startup(sockets)
-            return
         await self.lifespan.startup()
-
-        def new_connection() -> Connection:
-            return _CONNECTION(
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-
-        refusal = refusal_of_http(DEFAULT_DIALECT)
-        self.servers = [TlsListener(at, self.tls, new_connection, refusal) for at in sockets]  # type: ignore[misc]
+        connect = partial(
+            _CONNECTION,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers = []
+        for at in sockets or ():
+            if self.tls is not None:
+                refusal = refusal_of_http(DEFAULT_DIALECT)
+                self.servers.append(TlsListener(at, self.tls, connect, refusal))  # type: ignore[arg-type]
+                continue
+            self.servers.append(await WaitingConnections(at, connect).serve(self.config.backlog))
         self.started = True
 
     @contextmanager

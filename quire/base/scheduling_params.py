@@ -33,8 +33,9 @@ class SchedulingParams:
     tokens were found, and why no more were. report_progress: report each chunk of the prompt that
     is computed. speculation: how draft tokens are made; None: as the server is set. cache_pins:
     prefixes of the prompt to keep, and to report. kv_transfer: blocks of the prompt go to another
-    engine, or come from one. background: compute it in what capacity other requests leave. Raises
-    InvalidParameter naming the field.
+    engine, or come from one. background: compute it in what capacity other requests leave.
+    waited_ms: that the request waited before this engine got it; its arrival is so much earlier.
+    Raises InvalidParameter naming the field.
     """
 
     tenant: str = ""
@@ -48,6 +49,7 @@ class SchedulingParams:
     cache_pins: tuple[CachePin, ...] = ()
     kv_transfer: KVTransfer | None = None
     background: bool = False
+    waited_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:

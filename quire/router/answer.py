@@ -25,7 +25,7 @@ from quire.router.replica import ASLEEP, Replica
 from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import created_id, home_unavailable, needed_id
-from quire.router.stream_relay import FAILED, LEAVING, StreamRelay
+from quire.router.stream_relay import DRAINS, FAILED, LEAVING, StreamRelay
 
 
 class Answer:
@@ -150,8 +150,8 @@ class Answer:
         code = error.code if isinstance(error.code, str) else ""
         if request.form.is_overloaded(status) or code in LEAVING:
             self._refused = (status, exchange.headers, body)
-            self._placement.refused()
-            if code == "shutting_down":  # known before the next probe
+            self._placement.refused(f"{attempt.replica.name} answered {status} {code}".rstrip())
+            if code == DRAINS:  # known before the next probe
                 attempt.replica.state = "draining"
             return False
         if code in FAILED or (status >= 500 and status != 504):
@@ -209,7 +209,7 @@ class Answer:
             self._state.tried.discard(replica)
         else:
             self._state.failures.note(replica, fault, num_delivered)
-        self._placement.failed()
+        self._placement.failed(fault)
         self._state.continuation.failed(fault.cause, self._loop.time(), has_output=started)
 
     async def _give_up(self) -> None:
@@ -250,6 +250,12 @@ class Answer:
             why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
         elif failures.are_at_two:
             reason, why = "failures", "two replicas failed with it, and neither has returned"
+        elif refusal := self._placement.why_refused:
+            reason = "refused"
+            why = (
+                "its replica failed, and replicas that give the same answer have refused it for "
+                f"{self._fleet.settings.resume_s:g} s ({refusal})"
+            )
         else:
             reason = "no_equal_replica"
             why = (

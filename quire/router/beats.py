@@ -18,7 +18,7 @@ from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.http_client import ConnectionPool, Exchange, Headers
 from quire.router.replica import Replica
-from quire.routing.beat_gaps import BeatGaps
+from quire.routing.beat_gaps import AwakeTime, BeatGaps
 
 Connect = Callable[[], Awaitable[Exchange]]
 
@@ -27,6 +27,8 @@ _TYPE, _EVENTS = b"content-type", b"text/event-stream"
 # Beats are late after half of what is usual; of that, while little is known.
 _LATE_S = 2.0
 _GLANCE_S = 0.1
+# How often it is looked whether this process itself is late.
+_TICK_S = 0.05
 # A connection beside the silent one that fails, or has no head for so long, is opened anew after
 # the first of these times, which doubles up to the second.
 _OTHER_AGAIN_S, _MAX_OTHER_AGAIN_S = 0.25, 2.0
@@ -52,11 +54,12 @@ _read_health = msgspec.json.Decoder(BeatHealth).decode
 
 
 class Beats:
-    """on_health: called with what the server says when its health changes. gaps: between beats;
-    its last_s is 0 where none come."""
+    """on_health: called with what the server says when its health changes. time: of this process.
+    gaps: between beats, in that time; its last_s is 0 where none come."""
 
-    def __init__(self, on_health: Callable[[BeatHealth], None]) -> None:
+    def __init__(self, on_health: Callable[[BeatHealth], None], time: AwakeTime) -> None:
         self.gaps = BeatGaps()
+        self._time = time
         self._on_health = on_health
         self._exchange: Exchange | None = None
         self._other: asyncio.Task[Exchange] | None = None
@@ -94,7 +97,7 @@ class Beats:
                 return
             self._leave_other()
             self._other_at_s, self._other_wait_s = 0.0, _OTHER_AGAIN_S
-            self.gaps.note(self._exchange.last_s)
+            self.gaps.note(self._time.of(self._exchange.last_s))
             *events, rest = (rest + received).split(b"\n\n")
             if len(rest) > _MAX_EVENT_BYTES:
                 raise ReplicaFault("its /health/beats are no events", is_suspect=False)
@@ -153,6 +156,8 @@ class FleetBeats:
         self._headers = headers
         self._on_health = on_health
         self._loop = asyncio.get_running_loop()
+        self._time = AwakeTime()
+        self._timer: asyncio.TimerHandle | None = None
         self._known: dict[Replica, Beats] = {}
         self._reading: dict[Replica, asyncio.Task[None]] = {}
         self._again_s: dict[Replica, float] = {}  # when it may be asked again
@@ -162,9 +167,16 @@ class FleetBeats:
         """Read the beats of a replica from now on. Twice is once."""
         if replica in self._reading or self._loop.time() < self._again_s.get(replica, 0.0):
             return
-        beats = Beats(partial(self._hear, replica))
+        if self._timer is None:
+            self._tick(self._loop.time())
+        beats = Beats(partial(self._hear, replica), self._time)
         self._known[replica] = beats
         self._reading[replica] = asyncio.ensure_future(self._read(replica, beats))
+
+    def _tick(self, planned_s: float) -> None:
+        now_s = self._loop.time()
+        self._time.tick(planned_s, now_s)
+        self._timer = self._loop.call_at(now_s + _TICK_S, self._tick, now_s + _TICK_S)
 
     async def _read(self, replica: Replica, beats: Beats) -> None:
         host = replica.url.shown.partition("//")[2].encode()
@@ -193,9 +205,12 @@ class FleetBeats:
         self._on_health(replica, health)
 
     def quiet_s(self, replica: Replica, now_s: float) -> float | None:
-        """Return the time since the newest beat; None where none come."""
+        """Return the time since the newest beat, in which this process could read one; None where
+        none come."""
         beats = self._known.get(replica)
-        return None if beats is None or not beats.gaps.last_s else now_s - beats.gaps.last_s
+        if beats is None or not beats.gaps.last_s:
+            return None
+        return self._time.of(now_s) - beats.gaps.last_s
 
     def limit_s(self, replica: Replica, at_most_s: float) -> float:
         """Return for how long a replica that works may send no beat. Over TLS the event loop of the
@@ -212,6 +227,8 @@ class FleetBeats:
 
     async def close(self) -> None:
         """Read no more."""
+        if self._timer is not None:
+            self._timer.cancel()
         tasks = list(self._reading.values())
         for task in tasks:
             task.cancel()

@@ -47,6 +47,11 @@ class Continuation:
         if self._interruption is not None:
             self._interruption.sent(now_s)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether its replica has failed, and no event has come since."""
+        return self._interruption is not None
+
     def since_s(self, now_s: float) -> float:
         """Return for how long its failure has been known; 0 where it is not interrupted."""
         return 0.0 if self._interruption is None else self._interruption.resumed_s(now_s)

@@ -15,6 +15,7 @@ class ReplicaFault(QuireError):
     is_suspect: the replica failed while it worked on the request, so the request may be the cause.
     is_shared: that is weak evidence, as Replica.is_shared says; set when the attempt ends.
     is_silence: the replica was given up for its silence, and may only have been slow.
+    is_drain: the replica ends, and has ended the exchange for that.
     cause: what ended the exchange: its "connection", the "silence" of the replica, a "fence" for
     another reason, or an "error" that the replica reported.
     """
@@ -25,6 +26,7 @@ class ReplicaFault(QuireError):
         *,
         is_suspect: bool,
         is_silence: bool = False,
+        is_drain: bool = False,
         cause: str = "connection",
     ) -> None:
         super().__init__(message)
@@ -32,6 +34,7 @@ class ReplicaFault(QuireError):
         self.is_suspect = is_suspect
         self.is_shared = False
         self.is_silence = is_silence
+        self.is_drain = is_drain
 
 
 class StaleConnection(ReplicaFault):

@@ -6,9 +6,12 @@ end is refused and closed after 64 KiB.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 << 10
 _TOO_LONG = (
@@ -19,12 +22,21 @@ _TOO_LONG = (
 
 
 class BoundedHeads(HttpToolsProtocol):
-    """Counts the bytes of a head that is not complete."""
+    """Counts the bytes of a head that is not complete. waiting: where it was accepted."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, waiting: WaitingConnections | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
+        self._waiting = waiting
         self._head_bytes = 0
         self._in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept those that wait behind it."""
+        super().connection_made(transport)
+        if self._waiting is not None and self._waiting.poll(0):
+            self._waiting.accept()
 
     def data_received(self, received: bytes) -> None:
         """Parse more bytes, unless they belong to a head without an end."""

@@ -12,7 +12,7 @@ import asyncio
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.faults import ClientGone
+from quire.router.faults import ClientGone, ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.replica import Replica
 
@@ -22,7 +22,7 @@ _RETURN_S = 1.0
 
 
 class Placement:
-    """Of one request."""
+    """Of one request. why_refused: by the last replica since one failed with it; "" for none."""
 
     def __init__(self, state: AnswerState) -> None:
         self._state = state
@@ -32,15 +32,23 @@ class Placement:
         self._loop = asyncio.get_running_loop()
         self._resume_until_s = 0.0
         self._is_refused = self._was_held = False
+        self.why_refused = ""
 
-    def failed(self) -> None:
+    def failed(self, fault: ReplicaFault) -> None:
         """Note that a replica has failed: from now on another one is waited for as long as is
-        allowed."""
-        self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
+        allowed. While a stream is without a replica, another one that was full, or could not be
+        reached, allows no more time: nothing else bounds their number."""
+        is_first = not self._state.continuation.is_interrupted
+        if is_first or fault.is_suspect or fault.is_drain:
+            self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
+            self.why_refused = ""
+        else:
+            self.why_refused = str(fault)
 
-    def refused(self) -> None:
+    def refused(self, why: str) -> None:
         """Note that the replica was full: the next one is not asked at once."""
         self._is_refused = True
+        self.why_refused = why
 
     async def next(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -138,7 +146,7 @@ class Placement:
                 await fleet.resumes.turn(state.continuation.last_s)
             self._check_client()
             now_s = self._loop.time()
-            if not started and now_s > self._resume_until_s:
+            if now_s > self._resume_until_s:
                 return None
             if (found := self._able_successor(now_s)) is not None:
                 if started:

@@ -296,7 +296,8 @@ class Prober:
                 if replica.is_fenced:  # another is for _check_answers
                     self._fence(replica, "stalled", "it does not answer /health")
                 return
-            self._answer_times[replica].append(self._loop.time() - asked_s)
+            if not replica.has_stopped:  # else it was asked before that was over
+                self._answer_times[replica].append(self._loop.time() - asked_s)
             self._asked_s.pop(replica, None)
             # It may be removed by now, or have said that this is over.
             if replica.state != "removed" and asked_s > self._heard_s.get(replica, 0.0):

@@ -12,10 +12,12 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
 from quire.base.log import Log
+from quire.base.waiting_connections import WaitingConnections
 from quire.router.discovery import Discovery
 from quire.router.features import Features
 from quire.router.head_bounds import BoundedHeads
@@ -25,7 +27,20 @@ from quire.router.settings import RouterSettings
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling."""
+    """uvicorn without its own signal handling, at listening sockets only."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await self.lifespan.startup()
+        connect = partial(
+            BoundedHeads,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        waiting = [WaitingConnections(at, connect) for at in sockets or ()]
+        self.servers = [await one.serve(self.config.backlog) for one in waiting]
+        self.started = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -18,7 +18,8 @@ from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
 
 # Error codes of a replica that is ending: another can go on, and the request is not the cause.
-LEAVING = frozenset({"shutting_down", "overloaded", "queue_timeout"})
+DRAINS = "shutting_down"
+LEAVING = frozenset({DRAINS, "overloaded", "queue_timeout"})
 # Error codes of a replica that failed with the request.
 FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_error"})
 # The usage of a stream is in one of its last pieces.
@@ -121,7 +122,12 @@ class StreamRelay:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
         if delta.error in LEAVING or delta.error in FAILED:  # another replica can go on
             is_suspect = delta.error in FAILED
-            raise ReplicaFault(f"error {delta.error}", is_suspect=is_suspect, cause="error")
+            raise ReplicaFault(
+                f"error {delta.error}",
+                is_suspect=is_suspect,
+                is_drain=delta.error == DRAINS,
+                cause="error",
+            )
         if delta.cursor is None:
             return 0
         num_tokens = len(delta.cursor.output_ids)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import pytest
 from bench.fleet.__main__ import _seconds, run, write
 from bench.fleet.clients import CASES, Case
 from bench.fleet.faults import KINDS
-from bench.fleet.processes import Replica
+from bench.fleet.processes import Replica, Router
 from tests.serve.preloaded import forked_children
 from tests.serve.running_server import children_of
 
@@ -58,6 +61,8 @@ def test_every_answer_equals_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -
     assert found["router"]["streamed_tokens_without_faults"] > 500
     assert sum(found["faults"][kind]["count"] for kind in KINDS) == 2
     assert found["machine"]["cores"] >= 1
+    assert (found["floor_s"]["streams"], found["slow_reads"]) == (2 * 4, 0)
+    assert 0 < found["floor_s"]["p50"] <= found["floor_s"]["p99"] <= found["floor_s"]["max"]
 
 
 def test_a_run_replaces_that_of_as_many_streams(tmp_path: Path) -> None:
@@ -72,6 +77,35 @@ def test_a_run_replaces_that_of_as_many_streams(tmp_path: Path) -> None:
     assert {name: run["done"] for name, run in found["runs"].items()} == {"300": 2, "1000": 3}
     assert found["runs"]["1000"]["beside"] == old["beside"]
     assert "beside" not in found["runs"]["300"]
+
+
+def test_a_counter_that_does_not_come_is_read_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first connection is never answered."""
+    monkeypatch.setattr("bench.fleet.processes._ANSWER_S", 0.05)
+    router = object.__new__(Router)
+    router._process, router.num_slow_reads = subprocess.Popen(["sleep", "60"]), 0
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as thread:
+        router.port = listening.getsockname()[1]
+
+        def answer() -> None:
+            silent = listening.accept()[0]
+            connection = listening.accept()[0]
+            connection.recv(1000)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na 3\n")
+            connection.close()
+            silent.close()
+
+        answering = thread.submit(answer)
+        try:
+            assert router.metrics() == {"a": 3.0}
+        finally:
+            router._process.kill()
+            router._process.wait()
+        answering.result()
+    assert router.num_slow_reads == 1
+    assert "did not answer /metrics" in capsys.readouterr().err
 
 
 def test_both_runs_fit_into_the_time_that_is_left() -> None:

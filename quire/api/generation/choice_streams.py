@@ -11,13 +11,12 @@ import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import cast
 
 from msgspec import structs
 
 from quire.api.engine_protocol import Engine
-from quire.api.generation.prompt_admission import PromptAdmission
+from quire.api.generation.prompt_admission import PromptAdmission, senders
 from quire.api.generation.usage import (
     PLAIN_USAGE,
     Timings,
@@ -42,13 +41,14 @@ from quire.obs.metrics import Metrics
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One prompt of a request. echo: text that precedes its choices. first: its first token, with a
-    log-probability of NaN, if the echo has log-probabilities."""
+    log-probability of NaN, if the echo has log-probabilities. terms: None: the request's."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     echo: str = ""
     first: TokenText | None = None
     text_rules: TextRules = PLAIN_TEXT
+    terms: SchedulingParams | None = None
 
     @property
     def nums_logprobs(self) -> tuple[int | None, int | None]:
@@ -207,7 +207,7 @@ class ChoiceStreams:
             return self._run(0, self.prompts[0])
         admission = PromptAdmission(self._engine.card.queue_timeout_s)
         most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
-        sends = [partial(self._run, at, prompt) for at, prompt in enumerate(self.prompts)]
+        sends = senders(self._run, self.prompts, self._terms)
         return interleaved([admission.run(send) for send in sends], max_runs=most)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -219,7 +219,7 @@ class ChoiceStreams:
             request_id=self._id_of(at),
             first_stream=first,
             cache_salt=self._cache_salt,
-            terms=self._terms,
+            terms=prompt.terms or self._terms,
             text_rules=prompt.text_rules,
         )
         async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:

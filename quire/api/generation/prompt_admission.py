@@ -4,18 +4,21 @@ The engine admits each prompt by itself, so it may refuse some of many while oth
 prompt waits here until another one has begun or ended, or for a moment, since other requests leave
 room as well, and is sent again: a request is not refused halfway. The request is refused if a
 prompt is refused while no other one of the request is sent, and before any of it is computed; it
-ends if a prompt waits here for longer than the queue's timeout. Knows no engine. Always holds:
-prompts are sent again one at a time, in the order of their refusals.
+ends if a prompt waits, here and in the queue together, for longer than the queue's timeout. Knows
+no engine. Always holds: prompts are sent again one at a time, in the order of their refusals.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from quire.base.errors import OverloadedError, QueueTimedOut, TenantLimit
+from quire.base.scheduling_params import SchedulingParams
 
 T = TypeVar("T")
 
@@ -36,18 +39,22 @@ class PromptAdmission:
         self._refused: dict[asyncio.Event, None] = {}  # in order
         self._retry: asyncio.TimerHandle | None = None
 
-    async def run(self, send: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Yield the items of one prompt, which `send` sends.
+    async def run(
+        self, send: Callable[[float], AsyncGenerator[T, None]]
+    ) -> AsyncGenerator[T, None]:
+        """Yield the items of one prompt, which `send` sends; it is given the seconds for which the
+        prompt has waited here, since the queue's timeout counts them, too.
 
         Raises what `send` raises; refusals for lack of room only before the engine has admitted a
         prompt of the request. Raises QueueTimedOut.
         """
-        has_begun, sent_s = False, asyncio.get_running_loop().time()
+        has_begun, loop = False, asyncio.get_running_loop()
+        sent_s, waited_s = loop.time(), 0.0
         while True:
             refusal: OverloadedError | None = None
             self._num_sent += 1
             try:
-                async with aclosing(send()) as items:
+                async with aclosing(send(waited_s)) as items:
                     async for item in items:
                         if not has_begun:
                             has_begun = self._has_begun = True
@@ -64,6 +71,7 @@ class PromptAdmission:
                     self._wake_next()
             assert refusal is not None, "else it has ended"
             await self._wait(refusal, sent_s)
+            waited_s = loop.time() - sent_s
 
     async def _wait(self, refusal: OverloadedError, sent_s: float) -> None:
         """Wait until the prompt may be sent again. sent_s: when it was first sent.
@@ -104,3 +112,17 @@ class PromptAdmission:
         self._retry = None
         self._wake_next()
         self._retry_later()
+
+
+def senders(
+    run: Callable[[int, Any], AsyncGenerator[T, None]],
+    prompts: Sequence[Any],
+    terms: SchedulingParams,
+) -> list[Callable[[float], AsyncGenerator[T, None]]]:
+    """Return what sends each prompt with the seconds for which it has waited here."""
+
+    def send(at: int, waited_s: float) -> AsyncGenerator[T, None]:
+        waited = replace(terms, waited_ms=1000 * waited_s) if waited_s else None
+        return run(at, replace(prompts[at], terms=waited))
+
+    return [partial(send, at) for at in range(len(prompts))]

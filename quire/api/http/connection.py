@@ -131,7 +131,7 @@ OPEN_CONNECTIONS = ConnectionTable()
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds. Created by uvicorn for each connection.
 
-    dialect: writes refusals, since the path is not known yet.
+    dialect: writes refusals, since the path is not known yet. waiting: its WaitingConnections.
     """
 
     _head_bytes = 0
@@ -143,14 +143,16 @@ class Connection(HttpToolsProtocol):
     _disconnected: asyncio.Future[None] | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
+        self._dialect, self._waiting = dialect, options.pop("waiting", None)
         super().__init__(*args, **options)
-        self._dialect = dialect
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
         super().connection_made(transport)
         self._await_head()
         OPEN_CONNECTIONS.add(self, ConnectionState.HEAD)
+        if self._waiting is not None and self._waiting.poll(0):
+            self._waiting.accept()
 
     def evict(self) -> None:
         """Close the connection in favour of a new one."""

@@ -84,7 +84,7 @@ def make_requests(
             sampling=resolved,
             stop_ids=stop_ids,
             max_total_tokens=len(prompt) + limit,
-            arrival_ms=arrival_ms,
+            arrival_ms=arrival_ms - terms.waited_ms,
             cache_salt=cache_salt,
             rules=rules,
             tenant=terms.tenant,

@@ -21,8 +21,13 @@ class QueueTimeout:
 
     def note(self, sequence: SequenceState) -> None:
         """Add a new request."""
-        if self._limit_ms:
-            self._waiting.append(sequence)
+        if not self._limit_ms:
+            return
+        waiting, place = self._waiting, len(self._waiting)
+        # One that has waited elsewhere before, such as a prompt of a list, came before others.
+        while place and waiting[place - 1].request.arrival_ms > sequence.request.arrival_ms:
+            place -= 1
+        waiting.insert(place, sequence)
 
     def overdue(self, now_ms: float) -> list[SequenceState]:
         """Return those that have waited too long, each once."""

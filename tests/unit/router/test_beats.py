@@ -14,7 +14,7 @@ from quire.router import beats as beats_module
 from quire.router.beats import Beats
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
-from quire.routing.beat_gaps import MIN_SILENT_S
+from quire.routing.beat_gaps import MIN_SILENT_S, AwakeTime
 from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
 
@@ -23,7 +23,7 @@ def test_events_are_read_however_they_are_cut_and_others_are_a_fault() -> None:
     async def story() -> None:
         said = list[Any]()
         beats, exchange = (
-            Beats(said.append),
+            Beats(said.append, AwakeTime()),
             Exchange(asyncio.get_running_loop(), may_be_stale=False),
         )
         raw = b':\n\ndata: {"ok":false,"state":"restarting","reason":"r","more":1}\n\n:\n\n'
@@ -178,7 +178,7 @@ def test_a_second_connection_that_fails_is_opened_again_after_growing_times(
             return silent
 
         with pytest.raises(ReplicaFault, match="sent nothing for 10 s"):
-            await Beats(lambda health: None).follow(connect)
+            await Beats(lambda health: None, AwakeTime()).follow(connect)
         return [after_s - before_s for before_s, after_s in pairwise(times[1:])]
 
     waits = run_virtual(story(), tick_s=TICK_S)

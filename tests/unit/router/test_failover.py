@@ -243,6 +243,52 @@ def test_full_replicas_are_passed_over_and_their_refusal_returned_at_last() -> N
     run([first, second], story)
 
 
+@pytest.mark.parametrize("in_queue", [False, True])
+def test_a_stream_whose_only_equal_replica_is_full_ends_after_the_time_to_resume(
+    in_queue: bool,
+) -> None:
+    """It refuses the stream, or has it wait and ends it by the queue's timeout, each time."""
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 3
+    second.health |= {"ok": False, "state": "draining"}
+    if in_queue:
+        second.says, second.fails_after = ERROR_EVENT % b"" + ENDED % b"queue_timeout", 0
+    else:
+        second.status, second.body = 503, b'{"error":{"code":"overloaded"}}'
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(stream(router))
+        await _until(lambda: router.fleet.num_waiting == 1)
+        first.health |= {"ok": False, "state": "draining"}
+        second.health |= {"ok": True, "state": "ready"}
+        body = (await answering)[2]
+        error = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+        assert error["code"] == "stream_broken"
+        assert "have refused it for 2 s" in error["message"]
+        assert ("queue_timeout" if in_queue else "503 overloaded") in error["message"]
+        assert router.count('quire_router_broken_streams_total{reason="refused"}') == 1
+
+    run([first, second], story, resume_s=2.0)
+    assert second.requests
+
+
+def test_a_drain_gives_a_stream_the_time_to_resume_again() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after, second.gate = 3, asyncio.Event()
+    second.says, second.fails_after = ERROR_EVENT % b"" + ENDED % b"shutting_down", 0
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(second.requests) == 1)
+        await asyncio.sleep(3.0)  # in its queue
+        first.fails_after = None
+        assert second.gate is not None
+        second.gate.set()
+        assert (await answering)[2] == ANSWER
+
+    run([first, second], story, resume_s=2.0, stall_s=60.0)
+
+
 def test_anthropic_s_own_status_of_a_full_server_is_no_failure() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.status, first.body = 529, b'{"type":"error","error":{"type":"overloaded_error"}}'

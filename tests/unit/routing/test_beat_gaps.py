@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.routing.beat_gaps import MIN_SILENT_S, BeatGaps
+from quire.routing.beat_gaps import MIN_SILENT_S, AwakeTime, BeatGaps
 
 
 def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
@@ -18,7 +18,7 @@ def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
     gaps.note(now_s := now_s + 0.3)
     assert gaps.limit_s(2.0) == pytest.approx(0.9)
     assert gaps.limit_s(0.8) == 0.8, "no longer than without beats"
-    gaps.note(now_s := now_s + 5.0)
+    gaps.note(now_s := now_s + 2.5)
     assert gaps.limit_s(2.0) == 2.0
     for _ in range(350):
         now_s += 0.1
@@ -26,3 +26,22 @@ def test_what_is_usual_is_the_longest_gap_of_some_time() -> None:
     assert gaps.limit_s(2.0) == MIN_SILENT_S, "that was long ago"
     gaps.clear()
     assert (gaps.last_s, gaps.limit_s(2.0)) == (0.0, 2.0)
+
+
+def test_a_stop_is_no_gap_of_a_process_that_works() -> None:
+    gaps = BeatGaps()
+    for now_s in (100.0, 100.1, 101.0, 101.2, 102.0, 110.0, 110.1):
+        gaps.note(now_s)
+    assert gaps.limit_s(20.0) == pytest.approx(3 * 0.9)
+
+
+def test_time_in_which_the_reader_was_busy_is_no_gap_and_no_silence() -> None:
+    time, gaps, now_s = AwakeTime(), BeatGaps(), 100.0
+    for number in range(50):
+        planned_s = now_s = now_s + 0.1
+        if number in (20, 40):
+            now_s += 0.9  # its event loop was busy, and reads the beats of that time at once
+        time.tick(planned_s, now_s)
+        gaps.note(time.of(now_s))
+    assert gaps.limit_s(2.0) == MIN_SILENT_S
+    assert time.of(now_s + 0.5) - gaps.last_s == pytest.approx(0.5)

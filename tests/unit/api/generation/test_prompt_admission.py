@@ -31,10 +31,14 @@ class _Engine:
         self.num_running = 0
         self.num_begun = 0
         self.num_sent = 0
+        self.waited_s: list[float] = []
         self.refusal: Callable[[], QuireError] = lambda: OverloadedError("full", retry_after_s=2.0)
 
-    async def prompt(self, number: int, num_turns: int) -> AsyncGenerator[int, None]:
+    async def prompt(
+        self, number: int, num_turns: int, waited_s: float
+    ) -> AsyncGenerator[int, None]:
         self.num_sent += 1
+        self.waited_s.append(waited_s)
         await asyncio.sleep(0)
         if self.num_running >= self.room:
             raise self.refusal()
@@ -83,7 +87,9 @@ def test_a_refusal_for_another_reason_is_final() -> None:
     assert engine.num_running == 0
 
 
-async def _held(engine: _Engine, go_on: asyncio.Event) -> AsyncGenerator[int, None]:
+async def _held(
+    engine: _Engine, go_on: asyncio.Event, waited_s: float
+) -> AsyncGenerator[int, None]:
     """A prompt of the request that has begun, and runs until `go_on` is set."""
     engine.num_running += 1
     try:
@@ -143,6 +149,8 @@ def test_a_prompt_waits_no_longer_than_in_the_queue_and_nothing_goes_on_after_th
                 pass
         assert refused.value.retry_after_s == 2.0
         waited_s, num_sent = loop.time() - began_s, engine.num_sent
+        assert engine.waited_s == sorted(engine.waited_s), "each time it has waited for longer"
+        assert (engine.waited_s[0], round(engine.waited_s[-1] / 0.25)) == (0.0, 11)
         await asyncio.sleep(10)
         assert (engine.num_sent, engine.num_running) == (num_sent, 0)
         return waited_s

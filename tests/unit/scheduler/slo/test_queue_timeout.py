@@ -46,6 +46,17 @@ def test_a_request_at_the_queue_timeout_is_ended_with_both_numbers() -> None:
     assert found.scheduler.check_integrity() == []
 
 
+def test_a_request_that_has_waited_elsewhere_is_ended_before_those_that_came_earlier() -> None:
+    found = harness()
+    add(found, "runs")
+    found.step()
+    add(found, "waits", arrival_ms=50.0)
+    add(found, "again", arrival_ms=10.0)
+    assert expired(found, 109.0) == []
+    assert expired(found, 110.0) == [("again.0",)]
+    assert expired(found, 150.0) == [("waits.0",)]
+
+
 def test_running_and_preempted_requests_are_never_ended() -> None:
     found = harness()
     add(found, "runs")
