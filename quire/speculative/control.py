@@ -7,7 +7,7 @@ compute it where a draft model does. What a number of drafts adds is no multiple
 numbers are compared. Where drafts lost time lately, as it was measured, none are made for a while.
 Where none pays, one is tried at times, so that a better regime is noticed soon. A function of
 counts and times that are given: no clock. Always holds: no choice changes an answer; what is tried
-against the prices takes at most PROBE_SHARE of the time.
+against the prices takes, as predicted, at most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time.
 """
 
 from __future__ import annotations

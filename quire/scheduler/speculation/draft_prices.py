@@ -84,7 +84,7 @@ class DraftPrices:
         self._untried_at = 0  # how many times are to be noted before more positions are tried
         # The last answers, and to what.
         self._plain_key, self._plain_ms = (0, 0), 0.0
-        self._key: tuple[int, int, float, int] | None = None
+        self._key: tuple[int, int, float, float, int] | None = None
         self._added_ms: Float64s = np.zeros(2)
 
     def note_plain(self, num_rows: int, ms: float) -> None:
@@ -141,6 +141,7 @@ class DraftPrices:
         """Note that no drafts were worth their price."""
         self._pace.num_noted += 1
         self._prompts_ms *= FADE
+        self.after_ms *= FADE
 
     def known_plain_ms(self, num_rows: int) -> float:
         """Return what steps of about so many rows take without drafts; 0: too few were measured."""
@@ -176,7 +177,7 @@ class DraftPrices:
         further position, by the cost model.
         """
         self._make(slope_ms)
-        key = (num_positions, num_drafts, plain_ms, self._made_at)
+        key = (num_positions, num_drafts, plain_ms, self.after_ms, self._made_at)
         if not plain_ms or key != self._key:
             self._key, self._added_ms = key, self._computed(*key[:3], slope_ms)
         return self._added_ms

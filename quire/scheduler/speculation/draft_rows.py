@@ -28,6 +28,7 @@ from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
+from quire.scheduler.speculation.step_curve import bucket_of
 from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
@@ -38,6 +39,9 @@ MAX_PREDICTED = 16
 PLAIN_STEPS, SETTLING_MS, MAX_PLAIN_STEPS = 2, 3.0, 8
 # So many are timed after these.
 TIMED_STEPS = 2
+# Where no step of about as many rows was timed, steps without drafts are made once in so many
+# steps: prompts may come between them, so that none is timed.
+FIRST_RUN_EVERY = 128
 NEVER = 1 << 62  # a step that does not come
 
 
@@ -104,6 +108,7 @@ class DraftRows(StepExtension):
         self._after_ms: float | None = None
         self._asked_step = 0  # the last for which drafts were asked for
         self._known_rows = 0  # steps of so many without drafts were timed
+        self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.was_used = False
@@ -232,7 +237,7 @@ class DraftRows(StepExtension):
             return
         rows = Rows(*step.builder.joined_rows())
         self._num_timed, self.noted_from = TIMED_STEPS, 0
-        if (plain_steps := self._steps_to_time(rows)) > 0:
+        if (plain_steps := self._steps_to_time(rows, step.builder.step)) > 0:
             self._plain_due, self._plain_left = 0, plain_steps - 1
             return
         limits = self._limits(rows.slot_index, rows.ends)
@@ -453,8 +458,8 @@ class DraftRows(StepExtension):
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
         return np.maximum(limits, np.int32(0))
 
-    def _steps_to_time(self, rows: Rows) -> int:
-        """Return how many steps from this one on have no drafts, so that they can be timed: because
+    def _steps_to_time(self, rows: Rows, step: int) -> int:
+        """Return how many steps from `step` on have no drafts, so that they can be timed: because
         as many are due, or none of so many rows was timed."""
         self._plain_due += self._source.takes_plain_step()
         if self._plain_due >= self._plain_steps:
@@ -464,9 +469,15 @@ class DraftRows(StepExtension):
             return 0
         step_ms = self._prices.known_plain_ms(num_rows)
         self._known_rows = num_rows * (step_ms > 0.0)
-        settling_steps = int(SETTLING_MS / max(step_ms or self._one_each_ms(rows.ends), 1e-3))
+        settling_steps = 0  # where plans overlap, the first that follows another is timed
+        if not self._overlaps:
+            settling_steps = int(SETTLING_MS / max(step_ms or self._one_each_ms(rows.ends), 1e-3))
         self._plain_steps = min(PLAIN_STEPS + settling_steps, MAX_PLAIN_STEPS) + self._overlaps
-        return 0 if step_ms else self._plain_steps + TIMED_STEPS - 1
+        bucket = bucket_of(num_rows)
+        if step_ms or step < self._first_runs.get(bucket, -FIRST_RUN_EVERY) + FIRST_RUN_EVERY:
+            return 0
+        self._first_runs[bucket] = step
+        return self._plain_steps + TIMED_STEPS - 1
 
     def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
         """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at

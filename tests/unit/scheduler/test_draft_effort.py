@@ -321,3 +321,20 @@ def test_wrong_drafts_end_with_prompts_in_all_steps_too(*, has_prompts: bool) ->
             case.num_drafts = 0
         case.turn()
     assert 0 < case.num_drafts <= 10 * 4 * MAX_DRAFTS
+
+
+class RightWithSpare(Case):
+    """Right drafts beside short prompts."""
+
+    counts, spare = False, 4
+
+
+def test_prompts_between_short_steps_do_not_keep_drafts_away() -> None:
+    """Every second step has a prompt, so that steps without drafts are never timed in turn."""
+    case = RightWithSpare(1, Repeats(finds=True), FixedControl(MAX_DRAFTS), step_ms=0.4)
+    num_steps = 256
+    for number in range(num_steps):
+        if number % 2:
+            case.add([20 + number % 70, *range(2, 12)], max_total_tokens=12)
+        case.turn()
+    assert case.num_drafts >= 0.8 * num_steps * MAX_DRAFTS

@@ -228,14 +228,16 @@ def test_what_later_steps_take_longer_is_part_of_the_price() -> None:
     for _ in range(8):
         prices.note_plain(1, 1.0)
     assert prices.excess_ms(1, 1.5) == 0.0  # before the points are made
-    before = added(prices, 1, 1)
+    before = prices.added_ms(1, 1, 1.0, SLOPE_MS)[1]
     assert prices.excess_ms(1, 1.5) == pytest.approx(0.5)
     assert prices.excess_ms(1, 9.0) == pytest.approx(2.0)  # something else held it up
     for _ in range(64):
         prices.note_after(0.5)
-    prices.note_plain(1, 2.0)  # another price, so that the last answer is not kept
     assert prices.after_ms == pytest.approx(0.5, abs=0.01)
-    assert prices.added_ms(1, 1, 0.0, SLOPE_MS)[1] > before + 0.4
+    assert prices.added_ms(1, 1, 1.0, SLOPE_MS)[1] > before + 0.4
+    for _ in range(256):
+        prices.fade()
+    assert 0.0 < prices.after_ms < 0.1
     for _ in range(64):
         prices.note_after(-0.1)
     assert prices.after_ms == 0.0

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.speculative.control import (
+    FIRST_PROBE_STEPS,
     NEW_PROBE_SHARE,
     AdaptiveControl,
     Passes,
@@ -232,4 +233,5 @@ def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
     lengths = [
         int(control.limits(np.zeros(1, np.intp), ints(MAX_DRAFTS), dear)[0]) for _ in range(2000)
     ]
-    assert 0 < len([length for length in lengths if length]) <= 2000 * NEW_PROBE_SHARE
+    tried_steps = sum(1.5 + 0.1 * (length - 1) for length in lengths if length)
+    assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * NEW_PROBE_SHARE
