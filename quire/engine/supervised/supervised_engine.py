@@ -66,7 +66,7 @@ class Wakers(Protocol):
     async def wake(self, text_side: TokenizerSide | None = None) -> EngineClient:
         """Return a client of the next engine once it is ready. Raises QuireError."""
 
-    def end_spare(self) -> None:
+    async def end_spare(self) -> None:
         """End the process that waits, if there is one."""
 
 
@@ -241,7 +241,7 @@ class SupervisedEngine(CallEngine):
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
         if self._wakers is not None:
-            self._wakers.end_spare()
+            await self._wakers.end_spare()
         self._fault = self._fault or WorkerError("the engine was closed")
         self._changed.set()
         if self._ending is not None:

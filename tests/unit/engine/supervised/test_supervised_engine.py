@@ -365,7 +365,7 @@ class FakeWakers:
         self.text_side = text_side
         return self.client
 
-    def end_spare(self) -> None:
+    async def end_spare(self) -> None:
         self.num_spares = 0
 
 
