@@ -298,7 +298,9 @@ class SupervisedEngine(CallEngine):
     async def _sleep_until_woken(self, wakers: Wakers) -> None:
         await self._has_ended.wait()
         try:
-            await asyncio.wait_for(self._to_wake.wait(), _SPARE_AFTER_S)
+            # wait_for of Python 3.11 loses a cancellation that comes with the wake.
+            async with asyncio.timeout(_SPARE_AFTER_S):
+                await self._to_wake.wait()
         except TimeoutError:
             wakers.prepare()
             await self._to_wake.wait()

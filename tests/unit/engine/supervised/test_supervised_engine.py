@@ -412,6 +412,22 @@ def test_a_short_sleep_starts_no_further_process() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_closing_ends_an_engine_that_begins_to_wake(num_turns: int) -> None:
+    """The cancellation may come in the turn of the event loop in which the wait has ended."""
+
+    async def test() -> None:
+        engine = await asleep(FakeWakers(FakeClient()))
+        await asyncio.sleep(0)  # its supervision waits for the wake
+        engine.begin_waking()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(engine.close(), 10.0)
+        assert not engine.dead.is_set()
+
+    run(test)
+
+
 def test_closing_ends_what_waits_for_an_engine() -> None:
     async def test() -> None:
         first = FakeClient()
