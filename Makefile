@@ -50,7 +50,8 @@ gpu: $(STAMP)-gpu  ## the GPU's kernels and executor, without a GPU (installs Py
 
 nixl: $(STAMP)-nixl  ## KV blocks through the NIXL library (without a GPU)
 	@$(BIN)/python -m pytest tests/unit/transfer/links/test_nixl.py \
-		tests/exact/test_disaggregation.py tests/exact/test_disaggregation_and_store.py -k nixl
+		tests/exact/test_disaggregation.py tests/exact/test_disaggregation_and_store.py \
+		tests/exact/test_kills.py -k nixl
 
 fuzz: $(STAMP)-fuzz  ## requests made of the API's own document, against a live server
 	@$(BIN)/python -m pytest -m fuzz tests/fuzz

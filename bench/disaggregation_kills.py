@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,12 +69,14 @@ class Side:
     engine: ForkedEngine | None = None
     first: Holdings | None = None  # after its first round
     last: Holdings | None = None  # after its last round
+    process_ids: set[int] = field(default_factory=set)  # of all its processes
     blocks: Counter[str] = field(default_factory=Counter)  # that came to all its processes
 
     def start(self) -> ForkedEngine:
         """Start it, if it does not run."""
         if self.engine is None:
             self.engine = ForkedEngine({**self.settings, "role": self.role})
+            self.process_ids.add(self.engine.process_id)
             self.first = None
         return self.engine
 
@@ -322,22 +325,47 @@ def run_engines(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "problems": drill.problems,
         "rounds": dict(drill.num_rounds),
         "compared_answers": drill.num_answers,
+        "process_ids": {whole.process_id}.union(*(side.process_ids for side in sides.values())),
         "blocks": {
             name: sum(one.blocks[name] for one in sides.values()) for name in ("received", "stored")
         },
     }
 
 
-def _shared_memory() -> set[str]:
-    """Return the names of shared memory of this machine: of files, and of System V's segments."""
-    segments = Path("/proc/sysvipc/shm")
-    lines = segments.read_text().splitlines()[1:] if segments.exists() else []
-    return {*os.listdir("/dev/shm"), *(f"segment {line.split()[1]}" for line in lines)}
+class SharedMemory:
+    """The files and the System V segments of this machine's shared memory, as of now.
+
+    Other processes make some of them meanwhile. A segment names the process that made it; a file
+    does not, but those of others are open in them, and engines that have ended have none open."""
+
+    def __init__(self) -> None:
+        self._files = {path for path in Path("/dev/shm").iterdir() if path.is_file()}
+        segments = Path("/proc/sysvipc/shm")
+        lines = segments.read_text().splitlines()[1:] if segments.exists() else []
+        self._segments = {line.split()[1]: int(line.split()[4]) for line in lines}
+
+    def left(self, process_ids: Collection[int]) -> list[str]:
+        """Return what is there by now of these processes, which have ended."""
+        now = SharedMemory()
+        segments = now._segments.items() - self._segments.items()
+        new = sorted(f"segment {name}" for name, creator in segments if creator in process_ids)
+        return new + sorted(path.name for path in now._files - self._files if not _is_open(path))
+
+
+def _is_open(file: Path) -> bool:
+    """Whether a process of this user has a file mapped or open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or one that ends now
+            if str(file) in (process / "maps").read_text():
+                return True
+            if any(one.readlink() == file for one in (process / "fd").iterdir()):
+                return True
+    return False
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Make all kills; return the result."""
-    shared_before = _shared_memory()
+    shared = SharedMemory()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "temporary").mkdir()
@@ -349,8 +377,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         left = sorted(path.name for path in (folder / "temporary").iterdir())
         if left:
             result["problems"].append(f"left in the directory of temporary files: {left}")
-    if new := _shared_memory() - shared_before:
-        result["problems"].append(f"left in shared memory: {sorted(new)}")
+    if new := shared.left(result.pop("process_ids")):
+        result["problems"].append(f"left in shared memory: {new}")
     of = "servers" if args.servers else "engines and store" if args.store else "engines"
     about = {"kills": args.kills, "of": of, "backend": args.backend, "seed": args.seed}
     return {**about, **result}

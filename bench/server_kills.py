@@ -37,6 +37,7 @@ class Side:
     folder: Path
     server: Server | None = None
     holdings: list[tuple[int, int]] = field(default_factory=list)
+    process_ids: set[int] = field(default_factory=set)  # of all its servers and engines
 
     def start(self) -> Server:
         """Start it, if it does not run."""
@@ -46,6 +47,7 @@ class Side:
             sizes += ("--kv-touch-ahead", "0", "--kv-transfer-timeout", "10", "--access-log", "off")
             cores = sorted(os.sched_getaffinity(0))
             self.server = Server(self.model, self.folder, cores[:1], *key, *sizes)
+            self.process_ids |= {self.server.pid, self.server.engine_pid}
             self.holdings.clear()
         return self.server
 
@@ -136,6 +138,7 @@ def run_servers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Make all kills of servers; return the result."""
     chance, problems = random.Random(args.seed), list[str]()
     whole = Server(args.model, folder, sorted(os.sched_getaffinity(0))[-1:])
+    process_ids = {whole.pid, whole.engine_pid}
     prefill, decode = (Side(role, args.model, folder) for role in ("prefill", "decode"))
     began_s = time.monotonic()
     try:
@@ -154,4 +157,5 @@ def run_servers(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if side.server is not None:
                 side.server.end()
         whole.end()
-    return {"seconds": seconds, "problems": problems}
+    process_ids |= prefill.process_ids | decode.process_ids
+    return {"seconds": seconds, "problems": problems, "process_ids": process_ids}

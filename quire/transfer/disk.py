@@ -60,6 +60,7 @@ class DiskStore:
         try:
             self._open_segments()
         except OSError as error:
+            self.close()
             raise unusable(folder.path, error) from error
 
     def room(self, place: int) -> None:

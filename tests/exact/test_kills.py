@@ -6,13 +6,16 @@ with SIGKILL. It is a process of its own, because it forks.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from bench.disaggregation_kills import SharedMemory
 from tests.exact.test_disaggregation import nixl_is_installed
 from tests.tiny_models import write_tiny_llama
 
@@ -42,3 +45,24 @@ def test_engines_and_a_store_that_are_killed_leave_nothing(tmp_path: Path, backe
     assert len(result["rounds"]) == 3, "engines of each role hand over or fetch"
     assert result["compared_answers"] >= 3
     assert min(result["blocks"].values()) > 0, result["blocks"]  # both ways were used
+
+
+def test_shared_memory_of_others_is_not_taken_for_what_engines_left() -> None:
+    library = ctypes.CDLL(None)
+    before = SharedMemory()
+    number = library.shmget(0, 4096, 0o600)  # private
+    if number < 0:
+        pytest.skip("this system has no segments of System V")
+    file = Path("/dev/shm") / f"quire-test-kills-{os.getpid()}"
+    segment = f"segment {number}"
+    try:
+        assert segment in before.left({os.getpid()})
+        assert segment not in before.left({os.getppid()})
+        assert segment not in SharedMemory().left({os.getpid()})
+        with file.open("xb"):
+            assert file.name not in before.left(())
+        assert file.name in before.left(())
+        assert file.name not in SharedMemory().left(())
+    finally:
+        file.unlink(missing_ok=True)
+        library.shmctl(number, 0, None)  # IPC_RMID

@@ -132,7 +132,8 @@ class Recorder:
             if self._is_stopped and not self._num_open:
                 return
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
             except TimeoutError:
                 yield b""
 

@@ -8,8 +8,8 @@ is refused before a byte is packed), then weights, cache, and a warm-up.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
@@ -29,7 +29,7 @@ from quire.engine.assembly.scheduler_factory import make_scheduler, scheduler_li
 from quire.engine.assembly.sized_model import SizedModel, loaded_executor, prefault, sized_model
 from quire.engine.assembly.vocabulary import model_tokenizer, model_vocabulary
 from quire.engine.assembly.warm_up import measure_cost, warm_up
-from quire.engine.core import EngineCore, Inbox
+from quire.engine.core import EngineCore, Inbox, error_fields
 from quire.engine.grammars import Grammars
 from quire.engine.mask_waits import TimedMaskWaits
 from quire.engine.model_card import ModelCard
@@ -78,7 +78,7 @@ def assemble(
 
     `report` receives later errors that do not end the engine.
     """
-    with gguf_read_once(), ExitStack() as undo:
+    with gguf_read_once(), _undone_on_failure(report) as undo:
         record = None
         if config.executor.record_plans is not None:  # found out early: packing may take minutes
             record = undo.enter_context(open_record(user_path(config.executor.record_plans)))
@@ -110,12 +110,25 @@ def assemble(
             outside_ports=outside_ports,
             undo=undo,
         )
-        undo.pop_all()
         if trace is None:
             return engine
         descriptor, path = trace
         Log("engine").event("writing a trace", file=str(path))
         return replace(engine, trace=TraceFile(descriptor, engine.core.scheduler.history, report))
+
+
+@contextmanager
+def _undone_on_failure(report: Report) -> Iterator[ExitStack]:
+    """Yield a stack for what a start opens; it is closed where the start fails, with its error."""
+    undo = ExitStack()
+    try:
+        yield undo
+    except BaseException:
+        try:
+            undo.close()
+        except Exception as error:  # noqa: BLE001  the cause of the failure is raised
+            report("a part of an engine that failed to start was not closed", **error_fields(error))
+        raise
 
 
 def _assembled(

@@ -125,15 +125,19 @@ class ExchangePort:
         )
         if levels is not None or not config.cache.has_tier:
             return opened
-        own = open_tier(
-            folder,
-            config,
-            executor,
-            fingerprint=fingerprint,
-            clock=clock,
-            report=report,
-            exchange=exchange,
-        )
+        try:
+            own = open_tier(
+                folder,
+                config,
+                executor,
+                fingerprint=fingerprint,
+                clock=clock,
+                report=report,
+                exchange=exchange,
+            )
+        except BaseException:
+            mover.close()
+            raise
         assert isinstance(own.tier, TierBesideExchange), "opened with an exchange"
         assert isinstance(own.mover, TierMover), "of one store"
         pair = MoverPair(own.mover, mover, first=own.tier.first, on_lost=own.tier.forget_tier)
@@ -197,7 +201,6 @@ def _started(
 ) -> tuple[KVExchange, ModelCard]:
     addresses = [peer_address(peer) for peer in settings.kv_transfer_peer]
     engine_id = secrets.token_hex(8)
-    ways = _ways(settings, opened, engine_id)
     leases = LeaseBook(clock.now_ms, 1000.0 * settings.kv_transfer_timeout_s)
     assert scheduler.hand_overs is not None, "the scheduler has an ExchangeMap"
     own = OwnLoad(scheduler)
@@ -224,33 +227,38 @@ def _started(
         now_ms=clock.now_ms,
         report=report,
     )
+    ways = _ways(settings, opened, engine_id)
     exchange = KVExchange(
         handing=handing,
         fetching=fetching,
         block_bytes=card.block_bytes,
         shared=ways.to_close,
     )
-    if port.listening is not None:
-        opened.own_mover.on_saved = leases.saved
-        exchange.server = BlockServer(
-            port.listening,
-            security=port.security,
-            identity=_identity(card, engine_id, fingerprint, ways.handing),
-            leases=leases,
-            room=opened.store.room,
-            desk=handing,
-            shared=ways.shared,
-            report=report,
-        )
-    if settings.fetches:
-        fetching.client = BlockClient(
-            security=port.security,
-            identity=_identity(card, engine_id, fingerprint, ways.fetching),
-            room=opened.store.room,
-            wake=lambda: exchange.wake(),
-            openers=ways.openers,
-            timeout_s=settings.kv_transfer_timeout_s,
-        )
+    try:
+        if port.listening is not None:
+            opened.own_mover.on_saved = leases.saved
+            exchange.server = BlockServer(
+                port.listening,
+                security=port.security,
+                identity=_identity(card, engine_id, fingerprint, ways.handing),
+                leases=leases,
+                room=opened.store.room,
+                desk=handing,
+                shared=ways.shared,
+                report=report,
+            )
+        if settings.fetches:
+            fetching.client = BlockClient(
+                security=port.security,
+                identity=_identity(card, engine_id, fingerprint, ways.fetching),
+                room=opened.store.room,
+                wake=lambda: exchange.wake(),
+                openers=ways.openers,
+                timeout_s=settings.kv_transfer_timeout_s,
+            )
+    except BaseException:
+        exchange.close()
+        raise
     Log("engine").event(
         "KV blocks are exchanged",
         role=settings.role,
@@ -302,7 +310,11 @@ def _ways(settings: TransferConfig, opened: ExchangeStore, engine_id: str) -> _W
         to_close.append(opened.segment)
     if "nixl" in wanted:
         agent = NixlAgent(engine_id)
-        shared["nixl"] = agent.own(opened.memory)
+        try:
+            shared["nixl"] = agent.own(opened.memory)
+        except BaseException:
+            agent.close()
+            raise
         openers["nixl"] = agent.opener(opened.store.block_bytes)
         to_close.append(agent)
     return _Ways(

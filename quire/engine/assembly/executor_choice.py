@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 
 
 def import_executor(settings: ExecutorConfig) -> None:
-    """Import the modules of the executor, before there is a model; what fails is reported later."""
+    """Import the modules of the executor, before there is a model.
+
+    Whatever fails, as a library that is not installed or too little memory, the start imports them
+    again and reports it.
+    """
     modules = {"native": "native", "torch": "gpu.executor_class", "reference": "reference"}
-    with suppress(ImportError, OSError):
+    with suppress(Exception):
         import_module(f"quire.execute.{modules[settings.executor]}")
 
 

@@ -60,6 +60,8 @@ class StorePort:
         self.place: StorePlace = store_place(config.kv_store)
         self.seal: Seal = checksum
         self._files: StoreFiles | None = None
+        self._store: SharedStore | None = None  # once it is opened
+        self._disk: DiskStore | None = None  # likewise
         self._open: Callable[[int], SharedStore]
         if not self.place.port:
             files = self._files = StoreFiles(user_path(self.place.directory))
@@ -121,8 +123,9 @@ class StorePort:
             encoding=_PLAIN if encoding is None else encoding.number,
             seal=self.seal,
         )
+        self._store = self.open(HEAD_BYTES + entries.payload_bytes)
         shared = SharedLevel(
-            self.open(HEAD_BYTES + entries.payload_bytes),
+            self._store,
             entries,
             encoding=encoding,
             now_ms=clock.now_ms,
@@ -131,13 +134,16 @@ class StorePort:
         )
         disk, on_disk = None, ""
         if self._folder is not None:
-            files = DiskStore(
+            self._disk = DiskStore(
                 self._folder,
                 max_bytes=self._cache.kv_tier_bytes,
                 block_bytes=block_bytes,
                 fingerprint=fingerprint,
             )
-            disk, on_disk = DiskLevel(files, report), f"; a tier in {self._folder.path} before it"
+            disk, on_disk = (
+                DiskLevel(self._disk, report),
+                f"; a tier in {self._folder.path} before it",
+            )
         return Levels(
             shared=shared,
             disk=disk,
@@ -210,8 +216,12 @@ class StorePort:
         return self._open(entry_bytes)
 
     def close(self) -> None:
-        """Close a directory that was not opened as a store."""
-        if self._files is not None:
+        """Close the store and the disk tier before it, where the engine does not start."""
+        if self._disk is not None:
+            self._disk.close()
+        if self._store is not None:
+            self._store.close()
+        elif self._files is not None:
             self._files.close()
 
 

@@ -115,7 +115,12 @@ class OutsidePorts:
                 opened, core, card, self._config, fingerprint, clock, report
             )
         if self._store is not None:
-            client, card = self._store.start(opened, core, card, clock, report)
+            try:
+                client, card = self._store.start(opened, core, card, clock, report)
+            except BaseException:
+                if exchange is not None:
+                    exchange.close()
+                raise
             if exchange is not None:
                 exchange.fetching.levels = client.waiting
         sources = [one for one in (exchange, client) if one is not None]

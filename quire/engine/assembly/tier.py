@@ -105,9 +105,13 @@ def open_tier(
     make: Callable[..., TierMap] = TierMap
     if exchange is not None:
         make = partial(TierBesideExchange, exchange=exchange)
-    tier = make(store.num_blocks, store.tier, block_ms=block_ms, max_saving=max_saving)
-    tier.load(store.held())
-    mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
+    try:
+        tier = make(store.num_blocks, store.tier, block_ms=block_ms, max_saving=max_saving)
+        tier.load(store.held())
+        mover = TierMover(executor, store, now_ms=clock.now_ms, report=report)
+    except BaseException:
+        store.close()
+        raise
     return OpenTier(
         tier=tier,
         mover=mover,

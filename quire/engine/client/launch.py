@@ -104,6 +104,11 @@ class EngineProcess:
             self._popen.stdin.write(b"\n")
 
     @property
+    def can_begin(self) -> bool:
+        """Whether a spare process still runs and has its directory."""
+        return self.wait(0.0) is None and self._sockets.is_there
+
+    @property
     def process_id(self) -> int:
         """The operating system's number."""
         return self._popen.pid

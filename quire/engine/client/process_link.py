@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import zmq
 
+from quire.base.errors import WorkerError
 from quire.engine.client.launch import EngineProcess, SharedEngine
 from quire.engine.process.channel import (
     from_engine_wire,
@@ -29,15 +30,25 @@ _END_S = 5.0
 
 
 class ProcessLink:
-    """The client's end, in an event loop: messages and the process's end come as calls."""
+    """The client's end, in an event loop: messages and the process's end come as calls.
+
+    Raises WorkerError where its sockets cannot be opened; the process goes on."""
 
     def __init__(self, process: EngineProcess | SharedEngine) -> None:
         self._process = process
         self._context = zmq.Context(io_threads=1)
-        self._out = open_socket(self._context, zmq.PUSH)
-        self._out.bind(socket_address(process.folder, "in", process.client))
-        self._in = open_socket(self._context, zmq.PULL)
-        self._in.bind(socket_address(process.folder, "out", process.client))
+        try:
+            self._out = open_socket(self._context, zmq.PUSH)
+            self._out.bind(socket_address(process.folder, "in", process.client))
+            self._in = open_socket(self._context, zmq.PULL)
+            self._in.bind(socket_address(process.folder, "out", process.client))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise WorkerError(
+                f"the sockets of the engine process cannot be opened in {process.folder}: {error}; "
+                "something may have removed the directory (set TMPDIR to another one), or this "
+                "process may open too few files (ulimit -n)"
+            ) from error
         self._written, self._read = to_engine_wire(), from_engine_wire()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[FromEngine], None] | None = None

@@ -30,14 +30,25 @@ class SocketDirectory:
         parent = _parent()
         remove_abandoned(parent)
         for _ in range(_MAX_TRIES):
-            self.path = _make(parent)
-            self._lock = _hold(self.path / LOCK_FILE)
+            try:
+                self.path, self._lock = _make(parent)
+            except OSError as error:  # no descriptor or room is left, or it cannot be written to
+                raise SettingError(
+                    f"no directory for sockets can be made in {parent}: {error.strerror}; set "
+                    "TMPDIR to one that can be written to, with a path of at most "
+                    f"{_MAX_PARENT_BYTES} bytes"
+                ) from error
             if self._lock is not None:
                 return
         raise SettingError(
             f"no directory for sockets stays in {parent}: something removes each at once; set "
             "TMPDIR to another directory"
         )
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it still has its lock file: a service of the system may remove old files."""
+        return self._lock is not None and os.fstat(self._lock).st_nlink > 0
 
     def remove(self) -> None:
         """Remove the directory with everything in it."""
@@ -49,7 +60,10 @@ class SocketDirectory:
 
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's directories in `parent` that belong to servers no longer running."""
-    for directory in parent.glob(f"{PREFIX}*"):
+    directories: list[Path] = []
+    with contextlib.suppress(OSError):  # no descriptor is left; the next start removes them
+        directories = list(parent.glob(f"{PREFIX}*"))
+    for directory in directories:
         with contextlib.suppress(OSError):  # it is another user's, in use, or gone already
             if directory.lstat().st_uid != os.geteuid():
                 continue
@@ -69,14 +83,14 @@ def _parent() -> Path:
     return parent if len(os.fsencode(parent)) <= _MAX_PARENT_BYTES else Path("/tmp")
 
 
-def _make(parent: Path) -> Path:
+def _make(parent: Path) -> tuple[Path, int | None]:
+    """Make a directory and hold its lock (see _hold). Raises OSError, leaving none."""
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     try:
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    except OSError as error:
-        raise SettingError(
-            f"no directory for sockets can be made in {parent}: {error.strerror}; set TMPDIR to "
-            f"one that can be written to, with a path of at most {_MAX_PARENT_BYTES} bytes"
-        ) from error
+        return path, _hold(path / LOCK_FILE)
+    except OSError:
+        path.rmdir()  # which, unlike rmtree, needs no descriptor
+        raise
 
 
 def _hold(file: Path) -> int | None:

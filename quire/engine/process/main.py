@@ -1,10 +1,10 @@
 """The engine process: `main` with `--endpoint FOLDER`.
 
 Started by launch.py with the config as the first line of standard input; loads the model once there
-is a second line, which a spare process waits for. Ends on Stop, on a
-failure (exit code 1, after sending the reason and writing it to `--failure-fd`), and at once when
-its parent is gone: standard input ends with the parent, whatever ended it. Signals for a clean end
-go to the parent, which drains; this process ignores them.
+is a second line, which a spare process waits for. Ends on Stop, on a failure (exit code 1, after
+sending the reason and writing it to `--failure-fd`), and when its parent is gone: standard input
+ends with the parent, whatever ended it, and is watched once the modules are imported. Signals for a
+clean end go to the parent, which drains; this process ignores them.
 """
 
 from __future__ import annotations

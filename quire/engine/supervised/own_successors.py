@@ -74,35 +74,39 @@ class OwnSuccessors:
 
     async def wake(self, text_side: TokenizerSide | None = None) -> EngineClient:
         """Start the next engine after one that was ended. Raises what kept it from starting."""
-        self._process = self._taken_spare() or self._launched()
+        self._process = await self._taken_spare() or self._launched()
         client = await self._ready(text_side)
         self._restarts.served(_now_s())
         return client
 
-    def end_spare(self) -> None:
+    async def end_spare(self) -> None:
         """End the spare process, if there is one."""
-        if self._spare is not None:
-            self._spare.end(0.0)
-            self._spare = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            await asyncio.to_thread(spare.end, 0.0)
 
     def _launched(self, *, is_spare: bool = False) -> EngineProcess:
         cpus = self._process.cpus
         return launch_bound(self._config, self._logging, cpus, is_spare=is_spare)
 
-    def _taken_spare(self) -> EngineProcess | None:
-        """Return the spare process, which begins; None without one that is alive."""
+    async def _taken_spare(self) -> EngineProcess | None:
+        """Return the spare process, which begins; None without one that can."""
         spare = self._spare
         if spare is None:
             return None
-        if spare.wait(0.0) is not None:
-            self.end_spare()
+        if not spare.can_begin:
+            await self.end_spare()
             return None
         self._spare = None
         spare.begin()
         return spare
 
     async def _ready(self, text_side: TokenizerSide | None) -> EngineClient:
-        client = EngineClient.attach(self._process, self._config, watchdog_s=self._watchdog_s)
+        try:
+            client = EngineClient.attach(self._process, self._config, watchdog_s=self._watchdog_s)
+        except QuireError:
+            await asyncio.to_thread(self._process.end, 0.0)
+            raise
         try:
             await client.ready(text_side)  # it is closed where this raises QuireError
         except BaseException as error:

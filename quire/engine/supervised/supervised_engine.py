@@ -66,7 +66,7 @@ class Wakers(Protocol):
     async def wake(self, text_side: TokenizerSide | None = None) -> EngineClient:
         """Return a client of the next engine once it is ready. Raises QuireError."""
 
-    def end_spare(self) -> None:
+    async def end_spare(self) -> None:
         """End the process that waits, if there is one."""
 
 
@@ -241,7 +241,7 @@ class SupervisedEngine(CallEngine):
             self._supervising.cancel()
             await asyncio.gather(self._supervising, return_exceptions=True)
         if self._wakers is not None:
-            self._wakers.end_spare()
+            await self._wakers.end_spare()
         self._fault = self._fault or WorkerError("the engine was closed")
         self._changed.set()
         if self._ending is not None:
@@ -298,7 +298,9 @@ class SupervisedEngine(CallEngine):
     async def _sleep_until_woken(self, wakers: Wakers) -> None:
         await self._has_ended.wait()
         try:
-            await asyncio.wait_for(self._to_wake.wait(), _SPARE_AFTER_S)
+            # wait_for of Python 3.11 loses a cancellation that comes with the wake.
+            async with asyncio.timeout(_SPARE_AFTER_S):
+                await self._to_wake.wait()
         except TimeoutError:
             wakers.prepare()
             await self._to_wake.wait()

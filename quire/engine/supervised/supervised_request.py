@@ -60,7 +60,8 @@ async def has_died(life: Life, error: QuireError) -> bool:
     dead = life.client.dead
     if not dead.is_set() and isinstance(error, WorkerError):
         try:
-            await asyncio.wait_for(dead.wait(), _DEATH_S)
+            async with asyncio.timeout(_DEATH_S):
+                await dead.wait()
         except TimeoutError:
             return False
     return dead.is_set()

@@ -268,7 +268,10 @@ class NixlReader:
         self._agent.remove_reader(self._name, is_lost=self._is_lost)
 
     def _read(self, offset: int, buffer: Bytes) -> Bytes:
-        """Read a block, in the thread."""
+        """Read a block, in the thread; none once a read of the other agent has failed, so that
+        the blocks that are expected do not wait for READ_S each."""
+        if self._is_lost:
+            raise OSError("NIXL: an earlier read of this agent failed")
         if not 0 <= offset <= self._other.num_bytes - len(buffer):
             raise OSError(f"a block lies at {offset}, beyond {self._other.num_bytes} shared bytes")
         try:

@@ -32,6 +32,7 @@ PAGE = 4096
 SECRET_BYTES = 32
 # A mapping beyond the end of a file ends the process that reads it.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_CLOSED = -1  # in place of a descriptor
 NO_BYTES: Bytes = np.zeros(0, np.uint8)
 # How long a mapping outlives its last reader, and how often it is looked whether its engine still
 # lives: the memory of one that has ended is kept so much longer.
@@ -62,8 +63,10 @@ class OwnSegment:
         return Segment(os.getpid(), self._descriptor, self._num_bytes, self._secret)
 
     def close(self) -> None:
-        """Close the descriptor; the memory is freed with its last mapping."""
-        os.close(self._descriptor)
+        """Close the descriptor, once; the memory is freed with its last mapping."""
+        descriptor, self._descriptor = self._descriptor, _CLOSED
+        if descriptor != _CLOSED:
+            os.close(descriptor)
 
 
 class MappedSegment:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import os
@@ -15,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WorkerError
 from quire.config.groups import EngineConfig
 from quire.engine.client.launch import EngineProcess
+from quire.engine.client.process_link import ProcessLink
 from quire.engine.client.socket_directory import PREFIX, SocketDirectory
 
 
@@ -30,6 +32,10 @@ class Started:
 
     def wait(self, timeout_s: float | None = None) -> int:
         return 0
+
+
+def _still_runs(timeout_s: float | None = None) -> int:
+    raise subprocess.TimeoutExpired("the engine", 0.0)
 
 
 def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[EngineProcess, Started]:
@@ -69,6 +75,38 @@ def test_an_unwritable_directory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     with pytest.raises(SettingError, match="/nowhere"):
         EngineProcess.launch(EngineConfig())
+
+
+def test_a_directory_without_a_lock_file_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    """A process without descriptors can make a directory, and open nothing in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+
+    def none(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", none)
+    with pytest.raises(SettingError, match="Too many open files"):
+        SocketDirectory()
+    monkeypatch.undo()
+    assert not list(short_path.iterdir())
+
+
+def test_a_spare_process_without_its_directory_cannot_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Services like systemd-tmpfiles remove old files, also those of a process that waits."""
+    process, started = launched(monkeypatch)
+    monkeypatch.setattr(started, "wait", _still_runs)
+    assert process.can_begin
+    shutil.rmtree(process.folder)
+    assert not process.can_begin
+    with pytest.raises(WorkerError, match="removed the directory"):
+        ProcessLink(process)
+    monkeypatch.undo()
+    assert not process.can_begin
+    process.end(0)
 
 
 def test_no_usable_directory_is_an_error_that_names_the_variable(

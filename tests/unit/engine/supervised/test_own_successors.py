@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import LogSettings
 from quire.config.flags import engine_config
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.supervised import own_successors
+from quire.engine.supervised import restarts as restarting
 from quire.engine.supervised.own_successors import OwnSuccessors
 from quire.engine.supervised.restarts import Restarts
 
@@ -22,14 +23,11 @@ class FakeProcess:
         self.cpus = ()
         self.is_spare = is_spare
         self.has_begun = not is_spare
-        self.exit_code: int | None = None
+        self.can_begin = True
         self.has_ended = False
 
     def begin(self) -> None:
         self.has_begun = True
-
-    def wait(self, timeout_s: float) -> int | None:
-        return self.exit_code
 
     def end(self, timeout_s: float) -> None:
         self.has_ended = True
@@ -70,27 +68,46 @@ def test_a_wake_takes_the_spare_process(launched: list[FakeProcess]) -> None:
     asyncio.run(successors.wake())
     assert spare.has_begun
     assert not spare.has_ended
-    successors.end_spare()
+    asyncio.run(successors.end_spare())
     assert not spare.has_ended, "it is the engine now"
     asyncio.run(successors.wake())
     assert [one.is_spare for one in launched] == [True, False], "a spare serves once"
 
 
-def test_a_dead_spare_process_is_replaced(launched: list[FakeProcess]) -> None:
+def test_a_spare_process_that_cannot_begin_is_replaced(launched: list[FakeProcess]) -> None:
     successors = made()
     successors.prepare()
-    launched[0].exit_code = -9
+    launched[0].can_begin = False
     asyncio.run(successors.wake())
     assert launched[0].has_ended, "its directory is removed"
     assert [one.has_begun for one in launched] == [False, True]
 
 
 def test_a_server_that_ends_leaves_no_spare_process(launched: list[FakeProcess]) -> None:
-    successors = made()
-    successors.end_spare()
-    successors.prepare()
-    successors.end_spare()
+    async def check() -> None:
+        successors = made()
+        await successors.end_spare()
+        successors.prepare()
+        await successors.end_spare()
+
+    asyncio.run(check())
     assert launched[0].has_ended
+
+
+def test_an_engine_without_sockets_is_ended_and_replaced(
+    launched: list[FakeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a spare's directory is removed, or no descriptor is left, at this very moment."""
+    attach = EngineClient.attach
+    monkeypatch.setattr(restarting, "_FIRST_S", 0.0)
+
+    def refuse(process: FakeProcess, *_: object, **__: object) -> None:
+        monkeypatch.setattr(EngineClient, "attach", attach)
+        raise WorkerError("the sockets cannot be opened")
+
+    monkeypatch.setattr(EngineClient, "attach", refuse)
+    asyncio.run(made().next("it died"))
+    assert [one.has_ended for one in launched] == [True, False]
 
 
 def test_a_wake_needs_no_spare_process(

@@ -365,7 +365,7 @@ class FakeWakers:
         self.text_side = text_side
         return self.client
 
-    def end_spare(self) -> None:
+    async def end_spare(self) -> None:
         self.num_spares = 0
 
 
@@ -408,6 +408,22 @@ def test_a_short_sleep_starts_no_further_process() -> None:
         assert await text_of(engine, 1) == WHOLE
         assert wakers.num_spares == 0
         await engine.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_closing_ends_an_engine_that_begins_to_wake(num_turns: int) -> None:
+    """The cancellation may come in the turn of the event loop in which the wait has ended."""
+
+    async def test() -> None:
+        engine = await asleep(FakeWakers(FakeClient()))
+        await asyncio.sleep(0)  # its supervision waits for the wake
+        engine.begin_waking()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(engine.close(), 10.0)
+        assert not engine.dead.is_set()
 
     run(test)
 

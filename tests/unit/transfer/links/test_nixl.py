@@ -212,6 +212,7 @@ def test_a_read_that_does_not_end_keeps_its_buffer(monkeypatch: pytest.MonkeyPat
         made.fetching._agent.num_pending = -1
         made.lease()
         job = made.finished(made.start())
+        assert next(made.fetching._agent.numbers) == 2, "one read, and none that waits behind it"
         assert (job.failure, job.num_landed) == (Failure.TIMEOUT, 0)
         assert len(made.fetching._lost) == 1
         assert len(made.fetching._registered) == 1
