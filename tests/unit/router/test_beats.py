@@ -224,6 +224,26 @@ def test_streams_of_a_stopped_process_go_on_at_another_one_and_those_of_others_s
     run([only], story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
 
 
+def test_a_process_that_stops_gives_the_streams_in_its_queue_the_time_to_resume_again() -> None:
+    """They have waited there for longer, since another replica failed with them."""
+    first, second = FakeReplica(), FakeReplica()
+    second.has_beats, second.process, second.gate = True, 2, asyncio.Event()
+    first.fails_after = 5
+
+    async def story(router: Router) -> None:
+        await _until(lambda: second.beats is not None)
+        answering = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(second.requests) == 1)
+        first.health |= {"ok": False, "state": "draining"}
+        await asyncio.sleep(3.0)
+        second.gate = None
+        await _stop_second(router, second)
+        assert (await answering)[2] == ANSWER
+        assert [len(sent["output_ids"]) for sent in second.requests] == [5, 5]
+
+    run([first, second], story, resume_s=2.0, probe_s=1.0, stall_s=30.0, silence_s=60.0)
+
+
 # Of a request without an answer, when it is known that a process has stopped: it may have been sent
 # before the stop, or was sent after it.
 EARLY_S, LATE_S = 0.75 * MIN_SILENT_S, 0.25 * MIN_SILENT_S
