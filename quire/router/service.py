@@ -125,7 +125,7 @@ class RouterService:
 
     async def close(self) -> None:
         """Stop probing and close kept connections."""
-        tasks = (self.probing, self._watching)
+        tasks = (*self._tasks, self.probing, self._watching)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

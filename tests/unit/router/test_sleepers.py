@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
 import pytest
 
+from quire.base.log import Log
 from quire.router import sleepers as sleepers_module
 from quire.router.features import Features
+from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP
 from quire.router.route_file import SleepTable
+from quire.router.service import RouterService
+from quire.router.settings import RouterSettings
 from quire.router.sleepers import Sleepers
-from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.fake_replica import FakeReplica, Listed, Router, run
 from tests.unit.router.test_failover import _until
 
 AWAKE = {"ok": True, "state": "ready", "reason": "", "pending": 0}
@@ -275,3 +280,20 @@ def test_a_request_that_waits_no_longer_leaves_the_waking_to_its_end() -> None:
         assert [head.split(b" ")[1] for head in slow.heads] == [b"/admin/wake", b"/admin/sleep"]
 
     run([slow, other], story, Features(sleepers=sleepers))
+
+
+def test_an_error_in_a_task_of_the_router_names_it() -> None:
+    class Broken(Sleepers):
+        async def run(self, fleet: Fleet) -> None:
+            raise ValueError("of a test")
+
+    async def story() -> None:
+        features = Features(sleepers=Broken(SleepTable(max_awake=1)))
+        log = Log("router", io.StringIO())
+        service = await RouterService.open(RouterSettings(), Listed(()), log, features)
+        await asyncio.wait({service.probing})
+        assert service.why_ended() == "[sleep]: ValueError('of a test')"
+        await service.close()
+        assert len(asyncio.all_tasks()) == 1, "the prober has ended as well"
+
+    asyncio.run(story())
