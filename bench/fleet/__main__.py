@@ -11,7 +11,7 @@ behind that gateway, and its broken streams are counted.
 
 On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
 is what it can do at all: as many new streams as a failed replica hands over begin at once at the
-others, which stream as many as they have, straight, without a router or a failure. A quiet run of
+others, which stream as many as they have, without a router or a failure. A quiet run of
 fewer streams is `--streams 300 --minutes 5 --beside smg --max-minutes 16`. The time with faults is
 shortened, for both gateways alike, where all would not fit into `--max-minutes`. Adds the run to
 bench/results/fleet.json, where it replaces the one of as many streams, and exits with 1 if an
@@ -205,7 +205,7 @@ def _floor_s(
     replicas: Replicas, cases: Sequence[Case], streams: int, limit_s: float
 ) -> list[float]:
     """Return how long streams take to begin that come at once, as many as a failed replica hands
-    over, at the others with theirs: straight, without a router or a failure."""
+    over, at the others with theirs, without a router or a failure."""
     num_new = max(streams // len(replicas.all), 1)
     ports = replicas.ports[1:] or replicas.ports
     num_open = max(streams - num_new, 1)
@@ -219,8 +219,8 @@ def _floor_s(
 
 
 def _share_of_floor(found: Mapping[str, Any], floor_s: Sequence[float]) -> dict[str, float | None]:
-    """Return the share of new streams that begin within LIMIT_S, and how many times that the share
-    of interrupted streams is that go on within it."""
+    """Return the share of new streams that begin within LIMIT_S, and the ratio to it of the share
+    of interrupted streams that go on within LIMIT_S."""
     share = sum(one <= LIMIT_S for one in floor_s) / max(len(floor_s), 1)
     went_on = found["share_within_3_s"]
     ratio = None if went_on is None or not share else round(went_on / share, 4)

@@ -111,9 +111,9 @@ def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
         ]
     if floor := result.get("floor_s"):
         rows.append(
-            f"| what the machine can do: {floor['streams']:,} new streams that begin at once at "
-            "replicas with as many as in that, straight and without a failure: first event within "
-            "3 s; median, p99 "
+            f"| what the machine can do: {floor['streams']:,} new streams that begin at once, sent "
+            "directly to replicas that already serve as many streams as in that run, without a "
+            "failure: first event within 3 s; median, p99 "
             f"| {100 * floor['share_within_3_s']:.0f} %; {floor['p50']:.1f} s, "
             f"{floor['p99']:.1f} s | |"
         )

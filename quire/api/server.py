@@ -270,10 +270,11 @@ _CONNECTION = partial(Connection, dialect=DEFAULT_DIALECT)
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling and TLS.
 
-    is_private: only other processes of this server can connect. tls: the context of HTTPS.
+    is_private: only other processes of this server can connect. shares_port: other processes accept
+    at the same socket. tls: the context of HTTPS.
     """
 
-    is_private = False
+    is_private = shares_port = False
     tls: ssl.SSLContext | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -290,6 +291,10 @@ class _Server(uvicorn.Server):
             if self.tls is not None:
                 refusal = refusal_of_http(DEFAULT_DIALECT)
                 self.servers.append(TlsListener(at, self.tls, connect, refusal))  # type: ignore[arg-type]
+                continue
+            if self.shares_port:  # the first process to wake would take all that wait
+                create = asyncio.get_running_loop().create_server
+                self.servers.append(await create(connect, sock=at, backlog=self.config.backlog))
                 continue
             self.servers.append(await WaitingConnections(at, connect).serve(self.config.backlog))
         self.started = True
@@ -320,6 +325,7 @@ async def _serve_all(
 def public_server(server_state: ServerState, siblings: SiblingWorkers | None = None) -> _Server:
     """Return the server of the public listener."""
     server = new_http_server(build_app(server_state, siblings), server_state, siblings)
+    server.shares_port = siblings is not None
     if server_state.config.tls_cert is not None:
         server.tls = tls_context(server_state.config)
     return server
@@ -327,7 +333,9 @@ def public_server(server_state: ServerState, siblings: SiblingWorkers | None = N
 
 def _admin_server(server_state: ServerState, siblings: SiblingWorkers | None) -> _Server:
     """Return the server of --admin-port: plain HTTP at a loopback address."""
-    return new_http_server(build_admin_app(server_state, siblings), server_state)
+    server = new_http_server(build_admin_app(server_state, siblings), server_state)
+    server.shares_port = siblings is not None
+    return server
 
 
 def _private_server(server_state: ServerState, siblings: SiblingWorkers) -> _Server:

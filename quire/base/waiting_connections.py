@@ -19,12 +19,12 @@ from contextlib import suppress
 from functools import partial
 
 # Of connections that are not served yet: at most, and as a share of the limit on open files.
-_MAX_ACCEPTED, _SHARE_OF_FILES = 64, 1 / 64
+_MAX_ACCEPTED, _SHARE_OF_FILES = 16, 1 / 64
 
 
 class WaitingConnections:
-    """connect: makes what serves a connection; of this object, which it gets as `waiting`, it calls
-    accept() where poll(0) is true. make_protocol: does that without arguments."""
+    """connect: makes the protocol of a connection. It gets this object as `waiting`, and calls
+    accept() when poll(0) is true. make_protocol: does that without arguments."""
 
     def __init__(self, listening: socket.socket, connect: Callable[..., asyncio.Protocol]) -> None:
         self.make_protocol = partial(connect, waiting=self)

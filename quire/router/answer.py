@@ -150,8 +150,9 @@ class Answer:
         code = error.code if isinstance(error.code, str) else ""
         if request.form.is_overloaded(status) or code in LEAVING:
             self._refused = (status, exchange.headers, body)
-            self._placement.refused(f"{attempt.replica.name} answered {status} {code}".rstrip())
-            if code == DRAINS:  # known before the next probe
+            why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
+            self._placement.refused(attempt.replica, why.rstrip(), is_drain=is_drain)
+            if is_drain:  # known before the next probe
                 attempt.replica.state = "draining"
             return False
         if code in FAILED or (status >= 500 and status != 504):
@@ -253,8 +254,8 @@ class Answer:
         elif refusal := self._placement.why_refused:
             reason = "refused"
             why = (
-                "its replica failed, and replicas that give the same answer have refused it for "
-                f"{self._fleet.settings.resume_s:g} s ({refusal})"
+                "its replica failed, and another one that gives the same answer has refused it "
+                f"({refusal})"
             )
         else:
             reason = "no_equal_replica"

@@ -27,7 +27,7 @@ _TYPE, _EVENTS = b"content-type", b"text/event-stream"
 # Beats are late after half of what is usual; of that, while little is known.
 _LATE_S = 2.0
 _GLANCE_S = 0.1
-# How often it is looked whether this process itself is late.
+# Interval of the check for lateness of this process.
 _TICK_S = 0.05
 # A connection beside the silent one that fails, or has no head for so long, is opened anew after
 # the first of these times, which doubles up to the second.

@@ -13,10 +13,12 @@ from quire.router.router_metrics import RouterMetrics
 
 
 class Continuation:
-    """Of one stream. last_s: when its last event came; 0 before the first."""
+    """Of one stream. last_s: when its last event came; 0 before the first. has_failed: whether a
+    replica has failed with the request, and no event has come since."""
 
     def __init__(self, resumes: Resumes, metrics: RouterMetrics) -> None:
         self.last_s = 0.0
+        self.has_failed = False
         self._resumes = resumes
         self._metrics = metrics
         self._interruption: Interruption | None = None
@@ -27,11 +29,12 @@ class Continuation:
         if self._interruption is not None:
             self._metrics.resumed_after(self._interruption, now_s)
             self.end()
-        self.last_s = now_s
+        self.last_s, self.has_failed = now_s, False
 
     def failed(self, cause: str, now_s: float, *, has_output: bool) -> None:
         """Note that the replica has failed. has_output: the client has a part of the answer."""
         self._leave()
+        self.has_failed = True
         if has_output and self._interruption is None:
             last_s = self.last_s or now_s
             self._interruption = Interruption(cause, last_s=last_s, noted_s=now_s)
@@ -46,11 +49,6 @@ class Continuation:
         """Note that a request that continues the stream was sent."""
         if self._interruption is not None:
             self._interruption.sent(now_s)
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether its replica has failed, and no event has come since."""
-        return self._interruption is not None
 
     def since_s(self, now_s: float) -> float:
         """Return for how long its failure has been known; 0 where it is not interrupted."""

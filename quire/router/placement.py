@@ -12,7 +12,7 @@ import asyncio
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.faults import ClientGone, ReplicaFault
+from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.replica import Replica
 
@@ -32,23 +32,32 @@ class Placement:
         self._loop = asyncio.get_running_loop()
         self._resume_until_s = 0.0
         self._is_refused = self._was_held = False
+        self._draining: set[Replica] = set()
         self.why_refused = ""
 
     def failed(self, fault: ReplicaFault) -> None:
         """Note that a replica has failed: from now on another one is waited for as long as is
         allowed. While a stream is without a replica, another one that was full, or could not be
         reached, allows no more time: nothing else bounds their number."""
-        is_first = not self._state.continuation.is_interrupted
-        if is_first or fault.is_suspect or fault.is_drain:
-            self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
-            self.why_refused = ""
+        has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
+        if has_worked or not self._state.continuation.has_failed:
+            self._begin_wait()
         else:
             self.why_refused = str(fault)
 
-    def refused(self, why: str) -> None:
-        """Note that the replica was full: the next one is not asked at once."""
+    def refused(self, replica: Replica, why: str, *, is_drain: bool) -> None:
+        """Note that a replica was full, or drains: the next one is not asked at once. The first
+        time that it drains allows the time anew."""
         self._is_refused = True
-        self.why_refused = why
+        if is_drain and replica not in self._draining:
+            self._draining.add(replica)
+            self._begin_wait()
+        else:
+            self.why_refused = why
+
+    def _begin_wait(self) -> None:
+        self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
+        self.why_refused = ""
 
     async def next(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""

@@ -327,6 +327,12 @@ def _check_whole(found: RouteFile) -> None:
         raise ValueError(
             "[redis] has neither leases = true nor quotas to share; add one, or leave it out"
         )
+    if found.sleep is not None and found.kubernetes is not None:
+        raise ValueError(
+            "[sleep] and [kubernetes] exclude each other: a server that sleeps is not ready, so "
+            "its endpoint leaves the Service, and no request could wake it; give the addresses as "
+            "replicas or replicas-file, or leave [sleep] out"
+        )
     if found.kv_events is not None:
         _check_kv_events(found.kv_events)
 

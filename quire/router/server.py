@@ -98,7 +98,7 @@ async def _serve(
         ends = {stopped, serving, service.probing}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if service.probing.done():
-            log.error("the prober ended", reason=str(service.probing.exception()))
+            log.error("a task of the router ended", reason=service.why_ended())
             return 1
         if serving.done():
             log.error("the HTTP server ended by itself")

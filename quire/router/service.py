@@ -31,7 +31,8 @@ _IDLE_CHECK_S = 0.05
 
 
 class RouterService:
-    """app: the ASGI application. probing: done only where the prober has failed."""
+    """app: the ASGI application. probing: done only where the prober, or what runs beside
+    it, has failed."""
 
     def __init__(
         self,
@@ -95,12 +96,18 @@ class RouterService:
         # A prompt that no prefill replica computes is computed by the replica that answers.
         probers = [Prober(one, can_do_without=one is not self.fleet) for one in self._fleets]
         await asyncio.gather(*(prober.first_round() for prober in probers))
-        running = [prober.run() for prober in probers]
+        running = [("the prober", prober.run()) for prober in probers]
         if self._balance is not None:
-            running.append(self._balance.run())
+            running.append(("the balance of roles", self._balance.run()))
         if self._sleepers is not None:
-            running.append(self._sleepers.run(self.fleet))
-        self.probing: asyncio.Future[Any] = asyncio.gather(*running)
+            running.append(("[sleep]", self._sleepers.run(self.fleet)))
+        self._tasks = [asyncio.create_task(one, name=name) for name, one in running]
+        self.probing: asyncio.Future[Any] = asyncio.gather(*self._tasks)
+
+    def why_ended(self) -> str:
+        """Return which task has ended `probing`, and by which error."""
+        ended = (one for one in self._tasks if one.done() and not one.cancelled())
+        return "; ".join(f"{one.get_name()}: {one.exception()!r}" for one in ended)
 
     async def drain(self) -> None:
         """Refuse new requests, let open ones end within the grace time, then end them."""
@@ -118,7 +125,7 @@ class RouterService:
 
     async def close(self) -> None:
         """Stop probing and close kept connections."""
-        tasks = (self.probing, self._watching)
+        tasks = (*self._tasks, self.probing, self._watching)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

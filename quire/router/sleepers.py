@@ -1,16 +1,16 @@
 """Sleepers: replicas that share a machine's memory take turns: at most some of them are awake.
 
 A request for a replica that sleeps wakes it, after the least recently used ones without open
-requests were put to sleep to make room. So are those that are too many because they started awake.
-Replicas sleep and wake by `POST /admin/sleep` and `/admin/wake`. Always holds: a replica with open
-requests is not put to sleep; while one is woken, no other is, also where the request that wakes it
-waits no longer.
+requests were put to sleep to make room. Surplus replicas that started awake are put to sleep as
+well. Replicas sleep and wake by `POST /admin/sleep` and `/admin/wake`. Knows no requests of other
+routers. Always holds: a replica with open requests is not put to sleep; while one is woken, no
+other is, also where the request that wakes it waits no longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from quire.base.server_url import key_headers
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
@@ -19,8 +19,8 @@ from quire.router.replica import ASLEEP, Replica
 from quire.router.route_file import SleepTable
 
 _CHECK_S = 0.25
-# Replicas that are awake are counted each second. One that does not sleep is asked again after so
-# long.
+# Replicas that are awake are counted each second. One that did not sleep is asked again after so
+# long. After a start, streams of the router before this one may be open for as long.
 _COUNT_S, _AGAIN_S = 1.0, 10.0
 
 
@@ -31,21 +31,24 @@ class Sleepers:
         self._table = table
         self._turn = asyncio.Lock()
         self._waking: set[asyncio.Task[None]] = set()
+        self._warned: set[Replica] = set()  # of those that do not sleep
         self.num_woken = 0
 
     async def run(self, fleet: Fleet) -> None:
         """Put idle replicas to sleep while too many are awake."""
-        loop = asyncio.get_running_loop()
-        refusing, again_s = set[Replica](), loop.time() + _AGAIN_S
+        loop, again_s = asyncio.get_running_loop(), dict[Replica, float]()
+        await asyncio.sleep(_AGAIN_S)
         while True:
-            async with self._turn:
-                awake = _awake(fleet)
-                num_surplus = len(awake) - self._table.max_awake
-                for victim in _idle_by_use(awake, refusing)[: max(num_surplus, 0)]:
-                    await self._put_to_sleep(fleet, victim, refusing)
-            await asyncio.sleep(_COUNT_S)
-            if loop.time() >= again_s:
-                refusing, again_s = set(), loop.time() + _AGAIN_S
+            async with self._turn:  # of one replica at a time: requests wake others in between
+                awake, now_s = _awake(fleet), loop.time()
+                again_s = {one: at_s for one, at_s in again_s.items() if at_s > now_s}
+                is_surplus = len(awake) > self._table.max_awake
+                idle = _idle_by_use(awake, again_s) if is_surplus else []
+                if idle and not await self._put_to_sleep(fleet, idle[0]):
+                    again_s[idle[0]] = loop.time() + _AGAIN_S
+            self._warned.intersection_update(fleet.replicas.values())
+            if not idle:
+                await asyncio.sleep(_COUNT_S)
 
     async def wake(self, fleet: Fleet, replica: Replica, is_gone: Callable[[], bool]) -> None:
         """Wake a replica once there is room. Raises ReplicaFault, Refusal and ClientGone.
@@ -85,7 +88,8 @@ class Sleepers:
             if len(awake) < table.max_awake:
                 return
             if idle := _idle_by_use(awake, refusing):
-                await self._put_to_sleep(fleet, idle[0], refusing)
+                if not await self._put_to_sleep(fleet, idle[0]):
+                    refusing.add(idle[0])
                 continue
             if len(refusing) == len(awake):
                 raise Refusal(
@@ -107,20 +111,41 @@ class Sleepers:
                 )
             await fleet.wait_for_change(min(left_s, _CHECK_S))
 
-    async def _put_to_sleep(self, fleet: Fleet, victim: Replica, refusing: set[Replica]) -> None:
-        state, victim.state = victim.state, ASLEEP  # gets no request meanwhile
+    async def _put_to_sleep(self, fleet: Fleet, victim: Replica) -> bool:
+        """Return whether it sleeps. It gets no request meanwhile."""
+        state, victim.state = victim.state, ASLEEP
         try:
-            status = await self._post(fleet, victim, b"/admin/sleep")
+            status = await self._post_unless_fenced(fleet, victim, b"/admin/sleep")
+            reason = f"status {status}"
         except ReplicaFault as fault:
-            status = 0
-            fleet.log.warning("replica not put to sleep", replica=victim.name, reason=str(fault))
+            status, reason = 0, str(fault)
+        # A probe from before may say that it is awake; what else has changed its state stays.
+        is_ours = victim.state in (ASLEEP, state) and not victim.is_fenced
         if status != 200:
-            victim.state = state
-            refusing.add(victim)
-            fleet.log.warning("replica does not sleep", replica=victim.name, status=status)
-            return
-        fleet.policy.forget(victim)  # its cache is gone
+            if is_ours:
+                victim.state = state
+            if victim not in self._warned:
+                self._warned.add(victim)
+                fleet.log.warning("replica does not sleep", replica=victim.name, reason=reason)
+            return False
+        self._warned.discard(victim)
+        if is_ours:
+            victim.state = ASLEEP
+            fleet.policy.forget(victim)  # its cache is gone
         fleet.log.event("replica sleeps", replica=victim.name)
+        return True
+
+    async def _post_unless_fenced(self, fleet: Fleet, replica: Replica, path: bytes) -> int:
+        """As _post; raises ReplicaFault, too, once the replica is fenced."""
+        posting = asyncio.ensure_future(self._post(fleet, replica, path))
+        try:
+            while not posting.done():
+                await asyncio.wait({posting}, timeout=_CHECK_S)
+                if replica.is_fenced and not posting.done():
+                    raise ReplicaFault(f"it is {replica.state}", is_suspect=False)
+            return posting.result()
+        finally:
+            posting.cancel()
 
     async def _post(self, fleet: Fleet, replica: Replica, path: bytes) -> int:
         """Return the status of a POST without a body. Raises ReplicaFault."""
@@ -146,7 +171,7 @@ def _awake(fleet: Fleet) -> list[Replica]:
     return [one for one in fleet.replicas.values() if one.state == "ready" and not one.is_fenced]
 
 
-def _idle_by_use(awake: list[Replica], refusing: set[Replica]) -> list[Replica]:
+def _idle_by_use(awake: list[Replica], refusing: Container[Replica]) -> list[Replica]:
     """Return those without open requests; of several that were never used, the last named first."""
     idle = [one for one in reversed(awake) if not one.loads and one not in refusing]
     return sorted(idle, key=lambda one: one.used_s)

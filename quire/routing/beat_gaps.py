@@ -58,11 +58,15 @@ class AwakeTime:
 
     def __init__(self) -> None:
         self._lost_s = 0.0
+        self._planned_s = self._late_s = 0.0  # of the newest tick
 
     def tick(self, planned_s: float, now_s: float) -> None:
         """Note that what was planned for a time happens now."""
-        self._lost_s += max(now_s - planned_s, 0.0)
+        self._planned_s, self._late_s = planned_s, max(now_s - planned_s, 0.0)
+        self._lost_s += self._late_s
 
-    def of(self, now_s: float) -> float:
-        """Return the time without what was lost."""
-        return now_s - self._lost_s
+    def of(self, at_s: float) -> float:
+        """Return a time, now or since the tick before the newest one, without what was lost until
+        then: a beat that came in a long turn of the event loop is read after the tick behind it."""
+        lost_later_s = self._planned_s + self._late_s - at_s
+        return at_s - self._lost_s + min(max(lost_later_s, 0.0), self._late_s)

@@ -174,7 +174,13 @@ def test_settings_and_arguments_are_those_of_the_commands() -> None:
 
 
 def test_pods_run_without_rights_and_drain_in_time() -> None:
-    for pod in pods():
+    check_pods(pods())
+
+
+def check_pods(pods: Sequence[dict[str, Any]]) -> None:
+    """Check the rights of pods, and that they have the time to drain."""
+    assert pods
+    for pod in pods:
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
@@ -200,7 +206,8 @@ def test_pods_run_without_rights_and_drain_in_time() -> None:
 def test_probes_judge_progress() -> None:
     for pod in pods():
         [container] = pod["spec"]["containers"]
-        assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+        if "serviceAccountName" not in pod["spec"]:
+            assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
         if container["args"][0] == "serve":
             assert container["startupProbe"]["httpGet"]["path"] == "/health"
             [_, _, script] = container["livenessProbe"]["exec"]["command"]
@@ -262,6 +269,9 @@ def check_router(objects: Sequence[dict[str, Any]]) -> None:
     pods = [one["spec"]["template"]["spec"] for one in of_kind("Deployment")]
     [pod] = [pod for pod in pods if "serviceAccountName" in pod]
     assert pod["serviceAccountName"] == account["metadata"]["name"]
+    # Without replicas it stays in its Service, and requests wait: its /health is 503 then.
+    probe = pod["containers"][0]["readinessProbe"]
+    assert probe["httpGet"] == {"path": "/metrics", "port": "http"}
     [settings] = of_kind("ConfigMap")
     volumes = [volume.get("configMap", {}).get("name") for volume in pod["volumes"]]
     assert settings["metadata"]["name"] in volumes
@@ -414,6 +424,7 @@ def test_the_rendered_router_follows_the_rendered_service() -> None:
     router = {"enabled": True, "replicas": 2, "settings": settings}
     objects = rendered({"name": "chat", "router": router})
     check_router(objects)
+    check_pods([one["spec"]["template"] for one in objects if one["kind"] == "Deployment"])
     [text] = [one["data"]["route.toml"] for one in objects if one["kind"] == "ConfigMap"]
     assert parse_route_file(text).policy == "session-affinity"
     assert parse_route_file(text).hedging is not None

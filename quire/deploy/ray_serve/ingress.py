@@ -90,7 +90,7 @@ class Ingress:
     def check(self) -> None:
         """Raise RuntimeError where the router must be replaced."""
         if self._service is not None and self._service.probing.done():
-            raise RuntimeError("the prober has ended")
+            raise RuntimeError(f"a task of the router has ended: {self._service.why_ended()}")
 
     async def _ask_while_requests_wait(self) -> None:
         """Call the engines' deployment while requests wait: Serve counts calls that wait, and

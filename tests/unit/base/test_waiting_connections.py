@@ -1,14 +1,31 @@
-"""WaitingConnections: connections that come at once are accepted at once."""
+"""WaitingConnections: connections that come at once are accepted at once, by each HTTP server."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import uvicorn
 import uvloop
+from uvicorn.server import ServerState as HttpState
 
+from quire.api import server as server_module
+from quire.api.http.connection import Connection
+from quire.api.openai.dialect import OPENAI
+from quire.api.server import public_server
+from quire.api.server_state import ServerState
+from quire.api.workers.sibling_workers import SiblingWorkers
+from quire.base.log import Log
 from quire.base.waiting_connections import _MAX_ACCEPTED, WaitingConnections
+from quire.config.server_config import ServerConfig
+from quire.obs.metrics import Metrics
+from quire.router.head_bounds import BoundedHeads
 
 
 class _Echo(asyncio.Protocol):
@@ -65,3 +82,63 @@ def test_a_socket_that_was_closed_accepts_nothing() -> None:
         assert not waiting._tasks
 
     asyncio.run(story())
+
+
+async def answer_of(listening: Any) -> bytes:
+    """Return the answer to a request over a connection of its own."""
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(b"GET /health HTTP/1.0\r\nhost: localhost\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer
+
+
+@pytest.mark.parametrize("protocol", [partial(Connection, dialect=OPENAI), BoundedHeads])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_http_connections_accept_those_that_wait_behind_them(protocol: Any, is_first: bool) -> None:
+    accepted = list[str]()
+    waiting = SimpleNamespace(poll=lambda ms: is_first, accept=lambda: accepted.append("all"))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def story() -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        config.load()
+        create = asyncio.get_running_loop().create_server
+        made = partial(protocol, config, HttpState(), {}, waiting=waiting)
+        server = await create(made, "127.0.0.1", 0)
+        assert (await answer_of(server.sockets[0])).startswith(b"HTTP/1.1 204")
+        server.close()
+
+    asyncio.run(story())
+    assert accepted == ["all"] * is_first
+
+
+@pytest.mark.parametrize("has_siblings", [False, True])
+def test_of_several_api_processes_none_takes_all_that_wait(
+    has_siblings: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They have one socket: those accepted at once would be the connections of one of them."""
+    made = list[WaitingConnections]()
+
+    def make(*arguments: Any) -> WaitingConnections:
+        made.append(WaitingConnections(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(server_module, "WaitingConnections", make)
+
+    async def story() -> None:
+        state = ServerState(ServerConfig(), Metrics(), Log("test", io.StringIO()))
+        siblings = SiblingWorkers(tmp_path, 1) if has_siblings else None
+        server = public_server(state, siblings)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+            assert (await answer_of(listening)).startswith(b"HTTP/1.1 503")
+            server.should_exit = True
+            await serving
+
+    asyncio.run(story())
+    assert len(made) == (not has_siblings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from bench.router.virtual_time import run_virtual
+from bench.router.virtual_time import VirtualLoop, run_virtual
 from quire.router import beats as beats_module
 from quire.router.beats import Beats
 from quire.router.faults import ReplicaFault
@@ -159,6 +159,33 @@ def test_while_beats_are_late_another_connection_is_opened_beside(
     run([first], story, probe_s=10.0, stall_s=30.0)
 
 
+def test_time_in_which_the_router_is_busy_is_no_silence_of_a_replica() -> None:
+    only = FakeReplica()
+    only.has_beats = True
+
+    async def story(router: Router) -> None:
+        [one] = router.fleet.replicas.values()
+        beats, loop = router.prober._beats, cast(VirtualLoop, asyncio.get_running_loop())
+        await _until(lambda: beats.quiet_s(one, 0.0) is not None)
+        gate = only.beats
+        assert gate is not None
+        await asyncio.sleep(0.2)
+        gate.clear()
+        await asyncio.sleep(0.1)
+        loop._virtual.now_s += 0.7  # one turn of its event loop
+        await asyncio.sleep(0.1)
+        quiet_s = beats.quiet_s(one, loop.time())
+        assert quiet_s is not None
+        assert 0.1 < quiet_s < 0.3
+        gate.set()
+        await asyncio.sleep(0.3)
+        quiet_s = beats.quiet_s(one, loop.time())
+        assert quiet_s is not None
+        assert 0.0 <= quiet_s < 0.1
+
+    run([only], story, probe_s=10.0, stall_s=30.0)
+
+
 def test_a_second_connection_that_fails_is_opened_again_after_growing_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -222,6 +249,26 @@ def test_streams_of_a_stopped_process_go_on_at_another_one_and_those_of_others_s
         assert not names, "of a replica's process, and no client's business"
 
     run([only], story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
+
+
+def test_a_process_that_stops_gives_the_streams_in_its_queue_the_time_to_resume_again() -> None:
+    """They have waited there for longer, since another replica failed with them."""
+    first, second = FakeReplica(), FakeReplica()
+    second.has_beats, second.process, second.gate = True, 2, asyncio.Event()
+    first.fails_after = 5
+
+    async def story(router: Router) -> None:
+        await _until(lambda: second.beats is not None)
+        answering = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(second.requests) == 1)
+        first.health |= {"ok": False, "state": "draining"}
+        await asyncio.sleep(3.0)
+        second.gate = None
+        await _stop_second(router, second)
+        assert (await answering)[2] == ANSWER
+        assert [len(sent["output_ids"]) for sent in second.requests] == [5, 5]
+
+    run([first, second], story, resume_s=2.0, probe_s=1.0, stall_s=30.0, silence_s=60.0)
 
 
 # Of a request without an answer, when it is known that a process has stopped: it may have been sent

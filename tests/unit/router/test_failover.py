@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from bench.router.virtual_time import run_virtual
+from quire.router.continuation import Continuation
+from quire.router.faults import ProcessStopped, ReplicaFault
 from quire.router.http_client import READ_BYTES, Exchange
-from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+from quire.router.placement import Placement
+from quire.router.resumes import Resumes
+from tests.unit.router.fake_replica import LENGTH, TICK_S, FakeReplica, Router, run
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
 WHOLE = b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
@@ -264,7 +270,7 @@ def test_a_stream_whose_only_equal_replica_is_full_ends_after_the_time_to_resume
         body = (await answering)[2]
         error = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
         assert error["code"] == "stream_broken"
-        assert "have refused it for 2 s" in error["message"]
+        assert "has refused it" in error["message"]
         assert ("queue_timeout" if in_queue else "503 overloaded") in error["message"]
         assert router.count('quire_router_broken_streams_total{reason="refused"}') == 1
 
@@ -272,21 +278,69 @@ def test_a_stream_whose_only_equal_replica_is_full_ends_after_the_time_to_resume
     assert second.requests
 
 
-def test_a_drain_gives_a_stream_the_time_to_resume_again() -> None:
+@pytest.mark.parametrize("in_stream", [True, False])
+def test_a_drain_gives_a_stream_the_time_to_resume_again(in_stream: bool) -> None:
+    """Whether the replica has begun to answer, with its event, or says it by its status."""
     first, second = FakeReplica(), FakeReplica()
-    first.fails_after, second.gate = 3, asyncio.Event()
-    second.says, second.fails_after = ERROR_EVENT % b"" + ENDED % b"shutting_down", 0
+    first.fails_after = 3
+    if in_stream:
+        second.gate = gate = asyncio.Event()
+        second.says, second.fails_after = ERROR_EVENT % b"" + ENDED % b"shutting_down", 0
+    else:
+        second.whole_gate = gate = asyncio.Event()
+        second.status, second.body = 503, b'{"error":{"code":"shutting_down"}}'
 
     async def story(router: Router) -> None:
         answering = asyncio.ensure_future(stream(router))
         await _until(lambda: len(second.requests) == 1)
         await asyncio.sleep(3.0)  # in its queue
         first.fails_after = None
-        assert second.gate is not None
-        second.gate.set()
+        if not in_stream:
+            second.health |= {"ok": False, "state": "draining"}
+        gate.set()
         assert (await answering)[2] == ANSWER
 
     run([first, second], story, resume_s=2.0, stall_s=60.0)
+
+
+def test_a_replica_that_says_again_and_again_that_it_drains_gives_the_time_once() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 3
+    second.status, second.body = 503, b'{"error":{"code":"shutting_down"}}'
+
+    async def story(router: Router) -> None:
+        body = (await stream(router))[2]
+        error = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+        assert "has refused it" in error["message"]
+
+    run([first, second], story, resume_s=2.0)
+
+
+def test_an_unreachable_replica_gives_a_request_without_output_no_more_time() -> None:
+    async def story() -> None:
+        settings = SimpleNamespace(resume_s=2.0)
+        parts = SimpleNamespace(fleet=SimpleNamespace(settings=settings), metrics=0, features=0)
+        continuation = Continuation(Resumes(), cast(Any, None))
+        placement = Placement(cast(Any, SimpleNamespace(parts=parts, continuation=continuation)))
+        loop = asyncio.get_running_loop()
+
+        async def until_s(fault: ReplicaFault) -> float:
+            await asyncio.sleep(0.5)
+            placement.failed(fault)
+            continuation.failed(fault.cause, loop.time(), has_output=False)
+            return placement._resume_until_s
+
+        unreachable = ReplicaFault("no connection", is_suspect=False)
+        first_s = await until_s(ReplicaFault("cut", is_suspect=True))
+        assert [await until_s(unreachable) for _ in range(5)] == [first_s] * 5
+        assert placement.why_refused == "no connection"
+        assert await until_s(ProcessStopped()) > first_s
+        assert not placement.why_refused
+        second_s = placement._resume_until_s
+        continuation.has_event(loop.time())
+        assert await until_s(unreachable) > second_s, "it is the first failure again"
+
+    run_virtual(story(), tick_s=TICK_S)
 
 
 def test_anthropic_s_own_status_of_a_full_server_is_no_failure() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.server_url import server_url
-from quire.router.kubernetes_endpoints import KubernetesEndpoints
+from quire.router.kubernetes_endpoints import KubernetesEndpoints, _trust
 from quire.router.route_file import KubernetesTable
 
 TABLE = KubernetesTable(service="quire", port="http")
@@ -271,6 +272,23 @@ def test_one_port_needs_no_name_and_replicas_may_speak_tls(tmp_path: Path) -> No
         assert "/namespaces/other/" in fake.heads[0]
 
     _run(tmp_path, story, KubernetesTable(service="quire", namespace="other", secure=True))
+
+
+def test_certificates_without_key_identifiers_are_trusted_by_their_chain_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CAs of older clusters have them, with the default of Python 3.13 here."""
+
+    def create(cafile: str) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", create)
+    context = _trust(tmp_path)
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert context.check_hostname
 
 
 def test_outside_a_pod_the_start_says_what_is_missing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -225,6 +225,8 @@ def test_engines_that_were_only_slow_do_not_delay_the_notice_of_a_stopped_proces
             while not fleet.is_up(fleet.servers[0]):
                 await asyncio.sleep(0.01)
             assert not replica.has_stopped
+            answer_times = fleet.router.prober._answer_times[replica]
+            assert max(answer_times) < 0.1, "what it did not answer while stopped is no answer time"
         finally:
             await fleet.close()
 

@@ -97,6 +97,10 @@ def test_a_whole_file_is_read() -> None:
         ("[tenants.a]\ntokens-per-minute = 1", "has no key-digests"),
         ("[tenants.a]\ntokens-per-minute = 1\nkey-digests = ['x']", "matching regex"),
         ("[redis]\nurl = 'redis://a'", "neither leases = true nor quotas"),
+        (
+            "[sleep]\nmax-awake = 1\n[kubernetes]\nservice = 'a'",
+            r"\[sleep\] and \[kubernetes\] exclude each other",
+        ),
         ("[models]\n'' = 'a'", "expected `str` of length >= 1"),
         ("backlog-tokens = 'many'", "backlog-tokens"),
         ("[kv-events]\ndata-parallel-size = 2", "put the replays at 5559 or later"),

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from typing import Any
 
+import pytest
+
+from quire.base.log import Log
+from quire.router import sleepers as sleepers_module
 from quire.router.features import Features
+from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP
 from quire.router.route_file import SleepTable
+from quire.router.service import RouterService
+from quire.router.settings import RouterSettings
 from quire.router.sleepers import Sleepers
-from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.fake_replica import FakeReplica, Listed, Router, run
+from tests.unit.router.test_failover import _until
 
 AWAKE = {"ok": True, "state": "ready", "reason": "", "pending": 0}
 SLEEPING = {"ok": False, "state": "asleep", "reason": "the engine sleeps", "pending": 0}
@@ -66,7 +75,21 @@ def test_the_least_recently_used_replica_sleeps_for_another() -> None:
     run(replicas, story, Features(sleepers=Sleepers(SleepTable(max_awake=2))))
 
 
-def test_replicas_that_started_awake_are_put_to_sleep_until_few_are_left() -> None:
+def hang(sleeper: Sleeper) -> asyncio.Event:
+    """Have a replica answer only once the event is set."""
+    sleeper.answer = lambda method, path, fields: None
+    sleeper.whole_gate = gate = asyncio.Event()
+    return gate
+
+
+def paths(sleeper: Sleeper) -> list[bytes]:
+    return [head.split(b" ")[1] for head in sleeper.heads]
+
+
+def test_replicas_that_started_awake_are_put_to_sleep_until_few_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sleepers_module, "_AGAIN_S", 3.0)
     names = ("a", "b", "c", "d")
     replicas = [Sleeper(name, is_asleep=False, obeys=name != "c") for name in names]
     sleepers = Sleepers(SleepTable(max_awake=2))
@@ -78,9 +101,14 @@ def test_replicas_that_started_awake_are_put_to_sleep_until_few_are_left() -> No
                 await asyncio.sleep(0.01)
         assert not replicas[0].is_asleep, "of those that were never used, the first stay awake"
         assert replicas[2].said == ["sleep"], "one that refuses is not asked again at once"
+        await asyncio.sleep(3.5)
+        replicas[1].health = dict(AWAKE)  # as after a start by its supervisor
+        await _until(lambda: replicas[1].is_asleep)
+        assert replicas[2].said == ["sleep"] * 2, "it is asked first, and refuses again"
+        assert sum("does not sleep" in line for line in router.lines) == 1
         assert (await ask(router, "d"))[0] == 200
         assert [one.is_asleep for one in replicas] == [True, True, False, False]
-        replicas[1].health = dict(AWAKE)  # as after a start by its supervisor
+        replicas[1].health = dict(AWAKE)
         replicas[2].obeys = True
         replicas[3].gate = asyncio.Event()
         stream = asyncio.ensure_future(ask(router, "d", stream=True))
@@ -94,6 +122,68 @@ def test_replicas_that_started_awake_are_put_to_sleep_until_few_are_left() -> No
         running.cancel()
 
     run(replicas, story, Features(sleepers=sleepers))
+
+
+def test_nothing_is_put_to_sleep_just_after_the_start() -> None:
+    """Streams of the router before this one may be open."""
+    replicas = [Sleeper(name, is_asleep=False) for name in ("a", "b")]
+    sleepers = Sleepers(SleepTable(max_awake=1))
+
+    async def story(router: Router) -> None:
+        running = asyncio.ensure_future(sleepers.run(router.fleet))
+        await asyncio.sleep(9.5)
+        assert not any(one.said for one in replicas)
+        await _until(lambda: replicas[1].said == ["sleep"])
+        running.cancel()
+
+    run(replicas, story)
+
+
+def test_a_replica_that_gets_a_request_while_another_goes_to_sleep_stays_awake() -> None:
+    replicas = [Sleeper(name, is_asleep=False) for name in ("a", "b", "c")]
+    first, second, third = replicas
+    sleepers = Sleepers(SleepTable(max_awake=1))
+
+    async def story(router: Router) -> None:
+        gate = hang(third)
+        running = asyncio.ensure_future(sleepers.run(router.fleet))
+        await third.began.wait()
+        second.gate = asyncio.Event()
+        stream = asyncio.ensure_future(ask(router, "b", stream=True))
+        await second.began.wait()
+        await asyncio.sleep(0.2)  # a probe finds it awake
+        third.health = dict(SLEEPING)
+        gate.set()
+        await _until(lambda: first.said == ["sleep"])
+        assert second.said == []
+        assert paths(third) == [b"/admin/sleep"], "it sleeps now, whatever a probe found before"
+        second.gate.set()
+        assert (await stream)[0] == 200
+        running.cancel()
+
+    run(replicas, story, Features(sleepers=sleepers))
+
+
+@pytest.mark.parametrize("state", ["dead", "draining"])
+def test_the_state_of_a_replica_that_fails_while_it_goes_to_sleep_stays(state: str) -> None:
+    """And one that is fenced is waited for no longer: the story ends after 20 s."""
+    slow, other = Sleeper("a", is_asleep=False), Sleeper("b", is_asleep=True)
+
+    async def story(router: Router) -> None:
+        gate = hang(slow)
+        asked = asyncio.ensure_future(ask(router, "b"))
+        await slow.began.wait()
+        slow.health = {**AWAKE, "ok": False, "state": state}
+        slow.status = 400
+        replica = router.fleet.replicas[slow.url]
+        await _until(lambda: replica.state == state)
+        if state == "draining":
+            gate.set()
+        assert (await asked)[0] == 200
+        assert replica.state == state
+        assert other.said == ["wake"]
+
+    run([slow, other], story, Features(sleepers=Sleepers(SleepTable(max_awake=1))))
 
 
 def test_replicas_with_open_requests_stay_awake() -> None:
@@ -190,3 +280,20 @@ def test_a_request_that_waits_no_longer_leaves_the_waking_to_its_end() -> None:
         assert [head.split(b" ")[1] for head in slow.heads] == [b"/admin/wake", b"/admin/sleep"]
 
     run([slow, other], story, Features(sleepers=sleepers))
+
+
+def test_an_error_in_a_task_of_the_router_names_it() -> None:
+    class Broken(Sleepers):
+        async def run(self, fleet: Fleet) -> None:
+            raise ValueError("of a test")
+
+    async def story() -> None:
+        features = Features(sleepers=Broken(SleepTable(max_awake=1)))
+        log = Log("router", io.StringIO())
+        service = await RouterService.open(RouterSettings(), Listed(()), log, features)
+        await asyncio.wait({service.probing})
+        assert service.why_ended() == "[sleep]: ValueError('of a test')"
+        await service.close()
+        assert len(asyncio.all_tasks()) == 1, "the prober has ended as well"
+
+    asyncio.run(story())

@@ -45,3 +45,13 @@ def test_time_in_which_the_reader_was_busy_is_no_gap_and_no_silence() -> None:
         gaps.note(time.of(now_s))
     assert gaps.limit_s(2.0) == MIN_SILENT_S
     assert time.of(now_s + 0.5) - gaps.last_s == pytest.approx(0.5)
+
+
+def test_a_beat_that_came_before_the_loop_was_late_is_as_old_as_the_loop_was_able_to_read() -> None:
+    """It came in the same turn of the loop, and is read after the tick behind it."""
+    time = AwakeTime()
+    time.tick(99.0, 99.5)
+    time.tick(100.0, 101.0)
+    assert time.of(101.0) == time.of(100.4) == time.of(100.0) == 99.5
+    assert time.of(99.9) == pytest.approx(99.4)
+    assert time.of(101.2) - time.of(99.9) == pytest.approx(0.3)
