@@ -254,7 +254,9 @@ def _with_tokens(
     for gap in gaps:
         if left <= 0:
             break
-        gap["tokens"] = min(gap["tokens"], left)  # a run may go on behind its end
+        behind = max(gap["tokens"] - left, 0)  # a run may go on behind the end
+        gap["token"] -= behind
+        gap["tokens"] -= behind
         kept.append(gap)
         left -= gap["tokens"]
     return kept

@@ -170,7 +170,9 @@ class EngineClient:
             loop = asyncio.get_running_loop()
             self._started = loop.create_future()
             self._link.open(loop, self._on_message, self._on_end)
-        reading = asyncio.create_task(self._text_side(text_side))
+        reading = asyncio.create_task(
+            asyncio.to_thread(lambda: text_side or load_tokenizer_side(self.config.model))
+        )
         try:
             # Report a wrong template at once: loading weights may take minutes.
             both: set[asyncio.Future[Any]] = {self._started, reading}
@@ -187,11 +189,6 @@ class EngineClient:
         self.tokenizer, self.template = text.tokenizer, text.template
         if self._state == "starting":
             self._state = "ready"
-
-    async def _text_side(self, known: TokenizerSide | None) -> TokenizerSide:
-        if known is not None:
-            return known
-        return await asyncio.to_thread(load_tokenizer_side, self.config.model)
 
     def default_sampling(self) -> SamplingParams:
         """Return sampling parameters with the model's generation defaults."""

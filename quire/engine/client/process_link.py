@@ -27,6 +27,8 @@ from quire.engine.process.channel import (
 from quire.engine.process.messages import FromEngine, Stop, ToEngine
 
 _END_S = 5.0
+# How often it is checked whether an engine that has connected one socket has connected both.
+_CONNECT_S = 0.002
 
 
 class ProcessLink:
@@ -53,6 +55,7 @@ class ProcessLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_message: Callable[[FromEngine], None] | None = None
         self._watcher: threading.Thread | None = None
+        self._is_connected = False
 
     def open(
         self,
@@ -67,6 +70,7 @@ class ProcessLink:
 
         def ended(exit_code: int | None) -> None:
             if self._loop is not None:
+                self._is_connected = True  # what is there is received in any case
                 self._receive()
                 # A message under way in ZeroMQ's thread, or sent before this side was bound, is
                 # not received here. The failure report is there as soon as the process has ended.
@@ -109,8 +113,16 @@ class ProcessLink:
 
     def _receive(self) -> None:
         # The socket's descriptor is edge-triggered, so each call reads until the socket is empty.
-        on_message = self._on_message
+        on_message, loop = self._on_message, self._loop
         assert on_message is not None, "open() comes before the first message"
+        if loop is None:
+            return
+        # An engine that says that it is ready is sent requests at once.
+        self._is_connected = self._is_connected or bool(self._out.poll(0, zmq.POLLOUT))
+        if not self._is_connected:
+            if self._in.poll(0, zmq.POLLIN):
+                loop.call_later(_CONNECT_S, self._receive)
+            return
         for frame in received_frames(self._in):
             on_message(self._read.decode(frame))
 

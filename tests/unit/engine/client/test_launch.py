@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import io
@@ -10,17 +11,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from quire.base.errors import SettingError, WorkerError
 from quire.config.groups import EngineConfig
 from quire.engine.client.launch import EngineProcess
 from quire.engine.client.process_link import ProcessLink
 from quire.engine.client.socket_directory import PREFIX, SocketDirectory
+from quire.engine.process.channel import from_engine_wire, open_socket, socket_address
+from quire.engine.process.messages import Hello, Stop
 
 
 class Started:
@@ -107,6 +112,35 @@ def test_a_spare_process_without_its_directory_cannot_begin(
     monkeypatch.undo()
     assert not process.can_begin
     process.end(0)
+
+
+def test_an_engine_is_not_heard_before_it_can_be_sent_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be sent requests as soon as it has said that it is ready."""
+    process, started = launched(monkeypatch)
+    ends = threading.Event()
+    monkeypatch.setattr(started, "wait", lambda timeout_s=None: int(ends.wait() and 0))
+    link, context, heard = ProcessLink(process), zmq.Context(), list[Any]()
+
+    async def play() -> None:
+        link.open(asyncio.get_running_loop(), heard.append, lambda reason: None)
+        sink = open_socket(context, zmq.PUSH)
+        sink.connect(socket_address(process.folder, "out"))
+        sink.send(from_engine_wire().encode(Hello(protocol_version=1, process_id=1)))
+        await asyncio.sleep(0.1)
+        assert not heard
+        assert not link.send(Stop())
+        source = open_socket(context, zmq.PULL)
+        source.connect(socket_address(process.folder, "in"))
+        while not heard:
+            await asyncio.sleep(0.001)
+        assert link.send(Stop())
+        ends.set()
+        await link.close()
+        sink.close(linger=0)
+        source.close(linger=0)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    context.term()
 
 
 def test_no_usable_directory_is_an_error_that_names_the_variable(
