@@ -51,7 +51,7 @@ MAX_GAP, NEAR = 2.0, 1.2
 # what is predicted, once in so many steps, and for some of many steps points of a single time are
 # not believed: otherwise a prediction or a time that is too high would never be put to the test.
 UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
-DOUBTED, DOUBT_EVERY = 16, 128
+DOUBTED, DOUBT_EVERY = 8, 256
 
 
 class DraftedStep(NamedTuple):

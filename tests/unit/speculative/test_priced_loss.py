@@ -1,5 +1,6 @@
 """What the adaptive control costs, in computed milliseconds: against no drafts, and against the
-best fixed number of drafts, by proposer, temperature, batch and length of answers.
+best fixed number of drafts, by proposer, temperature, batch and length of answers. Where the best
+number gains little, only the loss is bounded: one run differs from another by a percent or two.
 
 Some cells run by default; all of them with more drawn cases (`make exact`), and
 `python -m tests.unit.speculative.test_priced_loss [PART OF A NAME ...]` prints them.
@@ -31,6 +32,7 @@ NUM_REQUESTS = {
 }
 FIXED = (1, 2, 4, 8)
 MAX_LOST, MIN_OF_BEST = 0.025, 0.97
+LITTLE_GAIN = 0.05
 SEED = 5
 
 
@@ -74,6 +76,13 @@ class Costs(NamedTuple):
     def of_best(self) -> float:
         return min([self.plain, *self.fixed.values()]) / self.control
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the control loses little and, where that gains much, reaches the best number."""
+        gain = self.plain / min([self.plain, *self.fixed.values()]) - 1.0
+        is_best = gain <= LITTLE_GAIN or self.of_best >= MIN_OF_BEST
+        return self.speedup >= 1.0 - MAX_LOST and is_best
+
 
 ALL = [
     Cell(kind, place, batch, num_tokens)
@@ -112,8 +121,7 @@ def costs_of(cell: Cell, fixed: tuple[int, ...] = FIXED) -> Costs:
 @pytest.mark.parametrize("cell", ALL if DRAWS_ALL else CHOSEN, ids=lambda cell: cell.name)
 def test_the_control_loses_little_and_reaches_the_best_fixed_number(cell: Cell) -> None:
     costs = costs_of(cell, FIXED if DRAWS_ALL else CHOSEN[cell])
-    assert costs.speedup >= 1.0 - MAX_LOST
-    assert costs.of_best >= MIN_OF_BEST
+    assert costs.is_met, (costs.speedup, costs.of_best)
 
 
 def main() -> None:
@@ -122,12 +130,11 @@ def main() -> None:
         if any(part in cell.name for part in wanted):
             costs = costs_of(cell)
             best, engine = min(costs.fixed, key=lambda num: costs.fixed[num]), costs.engine
-            is_bad = costs.speedup < 1.0 - MAX_LOST or costs.of_best < MIN_OF_BEST
             print(
                 f"{cell.name}: {costs.speedup:.3f} of no drafts, {costs.of_best:.3f} of the best "
                 f"(k = {best}: {costs.plain / costs.fixed[best]:.3f}); {engine.num_drafts} drafts, "
                 f"{engine.num_passes} passes, {engine.num_caught_up} tokens caught up with, "
-                f"{engine.num_asks} choices{' MISSED' * is_bad}",
+                f"{engine.num_asks} choices{' MISSED' * (not costs.is_met)}",
                 flush=True,
             )
 
