@@ -29,9 +29,10 @@ def import_executor(settings: ExecutorConfig) -> None:
     Whatever fails, as a library that is not installed or too little memory, the start imports them
     again and reports it.
     """
-    modules = {"native": "native", "torch": "gpu.executor_class", "reference": "reference"}
+    if settings.executor == "torch":  # a GPU is looked for by the start alone, which reports it once
+        return
     with suppress(Exception):
-        import_module(f"quire.execute.{modules[settings.executor]}")
+        import_module(f"quire.execute.{settings.executor}")
 
 
 def choose_executor_class(config: EngineConfig) -> ExecutorClass:
