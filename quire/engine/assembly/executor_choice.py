@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def import_executor(settings: ExecutorConfig) -> None:
     """Import the modules of the executor, before there is a model.
 
-    Whatever fails, as a library that is not installed or too little memory, the start imports them
-    again and reports it.
+    Whatever fails, as with too little memory, the start imports them again and reports it. PyTorch
+    is imported by the start alone: it may load in part, and fail in another way a second time.
     """
-    if settings.executor == "torch":  # a GPU is looked for by the start alone, which reports it once
+    if settings.executor == "torch":
         return
     with suppress(Exception):
         import_module(f"quire.execute.{settings.executor}")
