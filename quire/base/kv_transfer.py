@@ -47,7 +47,8 @@ class KVTransfer:
 class TransferCard:
     """What an engine offers. host, port: where it hands blocks over; port 0 where it does not.
 
-    role: "prefill", "decode" or "both". peer_hosts: hosts that it fetches from, beside loopback.
+    role: "prefill", "decode" or "both". peer_hosts: hosts that it fetches from, beside loopback,
+    and networks (as in 10.0.0.0/8) of such hosts.
     """
 
     engine_id: str

@@ -7,7 +7,7 @@ that uses it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Literal
 
 from quire.base.errors import SettingError
@@ -73,7 +73,8 @@ class TransferConfig:
     kv_transfer_peer: tuple[str, ...] = setting(
         (),
         "prefill engine (HOST:PORT of its transfer port) that computes long prompts for this "
-        "engine; may be repeated; HOST alone only allows requests to name it as remote_host",
+        "engine; may be repeated; HOST alone, or a network as in 10.0.0.0/8, only allows requests "
+        "to name it as remote_host",
     )
     kv_transfer_fetch: Literal["cost", "always", "never"] = setting(
         "cost",
@@ -159,10 +160,12 @@ class TransferConfig:
 
 
 def peer_address(text: str) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT or [IPV6]:PORT; port 0 where there is none.
+    """Return host and port of HOST, HOST:PORT, [IPV6]:PORT or a network; port 0 where there is none.
 
     Raises SettingError.
     """
+    if "/" in text:
+        return _network(text), 0
     host, port = text, "0"
     if text.startswith("["):
         host, closed, rest = text[1:].partition("]")
@@ -178,6 +181,17 @@ def peer_address(text: str) -> tuple[str, int]:
             "[fd00::7]:7777"
         )
     return host, int(port)
+
+
+def _network(text: str) -> str:
+    """Return a network as in 10.0.0.0/8. Raises SettingError."""
+    try:
+        return str(ip_network(text))
+    except ValueError as error:
+        raise SettingError(
+            f"kv_transfer_peer is {text!r}, which is no network ({error}); 10.0.0.0/8 or fd00::/8 "
+            "is expected, or HOST:PORT"
+        ) from error
 
 
 def is_wildcard(host: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from ipaddress import ip_address, ip_network
 from typing import Any, TypeVar
 
 from quire.api.generation.choice_streams import Choice, Prompt, PromptState
@@ -252,7 +253,14 @@ def _block_ids(given: Any) -> tuple[int, ...] | None:
 
 
 def _may_connect(host: str, offer: TransferCard) -> bool:
-    return host in offer.peer_hosts or is_loopback(host)
+    """Return whether a host is of the configuration; names are in no network."""
+    networks = [ip_network(one) for one in offer.peer_hosts if "/" in one]
+    try:
+        if any(ip_address(host) in one for one in networks):
+            return True
+    except ValueError:
+        pass  # a name
+    return ("/" not in host and host in offer.peer_hosts) or is_loopback(host)
 
 
 def _is_hex(value: Any, num_bytes: int) -> bool:
