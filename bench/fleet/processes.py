@@ -259,20 +259,30 @@ class Router:
 
 
 class Smg(_Closing):
-    """SMG before the same replicas, from an environment of its own (bench/peers/setup smg)."""
+    """SMG before the same replicas, from an environment of its own (bench/peers/setup smg).
 
-    def __init__(self, replicas: Sequence[Replica], *, policy: str = "round_robin") -> None:
+    prefill: computes the prompts of the replicas, which fetch their KV blocks from there.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        policy: str = "round_robin",
+        prefill: Replica | None = None,
+    ) -> None:
         if not is_installed("smg"):
             raise SystemExit("smg is not installed; run bench/peers/setup smg")
-        self._replicas = replicas
-        [self.port] = _free_ports(1)
+        self._replicas, self._prefill = replicas, prefill
+        self.port, metrics_port = _free_ports(2)
+        workers = ["--worker-urls", *(one.url for one in replicas)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by __exit__)
         command = environment_python("smg").parent / "smg"
         self._process = subprocess.Popen(
             [
                 *(str(command), "launch", "--host", "127.0.0.1", "--port", str(self.port)),
-                *("--worker-urls", *(one.url for one in replicas)),
-                *("--policy", policy, *_SMG_FLAGS),
+                *(workers if prefill is None else ["--pd-disaggregation"]),
+                *("--policy", policy, "--prometheus-port", str(metrics_port), *_SMG_FLAGS),
             ],
             stdout=self._log,
             stderr=self._log,
@@ -280,7 +290,9 @@ class Smg(_Closing):
 
     def __enter__(self) -> Smg:
         end_s = time.monotonic() + _READY_S
-        while not self._is_ready():
+        is_registered = self._prefill is None
+        while not (is_registered and self._is_ready()):
+            is_registered = is_registered or self._register_pair()
             if time.monotonic() > end_s or self._process.poll() is not None:
                 log = self.log()
                 self.close()
@@ -304,15 +316,30 @@ class Smg(_Closing):
 
     def _is_ready(self) -> bool:
         """Whether it answers a request through a replica."""
+        body = {"model": "box", "prompt": "Once", "max_tokens": 1, "seed": 1}
+        return self._post("/v1/completions", body) == 200
+
+    def _register_pair(self) -> bool:
+        """Name prefill and decode servers with how they exchange blocks; return whether it is up.
+
+        Servers named in its flags are sent no kv_transfer_params.
+        """
+        assert self._prefill is not None
+        roles = [("prefill", self._prefill), *(("decode", one) for one in self._replicas)]
+        for role, one in roles:
+            worker = {"url": one.url, "worker_type": role, "kv_connector": "NixlConnector"}
+            if self._post("/workers", worker) is None:
+                return False
+        return True
+
+    def _post(self, path: str, body: dict[str, Any]) -> int | None:
+        """Return the status of an answer; None for no answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        body = json.dumps({"model": "box", "prompt": "Once", "max_tokens": 1, "seed": 1})
         try:
-            connection.request(
-                "POST", "/v1/completions", body, {"content-type": "application/json"}
-            )
-            return connection.getresponse().status == 200
+            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+            return connection.getresponse().status
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
 

@@ -160,7 +160,7 @@ class TransferConfig:
 
 
 def peer_address(text: str) -> tuple[str, int]:
-    """Return host and port of HOST, HOST:PORT, [IPV6]:PORT or a network; port 0 where there is none.
+    """Return host and port of HOST, HOST:PORT, [IPV6]:PORT or a network; no port is 0.
 
     Raises SettingError.
     """

@@ -1,4 +1,7 @@
-"""smg, a gateway, in front of two servers: answers are the server's, and warm prompts stay."""
+"""smg, a gateway, in front of two servers: answers are the server's, and warm prompts stay.
+
+In front of a prefill and a decode server it drives the pair.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -78,3 +82,31 @@ def test_a_prompt_that_comes_again_finds_its_blocks(gateway: Behind) -> None:
             assert status == 200, raw
             cached = json.loads(raw)["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert (cached > 100) == (turn > 0)
+
+
+def test_a_prefill_and_a_decode_server_are_driven_as_a_pair(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a key that both sides have\n")
+    key.chmod(0o600)
+    flags = ("--threads", "1", "--kv-transfer-key-file", str(key), "--role")
+    with (
+        RunningServer(BOX, *flags, "prefill") as prefill,
+        RunningServer(BOX, *flags, "decode") as decode,
+        Smg([decode], prefill=prefill) as smg,  # type: ignore[list-item, arg-type]
+    ):
+        text = "Once upon a time there was a little dog. " * 12
+        messages = [{"role": "user", "content": text}]
+        for path, body in (
+            ("/v1/completions", {**PLAIN, "prompt": text, "seed": 6}),
+            ("/v1/chat/completions", {**CHAT, "messages": messages, "seed": 7, "stream": True}),
+        ):
+            before = decode.metric("quire_kv_transfer_received_blocks_total")
+            status, raw = _post(smg.port, path, body)
+            # The last, partly filled block of a prompt is computed by the decode server.
+            assert decode.metric("quire_kv_transfer_received_blocks_total") - before >= 8
+            alone, wanted = _post(prefill.port, path, {**body, "cache_salt": "alone"})
+            assert (status, normal(raw)) == (alone, normal(wanted)), path
+            assert status == 200, raw
+        prefill.until(
+            lambda: not prefill.metric("quire_kv_transfer_leases"), "all leases have ended"
+        )

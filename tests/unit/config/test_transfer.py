@@ -77,7 +77,9 @@ def test_peers_are_hosts_with_or_without_a_port(text: str, address: tuple[str, i
     assert peer_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["", ":1", "a:", "a:70000", "a:1x", "[::1", "[::1]x", "a:\u0661", "10.0.0.7/8", "a/8"])
+@pytest.mark.parametrize(
+    "text", ["", ":1", "a:", "a:70000", "a:1x", "[::1", "[::1]x", "a:\u0661", "10.0.0.7/8", "a/8"]
+)
 def test_malformed_peers_are_refused(text: str) -> None:
     with pytest.raises(SettingError, match="HOST:PORT"):
         peer_address(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,5 +36,5 @@ def test_hosts_and_networks_of_the_configuration_are_connected_to(host: str) -> 
 
 @each_case("host", REFUSED)
 def test_other_hosts_are_refused_with_those_that_are_allowed(host: str) -> None:
-    with pytest.raises(InvalidParameter, match="10.1.0.0/16"):
+    with pytest.raises(InvalidParameter, match=re.escape("10.1.0.0/16")):
         read(host)
