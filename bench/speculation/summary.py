@@ -1,7 +1,7 @@
 """What the cells say about the goals, in lines: how many meet them, and how wide the intervals are.
 
-Reads results of cells and measures nothing. Always holds: a goal within the
-interval of a cell counts as open, and the cells that miss one are named.
+Reads results of cells and measures nothing. Always holds: a goal within the interval of a cell
+counts as not decided, and the cells that do not meet one are named.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
     }
     yield from _lines("goals of single cells", goals)
     if ours:
-        half = [half_width(known[cell.name]) for cell in ours]
+        half = [100 * half_width(known[cell.name]) for cell in ours]
         yield (
-            f"half of the interval of the speed: median {100 * statistics.median(half):.1f} %, "
-            f"widest {100 * max(half):.1f} %"
+            f"half of the interval of the speed: median {statistics.median(half):.1f} %, "
+            f"widest {max(half):.1f} %"
         )
+    for cell in ours:
+        yield f"  {cell.name}: {_line(known[cell.name])}"
 
 
 def speed_verdict(goal: float, found: Found) -> Verdict:
     """Return what a cell says about a goal of the speed: with the control over that without drafts,
     or over llama.cpp's."""
-    median = found["over_llama"] if "over_llama" in found else found["speedups"]["auto"]
-    return verdict(goal, median, found["speedup_interval"])
+    return verdict(goal, found["speedup_interval"])
 
 
 def control_verdict(found: Found) -> Verdict:
     """Return what a cell says about the goal of the control."""
-    return verdict(GOAL_CONTROL, found["control_of_best"], found["control_interval"])
+    return verdict(GOAL_CONTROL, found["control_interval"])
 
 
 def half_width(found: Found) -> float:
@@ -60,12 +61,22 @@ def half_width(found: Found) -> float:
     return half
 
 
+def _line(found: Found) -> str:
+    """Return what was found of a cell, and how much was measured."""
+    text = f"{found['speedups']['auto']:.3f}x, {found['control_of_best']:.3f} of "
+    text += f"{found['best_fixed']}" if "best_fixed" in found else "the best"
+    if "tokens" in found:
+        text += f", {found['tokens']} tokens, {len(found['rounds'])} rounds, half of the wider "
+        text += f"interval {100 * found['half_width']:.1f} %, {found['disturbed']} disturbed"
+    return text
+
+
 def _lines(goal: str, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
     if not verdicts:
         return
     counts = Counter(verdicts.values())
     yield f"{goal}: " + ", ".join(f"{counts[one]} {one}" for one in VERDICTS)
-    for wanted in VERDICTS[2:]:
+    for wanted in VERDICTS[1:]:
         names = [name for name, found in verdicts.items() if found == wanted]
         if names:
             yield f"  {wanted}: {', '.join(names)}"
