@@ -30,7 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.speculation.cells import CELL_S, Cell, all_cells, quick_cells
+from bench.speculation.cells import Cell, all_cells, quick_cells
 from bench.speculation.intervals import MIN_COVERAGE
 from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
@@ -136,7 +136,7 @@ class Run:
         from bench.speculation.engines import Loads
 
         groups = [list(group) for _, group in groupby(cells, key=lambda cell: cell.engine)]
-        self._cells_s = sum(CELL_S[cell.part] for cell in cells)
+        self._cells_s = sum(cell.seconds for cell in cells)
         self._starts_s = sum(START_S[group[0].part] for group in groups)
         loads, number, last_s = Loads(), 0, time.monotonic()
         names: set[str] = set()
@@ -197,13 +197,13 @@ class Run:
         except QuireError as error:
             for cell in missing:
                 yield cell, {"refused": str(error)}
-        self._cells_s -= sum(CELL_S[cell.part] for cell in missing)
+        self._cells_s -= sum(cell.seconds for cell in missing)
 
     def _take(self, cell: Cell) -> float:
         """Return the seconds of the next cell: at most its share of what is left."""
         share = (self._left_s() - self._starts_s) / max(self._cells_s, 1e-9)
-        self._cells_s -= CELL_S[cell.part]
-        return CELL_S[cell.part] * max(share if share < math.inf else 1.0, 0.2)
+        self._cells_s -= cell.seconds
+        return cell.seconds * max(share if share < math.inf else 1.0, 0.2)
 
 
 def _is_before(end_s: float) -> bool:

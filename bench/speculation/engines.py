@@ -38,13 +38,13 @@ MAX_DRAFTS = 8
 # Different prompts: of models that write text, of synthetic ones, and of repeated passages. Larger
 # batches run some of them several times at once.
 NUM_QUESTIONS, NUM_SYNTHETIC, NUM_PASSAGES = 64, 16, 4
-# Whole blocks and a token: they are in the prefix cache, so that answers are measured.
-PROMPT_TOKENS = 17
+# Prompts are whole blocks and a token: they are in the prefix cache, so that answers are measured.
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = BLOCK_TOKENS + 1
 PROMPT_CHARACTERS = 160  # of part small: the models have short contexts
 SEED = 7
 # Part history: other answers between two equal ones, and how many of them are kept.
 HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
-HISTORY_PROMPT_TOKENS = 17
 HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS
 # Of each engine of a part: room for all requests, and little more. Pages that were never written
 # are slow at first.
@@ -97,6 +97,7 @@ def _config(cell: Cell, *, drafts: bool) -> EngineConfig:
         "model": model_path(cell.model),
         "max_num_seqs": cell.max_num_seqs,
         "max_draft_tokens": MAX_DRAFTS if drafts else 0,
+        "block_size": BLOCK_TOKENS,
         "kv_cache_memory_bytes": KV_BYTES[cell.part],
         "pack_cache": str(cache_folder() / f"packed-{cell.model}"),
     }
@@ -152,7 +153,7 @@ class Loads:
             return self._forced_tasks(*repeated_passages(NUM_PASSAGES, num_tokens, vocab_size))
         if cell.part == "history":  # prompts that say nothing of the answers, versions of one text
             answers = edited_answers(HISTORY_ANSWERS, num_tokens, vocab_size)
-            shape = (HISTORY_ANSWERS, HISTORY_PROMPT_TOKENS)
+            shape = (HISTORY_ANSWERS, PROMPT_TOKENS)
             prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32)
             return self._forced_tasks(prompts.tolist(), answers)
         sampling = SamplingParams(
@@ -161,13 +162,14 @@ class Loads:
         if cell.part == "shapes":
             drawn = np.random.default_rng(SEED).integers(5, 1000, (NUM_SYNTHETIC, PROMPT_TOKENS))
             return [Task(prompt=prompt, sampling=sampling) for prompt in drawn.tolist()]
-        text = load_tokenizer_side(_config(cell, drafts=False).model)
-        return [
-            Task(
-                prompt=text.tokenizer.encode(question[:PROMPT_CHARACTERS], add_special_tokens=True),
-                sampling=sampling,
-            )
+        tokenizer = load_tokenizer_side(_config(cell, drafts=False).model).tokenizer
+        prompts = [
+            tokenizer.encode(question[:PROMPT_CHARACTERS], add_special_tokens=True)
             for question in questions(NUM_QUESTIONS)
+        ]
+        return [
+            Task(prompt=ids[: (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS + 1], sampling=sampling)
+            for ids in prompts
         ]
 
     def _forced_tasks(self, prompts: Prompts, answers: Prompts) -> list[Task]:

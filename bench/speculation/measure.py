@@ -34,14 +34,11 @@ SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
 # A turn counts as so many times the median one of its side at most: something else took the
 # processor. How many there were is part of the result.
 MAX_TIMES = 3.0
-# Other sides learn nothing, but their first steps are slow: so many steps of them, or this part of
-# those of the control.
-OTHER_WARM_UP_STEPS, WARM_UP_SHARE = 32, 4
 # A round does not count in which other programs, or machines, took so many seconds of a processor
 # and such a share of the time besides; but in as many rounds as count at most.
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
-# Tokens of each request before the first round, in which prompts are computed.
-RUN_IN_TOKENS = 2
+# So many rounds do not count at first: prompts are computed, and the first steps are slow.
+RUN_IN_ROUNDS = 2
 
 
 class Measurement:
@@ -93,9 +90,11 @@ class Measurement:
 
     def extend(self, has_time: Callable[[], bool]) -> None:
         """Take rounds, one at least, after the control has been warmed up."""
-        for name in self._names:
-            steps = self._warm_up(name, has_time)
-            self._warm_up_steps += steps * (name == "auto")
+        warm = Stream(self._sides["auto"], self._tasks, self._cell.batch)
+        while warm.steps < self._cell.warm_up_steps and (has_time() or not warm.steps):
+            warm.for_steps(1)
+        self._warm_up_steps += warm.steps
+        warm.end()
         streams = {
             name: Stream(self._sides[name], self._tasks, self._cell.batch) for name in self._names
         }
@@ -107,19 +106,8 @@ class Measurement:
                     self._drafted[name][place] += more
                 stream.end()
 
-    def _warm_up(self, name: str, has_time: Callable[[], bool]) -> int:
-        """Take steps on a side, those of the control if it is that; return how many."""
-        steps = self._cell.warm_up_steps
-        if name != "auto":
-            steps = min(steps // WARM_UP_SHARE, OTHER_WARM_UP_STEPS)
-        warm = Stream(self._sides[name], self._tasks, self._cell.batch)
-        while warm.steps < steps and (has_time() or not warm.steps):
-            warm.for_steps(1)
-        warm.end()
-        return warm.steps
-
     def _take_rounds(self, streams: Mapping[str, Stream], has_time: Callable[[], bool]) -> None:
-        target = RUN_IN_TOKENS * self._cell.batch
+        target = RUN_IN_ROUNDS * self._cell.round_tokens
         reached = {name: stream.until(target) for name, stream in streams.items()}
         while not self.rounds or self._goes_on(has_time):
             target += self._cell.round_tokens

@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp, log, sqrt
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
-from bench.speculation.intervals import VERDICTS, Verdict, verdict
+from bench.speculation.intervals import COVERAGE, VERDICTS, Interval, Verdict, verdict
 
 Found = Mapping[str, Any]
 
@@ -39,6 +40,13 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
             f"half of the interval of the speed: median {statistics.median(half):.1f} %, "
             f"widest {max(half):.1f} %"
         )
+    for part in dict.fromkeys(cell.part for cell in ours):
+        of_part = [known[cell.name] for cell in ours if cell.part == part]
+        speed, share = mean_of(of_part, "speedup_interval"), mean_of(of_part, "control_interval")
+        yield (
+            f"mean of {part}: {speed.value:.3f}x ({speed.low:.3f} to {speed.high:.3f}), "
+            f"{share.value:.3f} of the best fixed ({share.low:.3f} to {share.high:.3f})"
+        )
     for cell in ours:
         yield f"  {cell.name}: {_line(known[cell.name])}"
 
@@ -59,6 +67,18 @@ def half_width(found: Found) -> float:
     interval = found["speedup_interval"]
     half: float = (interval["high"] - interval["low"]) / 2.0 / found["speedups"]["auto"]
     return half
+
+
+def mean_of(found: Sequence[Found], interval: str) -> Interval:
+    """Return the geometric mean of a ratio over cells. Its interval is of these cells, whose errors
+    are independent."""
+    half, logs = 0.0, []
+    for one in found:
+        low, high = (max(one[interval][end], 1e-3) for end in ("low", "high"))
+        logs.append(log((low + high) / 2.0))
+        half += ((high - low) / (high + low)) ** 2
+    mean, half = sum(logs) / len(logs), sqrt(half) / len(logs)
+    return Interval(exp(mean - half), exp(mean), exp(mean + half), COVERAGE)
 
 
 def _line(found: Found) -> str:

@@ -113,7 +113,7 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     assert found["speedups"] == {"auto": 2.0, "k2": pytest.approx(2 / 1.1, abs=0.002)}
     assert found["best_fixed"] == "k2"
     assert found["acceptance"] == found["acceptance_of_fixed"] == 1.0
-    num_tokens = found["tokens"] + CELL.batch * measure.RUN_IN_TOKENS
+    num_tokens = found["tokens"] + measure.RUN_IN_ROUNDS * CELL.round_tokens
     assert found["drafted"] == 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))  # whole steps
     assert found["disturbed"] == found["clipped"] == 0
 
@@ -132,9 +132,8 @@ def test_a_number_of_drafts_that_is_clearly_slower_is_left_out_of_later_rounds()
 def test_a_cell_can_be_measured_further() -> None:
     cores = {"off": FakeCore(), "auto": FakeCore(cost_s=1.01)}
     one = Measurement(CELL, {name: side(name, core) for name, core in cores.items()}, [TASK])
-    warm_up_steps = CELL.warm_up_steps + measure.OTHER_WARM_UP_STEPS
     for num_rounds in (4, 7):
-        left = iter([True] * (warm_up_steps + 3))
+        left = iter([True] * (CELL.warm_up_steps + 3))
         one.extend(lambda left=left: next(left, False))  # type: ignore[misc]
         assert len(one.rounds) == num_rounds
         assert not any(core.has_work for core in cores.values())
