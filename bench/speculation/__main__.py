@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 OUT = Path("bench/results/speculation.json")
 FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
-# Of a fixed number, at most so many drafts in a step: more cost far more than they can gain.
-MAX_STEP_DRAFTS = 256
+# Fixed numbers up to this one by batch: more cost far more than they can gain.
+MAX_FIXED = {1: 8, 4: 8, 16: 4, 64: 4}
 QUICK_MINUTES = 4.0
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
@@ -211,8 +211,8 @@ def _is_before(end_s: float) -> bool:
 
 
 def _is_sensible(side: str, cell: Cell) -> bool:
-    """Return whether a side is measured: a fixed number of drafts only where a step has few."""
-    return not side.startswith("k") or int(side[1:]) * cell.batch <= MAX_STEP_DRAFTS
+    """Return whether a side is measured: not a large fixed number of drafts for many requests."""
+    return not side.startswith("k") or int(side[1:]) <= MAX_FIXED[cell.batch]
 
 
 def _say(what: str, found: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ MIN_ROUNDS, MAX_ROUNDS = 12, 400
 NARROW, DECIDED = 0.005, 0.03
 # A fixed k is left out after so many rounds if its share of the best one's speed is less; later,
 # if its interval is below what the control must reach.
-FEW_ROUNDS, POOR_SHARE = 2, 0.8
+POOR_SHARES = {1: 0.6, 2: 0.8}
 SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
 # A turn counts as so many times the median one of its side at most: something else took the
 # processor. How many there were is part of the result.
@@ -38,7 +38,7 @@ MAX_TIMES = 3.0
 # and such a share of the time besides; but in as many rounds as count at most.
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
 # So many rounds do not count at first: prompts are computed, and the first steps are slow.
-RUN_IN_ROUNDS = 2
+RUN_IN_ROUNDS = 1
 
 
 class Measurement:
@@ -130,10 +130,10 @@ class Measurement:
     def _leave_out(self) -> None:
         """Take the sides out of later rounds that are clearly not the best."""
         rounds, best = _clipped(self.rounds), self.best_fixed
-        left = []
+        poor, left = POOR_SHARES[min(len(rounds), max(POOR_SHARES))], []
         for name in self._names:
             share = _ratio(rounds, best, name)
-            is_poor = share.value < POOR_SHARE and len(self.rounds) >= FEW_ROUNDS
+            is_poor = share.value < poor
             is_low = share.high < LOW_SHARE and len(self.rounds) >= SOME_ROUNDS
             if name in ("off", "auto", best) or not (is_poor or is_low):
                 left.append(name)
