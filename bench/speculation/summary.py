@@ -70,8 +70,8 @@ def half_width(found: Found) -> float:
 
 
 def mean_of(found: Sequence[Found], interval: str) -> Interval:
-    """Return the geometric mean of a ratio over cells. Its interval is of these cells, whose errors
-    are independent."""
+    """Return the geometric mean of a ratio over cells. Its interval is that of independent
+    errors of these cells."""
     half, logs = 0.0, []
     for one in found:
         low, high = (max(one[interval][end], 1e-3) for end in ("low", "high"))

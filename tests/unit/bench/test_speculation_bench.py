@@ -40,7 +40,7 @@ class FakeCore:
     now_s = 0.0
 
     def __init__(self, num_tokens: int = 1, *, cost_s: float = 1.0, is_wrong: bool = False) -> None:
-        self.num_steps = self.num_rows = self.most_running = 0
+        self.num_steps = self.num_rows = self.max_running = 0
         self._running: dict[str, tuple[Request, int]] = {}
         self._num_tokens, self._cost_s, self._is_wrong = num_tokens, cost_s, is_wrong
 
@@ -65,7 +65,7 @@ class FakeCore:
     def step(self, now_ms: Any) -> StepOutputs:
         FakeCore.now_s += self._cost_s
         self.num_steps += 1
-        self.most_running = max(self.most_running, len(self._running))
+        self.max_running = max(self.max_running, len(self._running))
         events = []
         for request_id, (request, begin) in list(self._running.items()):
             self.num_rows += 1
@@ -178,7 +178,7 @@ def test_a_stream_keeps_its_batch_full_and_divides_steps_that_yield_more() -> No
     assert stream.until(16) == 0.5  # of a step with 32 tokens
     assert stream.until(33) == pytest.approx(1 + 1 / 32)
     stream.for_steps(200)
-    assert core.most_running == 4
+    assert core.max_running == 4
     assert stream.tokens == 4 * 8 * stream.steps
     assert stream.drafted() == (4 * stream.steps, 28 * stream.steps, 28 * stream.steps)
 
