@@ -11,7 +11,7 @@ tokens differ.
 The results are written after each cell; a further run measures what is missing. Run:
 python -m bench.speculation [--minutes N] [--only TEXT ...] [--quick] [--list] [--again]
 [--out FILE]
---minutes bounds a run, whose cells share it: what some leave is spent on those with the widest
+--minutes bounds a run; all cells share it, and what some leave is spent on those with the widest
 intervals. --only small/box selects the cells with such names; --quick takes the cells with goals,
 against one fixed number, within 4 minutes.
 """

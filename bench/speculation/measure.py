@@ -35,7 +35,8 @@ SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
 # processor. How many there were is part of the result.
 MAX_TIMES = 3.0
 # A round does not count in which other programs, or machines, took so many seconds of a processor
-# and such a share of the time besides; but in as many rounds as count at most.
+# and such a share of the time besides; but in so many times as many rounds as count at most.
+MAX_DISTURBED_TIMES = 3
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
 # So many rounds do not count at first: prompts are computed, and the first steps are slow.
 RUN_IN_ROUNDS = 1
@@ -117,7 +118,8 @@ class Measurement:
             for name in self._names[first:] + self._names[:first]:
                 before_s, reached[name] = reached[name], streams[name].until(target)
                 seconds[name] = round(reached[name] - before_s, 7)
-            if self._num_disturbed <= len(self.rounds) and _is_disturbed(watch, began_s):
+            most = MAX_DISTURBED_TIMES * (len(self.rounds) + 1)
+            if self._num_disturbed < most and _is_disturbed(watch, began_s):
                 self._num_disturbed += 1
                 continue
             self._tokens += self._cell.round_tokens
