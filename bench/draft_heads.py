@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.speculation.measure import OFF, ON, Load, tokens_of
 from quire.base.sampling_params import SamplingParams
+from quire.base.scheduling_params import SchedulingParams
+from quire.base.speculation_params import SpeculationParams
 from quire.bench.machine import machine_card
 from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
@@ -88,10 +89,12 @@ def main() -> None:
         draft_model = {"draft_model": path} if path else {}
         with LLM(args.model, max_num_seqs=args.batch, speculate=kind, **draft_model) as llm:
             for temperature in args.temperature:
-                load = load_of(args.batch, args.tokens, temperature)
-                plain = tokens_of(llm, load, OFF)
+                sampling = SamplingParams(
+                    temperature=temperature, max_tokens=args.tokens, ignore_eos=True, seed=7
+                )
+                plain = tokens_of(llm, args.batch, sampling, is_on=False)
                 seen.clear()
-                if tokens_of(llm, load, ON) != plain:
+                if tokens_of(llm, args.batch, sampling, is_on=True) != plain:
                     raise SystemExit("drafts changed the tokens of an answer; nothing is reported")
                 cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
                 print(json.dumps(cells[-1]), flush=True)
@@ -99,16 +102,17 @@ def main() -> None:
     args.out.write_text(json.dumps(result | {"cells": cells}, indent=1) + "\n")
 
 
-def load_of(num: int, num_tokens: int, temperature: float) -> Load:
-    """Return different questions, with answers of exactly num_tokens."""
+def tokens_of(
+    llm: LLM, num: int, sampling: SamplingParams, *, is_on: bool
+) -> list[tuple[int, ...]]:
+    """Return the tokens of answers to `num` different questions, with drafts or without."""
     prompts = [
         QUESTIONS[number % len(QUESTIONS)].format(TOPICS[number // len(QUESTIONS) % len(TOPICS)])
         for number in range(num)
     ]
-    sampling = SamplingParams(
-        temperature=temperature, max_tokens=num_tokens, ignore_eos=True, seed=7
-    )
-    return Load(prompts=prompts, sampling=[sampling] * num)
+    terms = SchedulingParams(speculation=SpeculationParams(is_on=is_on))
+    answers = llm.generate(prompts, sampling, terms=terms, progress=False)
+    return [answer.outputs[0].token_ids for answer in answers]
 
 
 def _counting(verified: Callable[..., None], seen: Acceptance) -> Callable[..., None]:

@@ -101,9 +101,8 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
     if measured:
         half = [100 * half_width(one) for one in measured.values()]
         yield (
-            f"| interval of the median speed (order statistics, 95 % where a cell has six rounds) "
-            f"| half of its width: median {statistics.median(half):.1f} %, widest "
-            f"{max(half):.1f} % | |"
+            f"| interval of the speed (95 %) | half of its width: median "
+            f"{statistics.median(half):.1f} %, widest {max(half):.1f} % | |"
         )
 
 

@@ -10,23 +10,25 @@ tokens differ.
 
 The results are written after each cell; a further run measures what is missing. Run:
 python -m bench.speculation [--minutes N] [--only TEXT ...] [--quick] [--list] [--again]
-[--cell-seconds S] [--out FILE]
---minutes bounds a run; --only small/box selects the cells with such names; --quick takes the cells
-with goals, against one fixed number, within 4 minutes.
+[--out FILE]
+--minutes bounds a run; all cells share it, and what some leave is spent on those with the widest
+intervals. --only small/box selects the cells with such names; --quick takes the cells with goals,
+against one fixed number, within 4 minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.speculation.cells import Cell, all_cells, quick_cells
 from bench.speculation.intervals import MIN_COVERAGE
@@ -34,15 +36,21 @@ from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
 from quire.bench.machine import machine_card
 
+if TYPE_CHECKING:
+    from bench.speculation.engines import Loads
+
 OUT = Path("bench/results/speculation.json")
 FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
-# Of a fixed number, at most so many drafts in a step: more cost far more than they can gain.
-MAX_STEP_DRAFTS = 256
+# Fixed numbers up to this one by batch: more cost far more than they can gain.
+MAX_FIXED = {1: 8, 4: 8, 16: 4, 64: 4}
 QUICK_MINUTES = 4.0
-# After so many seconds no further round of a cell begins. Peers are loaded within theirs.
-CELL_S, LLAMA_CELL_S = 7.5, 45.0
 # A cell is begun while so many seconds of the run are left.
-MIN_LEFT_S = 20.0
+MIN_LEFT_S = 15.0
+# Engines of a group start within about so many seconds, which its cells do not have; with --minutes
+# these are set apart.
+START_S = {"small": 6.0, "shapes": 40.0, "repeats": 40.0, "history": 30.0, "llama.cpp": 0.0}
+# What is left of a group is spent on undecided cells, in turns of so many times their first time.
+FURTHER_TIMES = 0.6
 
 
 def main() -> None:
@@ -52,11 +60,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="cells with goals, within 4 minutes")
     parser.add_argument("--again", action="store_true", help="measure cells that are there, too")
     parser.add_argument("--minutes", type=float, help="of the whole run; unbounded by default")
-    parser.add_argument("--cell-seconds", type=float, default=CELL_S, help="of rounds of a cell")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    if (args.minutes is not None and args.minutes <= 0) or args.cell_seconds <= 0:
-        sys.exit("--minutes and --cell-seconds must be above 0")
+    if args.minutes is not None and args.minutes <= 0:
+        sys.exit("--minutes must be above 0")
     cells = [
         cell
         for cell in (quick_cells() if args.quick else all_cells())
@@ -71,7 +78,7 @@ def main() -> None:
     wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
     minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
     end_s = time.monotonic() + 60.0 * minutes if minutes else float("inf")
-    run = Run(quick=args.quick, cell_s=args.cell_seconds, left_s=lambda: end_s - time.monotonic())
+    run = Run(quick=args.quick, left_s=lambda: end_s - time.monotonic())
     load = card["load_at_start"]
     for cell, found in run.measured(wanted):
         if "refused" in found and "speedups" in known.get(cell.name, {}):
@@ -106,87 +113,114 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
-    """Return whether a cell is measured, with its interval. A quick measurement is not enough for a
-    whole run, and neither are the rounds of a cell that the end of a run cut; a refusal is none."""
+    """Return whether a cell is measured, with its intervals. A quick measurement is not enough for
+    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of whole
+    generations, as they were measured once; a refusal is none."""
     found = known.get(cell.name, {})
-    if quick or "speedup_interval" not in found:
-        return "speedup_interval" in found
+    if "speedup_interval" not in found or "tokens" not in found:
+        return False
+    if quick:
+        return True
     return not found.get("quick") and found["speedup_interval"]["coverage"] >= MIN_COVERAGE
 
 
 class Run:
-    """Measures cells, those of an engine together. cell_s: of rounds of a cell. left_s: seconds
-    that are left of all."""
+    """Measures cells, those of an engine together. left_s: seconds that are left of all."""
 
-    def __init__(self, *, quick: bool, cell_s: float, left_s: Callable[[], float]) -> None:
-        self._left_s, self._quick, self._cell_s = left_s, quick, cell_s
-        self._num_left, self._cell_end_s = 1, float("inf")  # cells to come; the present one's end
+    def __init__(self, *, quick: bool, left_s: Callable[[], float]) -> None:
+        self._left_s, self._fixed = left_s, QUICK_FIXED if quick else FIXED
+        self._cells_s = self._starts_s = 0.0  # of the cells and groups that are to come
 
-    def measured(self, cells: Sequence[Cell]) -> Any:
-        """Yield each cell with what was found, while there is time."""
+    def measured(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """Yield each cell with what was found, while there is time; again where more was."""
         from bench.speculation.engines import Loads
-        from bench.speculation.measure import Extent
 
-        self._num_left = len(cells)
-        extent = Extent(
-            fixed=QUICK_FIXED if self._quick else FIXED,
-            min_rounds=1 if self._quick else 3,
-            has_time=lambda: time.monotonic() < self._cell_end_s,
-            is_over=lambda: self._left_s() <= 0.0,
-        )
+        groups = [list(group) for _, group in groupby(cells, key=lambda cell: cell.engine)]
+        self._cells_s = sum(cell.seconds for cell in cells)
+        self._starts_s = sum(START_S[group[0].part] for group in groups)
         loads, number, last_s = Loads(), 0, time.monotonic()
-        for (part, *_), group in groupby(cells, key=lambda cell: cell.engine):
-            of_engine = list(group)
+        names: set[str] = set()
+        for group in groups:
             if self._left_s() < MIN_LEFT_S:
                 return
-            of_part = self._of_llama if part == "llama.cpp" else self._of_engine
-            for cell, found in of_part(of_engine, loads, extent):
-                number += 1
+            self._starts_s -= START_S[group[0].part]
+            is_llama = group[0].part == "llama.cpp"
+            for cell, found in self._of_llama(group) if is_llama else self._of_group(group, loads):
+                names.add(cell.name)
+                number = len(names)
                 before_s, last_s = last_s, time.monotonic()
-                found["seconds"] = round(last_s - before_s, 1)  # with what starts its engine
-                self._say(number, len(cells), cell, found)
+                found["seconds"] = round(last_s - before_s, 1)  # with what starts its engines
+                _say(f"[{number}/{len(cells)}] {cell.name}", found)
                 yield cell, found
 
-    def _of_llama(self, cells: Sequence[Cell], loads: Any, extent: Any) -> Any:
+    def _of_llama(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Yield cells that compare with llama.cpp, which are processes of their own."""
         from bench.speculation.llama import measure_llama
 
         for cell in cells:
-            self._begin_cell(LLAMA_CELL_S)
-            yield cell, measure_llama(cell, extent)
+            end_s = time.monotonic() + self._take(cell)
+            yield cell, measure_llama(cell, partial(_is_before, end_s))
 
-    def _of_engine(self, cells: Sequence[Cell], loads: Any, extent: Any) -> Any:
-        """Yield the cells of one engine; {"refused": why} where it does not start."""
-        from bench.speculation.engines import engine_of
-        from bench.speculation.measure import measure
+    def _of_group(
+        self, cells: Sequence[Cell], loads: Loads
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """Yield the cells of a group of engines; {"refused": why} where they do not start."""
+        from bench.speculation.engines import sides_of
+        from bench.speculation.measure import Measurement
 
-        missing = list(cells)
+        missing, taken = list(cells), []
         try:
-            with engine_of(cells[0]) as llm:
+            with sides_of(cells[0], self._fixed) as sides:
+                left_s = 0.0  # of the time of these cells
                 for cell in cells:
                     if self._left_s() < MIN_LEFT_S:
                         return
-                    load = loads.of(cell, llm)
-                    self._begin_cell(self._cell_s)
-                    fixed = [num for num in extent.fixed if num * cell.batch <= MAX_STEP_DRAFTS]
-                    found = measure(llm, load, replace(extent, fixed=tuple(fixed)))
+                    tasks = loads.of(cell, sides["off"])
+                    some = {name: side for name, side in sides.items() if _is_sensible(name, cell)}
+                    one = Measurement(cell, some, tasks)
+                    cell_s, began_s = self._take(cell), time.monotonic()
+                    one.extend(partial(_is_before, began_s + cell_s))
+                    left_s += cell_s - (time.monotonic() - began_s)
                     missing.remove(cell)
-                    yield cell, found
+                    taken.append((one, cell, cell_s))
+                    yield cell, one.summary()
+                while taken and left_s > 0.0 and self._left_s() > MIN_LEFT_S:
+                    open_ = [entry for entry in taken if not entry[0].is_decided]
+                    if not open_:
+                        break
+                    one, cell, cell_s = max(open_, key=lambda entry: entry[0].width)
+                    loads.of(cell, sides["off"])
+                    began_s = time.monotonic()
+                    one.extend(partial(_is_before, began_s + FURTHER_TIMES * cell_s))
+                    left_s -= time.monotonic() - began_s
+                    yield cell, one.summary()
         except QuireError as error:
             for cell in missing:
                 yield cell, {"refused": str(error)}
+        self._cells_s -= sum(cell.seconds for cell in missing)
 
-    def _begin_cell(self, cell_s: float) -> None:
-        """Give the next cell its time, at most its share of what is left."""
-        self._cell_end_s = time.monotonic() + min(cell_s, self._left_s() / self._num_left)
-        self._num_left = max(self._num_left - 1, 1)
+    def _take(self, cell: Cell) -> float:
+        """Return the seconds of the next cell: at most its share of what is left."""
+        share = (self._left_s() - self._starts_s) / max(self._cells_s, 1e-9)
+        self._cells_s -= cell.seconds
+        return cell.seconds * max(share if share < math.inf else 1.0, 0.2)
 
-    def _say(self, number: int, num: int, cell: Cell, found: Any) -> None:
-        text = f"[{number}/{num}] {cell.name}: "
-        text += found.get("refused") or (
-            f"{json.dumps(found['speedups'])}, {len(found['rounds'])} rounds, {found['seconds']} s"
-        )
-        print(text, file=sys.stderr, flush=True)
+
+def _is_before(end_s: float) -> bool:
+    return time.monotonic() < end_s
+
+
+def _is_sensible(side: str, cell: Cell) -> bool:
+    """Return whether a side is measured: not a large fixed number of drafts for many requests."""
+    return not side.startswith("k") or int(side[1:]) <= MAX_FIXED[cell.batch]
+
+
+def _say(what: str, found: dict[str, Any]) -> None:
+    text = found.get("refused") or (
+        f"{json.dumps(found['speedups'])}, {len(found['rounds'])} rounds, {found['seconds']} s, "
+        f"half of the wider interval {100 * found['half_width']:.1f} %"
+    )
+    print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

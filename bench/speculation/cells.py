@@ -10,20 +10,30 @@ from dataclasses import dataclass
 
 TEMPERATURES = (0.0, 0.6, 1.0)
 BATCHES = (1, 4, 16, 64)
-ACCEPTANCES = (0.3, 0.5, 0.7, 0.9)
-SHAPES = ("qwen3-0.6b", "llama-3.2-1b")
+# Of a synthetic proposer; of the second shape fewer, as its steps are longer.
+ACCEPTANCES = {"qwen3-0.6b": (0.3, 0.5, 0.7, 0.9), "llama-3.2-1b": (0.3, 0.7, 0.9)}
+SHAPES = tuple(ACCEPTANCES)
 PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
-# Tokens of an answer by batch: large batches take long steps, and large models longer ones.
-TOKENS = {1: 128, 4: 96, 16: 64, 64: 32}
-SHAPE_TOKENS = {1: 48, 4: 24, 16: 16, 64: 8}
-# Requests of a cell of part `small`, in batches: the batch is kept full but at the end, as answers
-# that are drafted for end earlier than others.
-WAVES = 4
-# Pairs of proposer and model in part `small`; "independent": noise of its own, for comparison.
+# Tokens of an answer: of a small model, and of a shape.
+TOKENS, SHAPE_TOKENS = 128, 64
+# Steps without drafts in a round, by batch: rounds are short, so that sides take turns often, but
+# long beside what a change of sides takes, a part of a millisecond.
+ROUND_STEPS = {1: 64, 4: 48, 16: 24, 64: 12}
+SHAPE_ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
+# Steps of the control before it is measured, by batch.
+WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
+SHAPE_WARM_UP_STEPS = {1: 128, 4: 96, 16: 64, 64: 32}
+# Seconds of a cell, with its warm-up: by part, and of a shape by batch.
+CELL_S = {"small": 8.0, "repeats": 16.0, "history": 12.0, "llama.cpp": 45.0}
+SHAPE_CELL_S = {1: 20.0, 4: 20.0, 16: 24.0, 64: 32.0}
+# Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with
+# noise of its own, for comparison of what is accepted.
 SMALL = (
-    *(("box", "ngram"), ("box", "draft"), ("box", "independent")),
-    *(("stories260K", "ngram"), ("stories260K", "draft")),
+    *(("box", "ngram", BATCHES), ("box", "draft", BATCHES), ("box", "independent", (1,))),
+    *(("stories260K", "ngram", BATCHES), ("stories260K", "draft", BATCHES)),
 )
+# Of part `repeats`; the prompts of more would take longer to compute than is measured.
+REPEATS_BATCHES = (1, 4, 16)
 # Goals of the speed with drafts over that without, and of the control over the best fixed k.
 GOAL_SHAPES, GOAL_REPEATS, GOAL_LEAST, GOAL_CONTROL = 2.0, 2.5, 0.98, 0.97
 GOAL_PEER = 1.0
@@ -50,20 +60,39 @@ class Cell:
         return f"{self.part}/{self.model}/{self.proposer}/{how}/b{self.batch}"
 
     @property
+    def is_small(self) -> bool:
+        """Return whether its steps take about a millisecond."""
+        return self.part == "small" or self.model == "stories260K"
+
+    @property
     def max_num_seqs(self) -> int:
         """Return how many requests the engine runs at once."""
-        return self.batch if self.part == "small" else max(BATCHES)
+        return {"repeats": max(REPEATS_BATCHES), "history": 1}.get(self.part, max(BATCHES))
 
     @property
     def num_tokens(self) -> int:
         """Return the tokens of an answer."""
-        small = self.part == "small" or self.model == "stories260K"
-        return (TOKENS if small else SHAPE_TOKENS)[self.batch]
+        return TOKENS if self.is_small else SHAPE_TOKENS
 
     @property
-    def engine(self) -> tuple[str, str, str, int]:
-        """Return what selects the engine; cells with the same one share it."""
-        return self.part, self.model, self.proposer, self.max_num_seqs
+    def round_tokens(self) -> int:
+        """Return the tokens of all requests in a round."""
+        return self.batch * (ROUND_STEPS if self.is_small else SHAPE_ROUND_STEPS)[self.batch]
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Return the steps of the control before it is measured."""
+        return (WARM_UP_STEPS if self.is_small else SHAPE_WARM_UP_STEPS)[self.batch]
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it is measured where the time of a run is not bounded."""
+        return SHAPE_CELL_S[self.batch] if self.part == "shapes" else CELL_S[self.part]
+
+    @property
+    def engine(self) -> tuple[str, str, str]:
+        """Return what selects the engines; cells with the same one share them."""
+        return self.part, self.model, self.proposer
 
     @property
     def goal(self) -> float:
@@ -81,20 +110,20 @@ def all_cells() -> list[Cell]:
     """Return the cells of the whole table, those of an engine together."""
     cells = [
         Cell(part="small", model=model, proposer=proposer, batch=batch, temperature=temperature)
-        for model, proposer in SMALL
-        for batch in BATCHES
+        for model, proposer, batches in SMALL
+        for batch in batches
         for temperature in TEMPERATURES
     ]
     cells += [
         Cell(part="shapes", model=shape, proposer="synthetic", batch=batch, acceptance=acceptance)
         for shape in SHAPES
         for batch in BATCHES
-        for acceptance in ACCEPTANCES
+        for acceptance in ACCEPTANCES[shape]
     ]
     cells += [
         Cell(part="repeats", model=shape, proposer="ngram", batch=batch)
         for shape in SHAPES
-        for batch in BATCHES
+        for batch in REPEATS_BATCHES
     ]
     cells += [Cell(part="history", model=shape, proposer="history", batch=1) for shape in SHAPES]
     cells += [

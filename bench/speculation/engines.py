@@ -1,63 +1,111 @@
 """Engines and requests of the cells.
 
-An engine has a control that can be switched, and where it is asked for a synthetic proposer; they
-are put in place of the real ones where the engine is assembled. Answers without drafts are computed
-once for all proposers of a model. Knows no times.
+The engines of a cell differ in nothing but their drafts: none, those that the control chooses, and
+fixed numbers. They map one file of packed weights. What replaces parts of an engine (a control, a
+synthetic proposer) is put in place where it is assembled. Answers without drafts are computed once
+for all cells that share them, whatever their batch. Knows no times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from bench.checkpoints import random_checkpoint
+from bench.checkpoints import cache_folder, random_checkpoint
 from bench.data import outside
-from bench.speculation.cells import SHAPE_TOKENS, WAVES, Cell
-from bench.speculation.measure import OFF, Load, Tokens, tokens_of
-from bench.speculation.proposers import FixedAcceptance, SwitchControl, SwitchPrices
+from bench.speculation.cells import SHAPE_TOKENS, Cell
+from bench.speculation.proposers import FixedAcceptance
+from bench.speculation.sides import PausedClock, Side, Task, answers_of
 from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
+from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
+from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
 from quire.engine.assembly import draft_model, lookup
 from quire.engine.assembly import drafter as assembly
-from quire.engine.library.llm import LLM
+from quire.engine.assembly.assemble import assemble
+from quire.engine.client.tokenizer_side import load_tokenizer_side
+from quire.hub.cache import with_local_model
 from quire.runner.draft_runner import DraftRunner
-from quire.scheduler.speculation import draft_rows
+from quire.speculative.control import AdaptiveControl, FixedControl
 from quire.speculative.ngram import NgramProposer
 
 MAX_DRAFTS = 8
-PROMPT_TOKENS = 64  # of part shapes
+# Different prompts: of models that write text, of synthetic ones, and of repeated passages. Larger
+# batches run some of them several times at once.
+NUM_QUESTIONS, NUM_SYNTHETIC, NUM_PASSAGES = 64, 16, 4
+# Prompts are whole blocks and a token: they are in the prefix cache, so that answers are measured.
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = BLOCK_TOKENS + 1
 PROMPT_CHARACTERS = 160  # of part small: the models have short contexts
 SEED = 7
 # Part history: other answers between two equal ones, and how many of them are kept.
 HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
-HISTORY_PROMPT_TOKENS = 16
-HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS[1]
+HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS
+# Of each engine of a part: room for all requests, and little more. Pages that were never written
+# are slow at first.
+KV_BYTES = {"small": 512 << 20, "shapes": 1 << 30, "repeats": 512 << 20, "history": 128 << 20}
+SHAPE_MODEL_LEN = 512
 
 
 @contextmanager
-def engine_of(cell: Cell) -> Iterator[LLM]:
-    """Yield the engine of a cell."""
-    assembly.AdaptiveControl = SwitchControl  # type: ignore[misc]
-    draft_rows.DraftPrices = SwitchPrices  # type: ignore[misc]
+def sides_of(cell: Cell, fixed: Sequence[int]) -> Iterator[dict[str, Side]]:
+    """Yield the engines of a cell by name: "off", "auto", and "k4" for each fixed number."""
     lookup.NgramProposer = (  # type: ignore[misc]
         FixedAcceptance if cell.proposer == "synthetic" else NgramProposer
     )
     draft_model.DraftRunner = partial(  # type: ignore[misc]
         DraftRunner, shares_noise=cell.proposer != "independent"
     )
-    with LLM(
-        model_path(cell.model),
-        max_num_seqs=cell.max_num_seqs,
-        max_draft_tokens=MAX_DRAFTS,
-        enable_prefix_caching=cell.part != "small",  # of shapes only answers are measured
-        **proposer_settings(cell),
-    ) as llm:
-        yield llm
+    with ExitStack() as ending:
+        sides = {"off": _side("off", _config(cell, drafts=False), ending)}
+        config = _config(cell, drafts=True)
+        for num in (None, *fixed):
+            name = "auto" if num is None else f"k{num}"
+            assembly.AdaptiveControl = (  # type: ignore[misc]
+                AdaptiveControl if num is None else partial(_fixed_control, num)
+            )
+            sides[name] = _side(name, config, ending)
+        yield sides
+
+
+def _fixed_control(num_drafts: int, num_slots: int, max_drafts: int) -> FixedControl:
+    """Return a control in place of the adaptive one."""
+    return FixedControl(num_drafts)
+
+
+def _side(name: str, config: EngineConfig, ending: ExitStack) -> Side:
+    clock = PausedClock()
+    engine = assemble(config, clock=clock, report=Log("engine").error)
+    core = engine.core
+    ending.callback(core.runner.close)
+    ending.callback(engine.close_drafts)
+    if core.grammars is not None:
+        ending.callback(core.grammars.close)
+    while core.touch():
+        pass
+    clock.pause()
+    return Side(name=name, core=core, card=engine.card, clock=clock)
+
+
+def _config(cell: Cell, *, drafts: bool) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": model_path(cell.model),
+        "max_num_seqs": cell.max_num_seqs,
+        "max_draft_tokens": MAX_DRAFTS if drafts else 0,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": KV_BYTES[cell.part],
+        "pack_cache": str(cache_folder() / f"packed-{cell.model}"),
+    }
+    if not cell.is_small:
+        settings["max_model_len"] = SHAPE_MODEL_LEN
+    if drafts:
+        settings |= proposer_settings(cell)
+    return with_local_model(engine_config(settings))
 
 
 def model_path(model: str) -> str:
@@ -82,69 +130,59 @@ class Loads:
 
     def __init__(self) -> None:
         self._forced: Forced | None = None
-        self._answers: dict[tuple[Any, ...], Tokens] = {}  # of requests that cells share
+        self._answered: dict[tuple[Any, ...], list[Task]] = {}  # requests that cells share
 
-    def of(self, cell: Cell, llm: LLM) -> Load:
-        """Return the requests of a cell; a synthetic proposer learns their answers."""
-        sampling = SamplingParams(
-            temperature=cell.temperature,
-            max_tokens=cell.num_tokens,
-            ignore_eos=True,
-            seed=SEED,
-        )
+    def of(self, cell: Cell, off: Side) -> list[Task]:
+        """Return the requests of a cell with their answers, which side `off` computes. A synthetic
+        proposer learns them."""
+        key = cell.part, cell.model, cell.temperature
+        if key not in self._answered:
+            tasks = self._tasks(cell, off.card.vocab_size)
+            self._answered[key] = answers_of(off, tasks, cell.max_num_seqs)
+        tasks = self._answered[key]
+        if cell.acceptance is not None:
+            FixedAcceptance.rate = cell.acceptance
+            FixedAcceptance.answers = {
+                np.array(task.prompt, np.int32).tobytes(): task.expected for task in tasks
+            }
+        return tasks
+
+    def _tasks(self, cell: Cell, vocab_size: int) -> list[Task]:
+        num_tokens = cell.num_tokens
         if cell.part == "repeats":
-            return self._repeats(cell, llm)
-        if cell.part == "history":
-            return self._history(cell, llm)
+            return self._forced_tasks(*repeated_passages(NUM_PASSAGES, num_tokens, vocab_size))
+        if cell.part == "history":  # prompts that say nothing of the answers, versions of one text
+            answers = edited_answers(HISTORY_ANSWERS, num_tokens, vocab_size)
+            shape = (HISTORY_ANSWERS, PROMPT_TOKENS)
+            prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32)
+            return self._forced_tasks(prompts.tolist(), answers)
+        sampling = SamplingParams(
+            temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True, seed=SEED
+        )
         if cell.part == "shapes":
-            return self._synthetic(cell, llm, sampling)
-        num = WAVES * cell.batch
-        prompts = [text[:PROMPT_CHARACTERS] for text in questions(num)]
-        return self._answered(cell, llm, Load(prompts=prompts, sampling=[sampling] * num))
-
-    def _answered(self, cell: Cell, llm: LLM, load: Load) -> Load:
-        """Return `load` with its answers, which are the same whatever the proposer."""
-        key = cell.part, cell.model, cell.batch, cell.temperature
-        if key not in self._answers:
-            self._answers[key] = tokens_of(llm, load, OFF)
-        return replace(load, expected=self._answers[key])
-
-    def _repeats(self, cell: Cell, llm: LLM) -> Load:
-        made = repeated_passages(cell.batch, cell.num_tokens, llm.card.vocab_size)
-        return Load(prompts=made[0], sampling=self._forced_sampling(*made))
-
-    def _history(self, cell: Cell, llm: LLM) -> Load:
-        """Return requests with prompts that say nothing of their answers, which are versions of one
-        text; as many as are kept are found at a time."""
-        num_tokens, vocab_size = cell.num_tokens, llm.card.vocab_size
-        answers = edited_answers(HISTORY_ANSWERS, num_tokens, vocab_size)
-        shape = (HISTORY_ANSWERS, HISTORY_PROMPT_TOKENS)
-        prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32).tolist()
-        loads = [
-            Load(prompts=[prompt], sampling=[sampling])
-            for prompt, sampling in zip(
-                prompts, self._forced_sampling(prompts, answers), strict=True
-            )
+            drawn = np.random.default_rng(SEED).integers(5, 1000, (NUM_SYNTHETIC, PROMPT_TOKENS))
+            return [Task(prompt=prompt, sampling=sampling) for prompt in drawn.tolist()]
+        tokenizer = load_tokenizer_side(_config(cell, drafts=False).model).tokenizer
+        prompts = [
+            tokenizer.encode(question[:PROMPT_CHARACTERS], add_special_tokens=True)
+            for question in questions(NUM_QUESTIONS)
         ]
-        return replace(loads[0], others=loads[1:])
+        return [
+            Task(prompt=ids[: (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS + 1], sampling=sampling)
+            for ids in prompts
+        ]
 
-    def _forced_sampling(self, prompts: Prompts, answers: Prompts) -> list[SamplingParams]:
-        """Return parameters of requests that are answered so."""
+    def _forced_tasks(self, prompts: Prompts, answers: Prompts) -> list[Task]:
+        """Return requests that are answered so."""
         self._forced = self._forced or Forced()
         return [
-            SamplingParams(temperature=0.0, max_tokens=len(answer), ignore_eos=True, seed=seed)
-            for seed, answer in zip(self._forced.answer(prompts, answers), answers, strict=True)
+            Task(
+                prompt=prompt,
+                sampling=SamplingParams(
+                    temperature=0.0, max_tokens=len(answer), ignore_eos=True, seed=seed
+                ),
+            )
+            for prompt, answer, seed in zip(
+                prompts, answers, self._forced.answer(prompts, answers), strict=True
+            )
         ]
-
-    def _synthetic(self, cell: Cell, llm: LLM, sampling: SamplingParams) -> Load:
-        assert cell.acceptance is not None, "the proposer is synthetic"
-        rng = np.random.default_rng(cell.batch)
-        prompts = rng.integers(5, 1000, (cell.batch, PROMPT_TOKENS), np.int32)
-        load = Load(prompts=prompts.tolist(), sampling=[sampling] * cell.batch)
-        load = self._answered(cell, llm, load)
-        assert load.expected is not None, "it is answered"
-        FixedAcceptance.rate = cell.acceptance
-        FixedAcceptance.answers = {
-            prompt.tobytes(): answer for prompt, answer in zip(prompts, load.expected, strict=True)
-        }
-        return load

@@ -9,6 +9,7 @@ arithmetic; Quire's must be the same with drafts and without.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,25 @@ from bench.peers.convert import Unavailable, converted
 from bench.peers.places import is_installed
 from bench.speculation.cells import Cell
 from bench.speculation.engines import MAX_DRAFTS, model_path, proposer_settings
-from bench.speculation.intervals import interval_of
-from bench.speculation.measure import Extent
+from bench.speculation.intervals import median_interval
 from bench.speculation.texts import repeated_passages
 from quire.bench.machine import machine_card
 from quire.speculative.suffix import MIN_MATCH
 
 LIMIT_S = 300.0
-MAX_ROUNDS = 12
+MIN_ROUNDS, MAX_ROUNDS = 6, 40
 PRECISION = "f32", "bf16"  # of small models, and of shapes
 SMALL_VOCABULARY, SHAPE_VOCABULARY = 512, 100_000
 
 
-def measure_llama(cell: Cell, extent: Extent) -> dict[str, Any]:
+def measure_llama(cell: Cell, has_time: Callable[[], bool]) -> dict[str, Any]:
     """Return seconds of all four sides in each round; {"refused": why} where llama.cpp is not
     installed or does not speculate so."""
     if not is_installed("llama.cpp"):
         return {"refused": "llama.cpp is not installed; run: bench/peers/setup llama.cpp"}
     sides: dict[str, Peer] = {}
     try:
-        return _rounds(cell, extent, sides)
+        return _rounds(cell, has_time, sides)
     except (PeerFailed, Unavailable) as error:
         return {"refused": str(error)}
     finally:
@@ -45,7 +45,7 @@ def measure_llama(cell: Cell, extent: Extent) -> dict[str, Any]:
             side.close()
 
 
-def _rounds(cell: Cell, extent: Extent, sides: dict[str, Peer]) -> dict[str, Any]:
+def _rounds(cell: Cell, has_time: Callable[[], bool], sides: dict[str, Peer]) -> dict[str, Any]:
     num_tokens = cell.num_tokens
     is_small = cell.model == "stories260K"
     precision = PRECISION[not is_small]
@@ -64,7 +64,7 @@ def _rounds(cell: Cell, extent: Extent, sides: dict[str, Peer]) -> dict[str, Any
     answers: dict[str, list[int]] = {}
     names = list(sides)
     for number in range(-1, MAX_ROUNDS):  # the first warms up
-        if number > 0 and not extent.goes_on(number):
+        if number >= MIN_ROUNDS and not has_time():
             break
         seconds = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -75,7 +75,7 @@ def _rounds(cell: Cell, extent: Extent, sides: dict[str, Peer]) -> dict[str, Any
             rounds.append(seconds)
         if answers["quire"] != answers["quire plain"]:
             raise SystemExit("speculation changed the tokens of an answer; nothing is reported")
-    over = interval_of(
+    over = median_interval(
         [
             min(one[name] for name, (engine, _) in settings.items() if engine == "llama.cpp")
             / one["quire"]
@@ -89,12 +89,10 @@ def _rounds(cell: Cell, extent: Extent, sides: dict[str, Peer]) -> dict[str, Any
             for name, (engine, _) in settings.items()
             if not name.endswith("plain")
         },
-        "over_llama": round(over.median, 3),
-        "speedup_interval": {
-            "low": round(over.low, 4),
-            "high": round(over.high, 4),
-            "coverage": round(over.coverage, 3),
-        },
+        "over_llama": round(over.value, 3),
+        "speedup_interval": over.shown(),
+        "half_width": round(over.half_width, 4),
+        "tokens": len(rounds) * num_tokens,
     }
 
 

@@ -1,9 +1,8 @@
-"""Proposers and controls of the measurement: counted, synthetic, and switched between requests.
+"""A synthetic proposer of the measurement: right with a fixed probability.
 
-FixedAcceptance knows the answers and is right with a fixed probability; it says what verification
-costs and gains, and nothing about any proposer. SwitchControl and SwitchPrices let the sides of a
-cell share one engine: the adaptive control, or always k drafts. Always holds: the adaptive side
-knows what it has tried itself, and nothing of what the fixed ones did.
+FixedAcceptance knows the answers; it says what verification costs and gains, and nothing about any
+proposer. Always holds: of each answer exactly `rate` of the drafts are right, at places drawn by
+its prompt, so that a short measurement has the acceptance that it is named for.
 """
 
 from __future__ import annotations
@@ -13,38 +12,15 @@ from numpy.typing import NDArray
 
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
-from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
-from quire.speculative.control import AdaptiveControl, StepCost
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.proposer import Drafts
-from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 
 
-class Counts:
-    """Drafts verified and accepted since `clear`, and the rows that had some."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Begin anew."""
-        self.rows = self.drafted = self.accepted = 0
-
-    def add(self, drafted: Int32s, accepted: Int32s) -> None:
-        """Add rows of a step."""
-        self.rows += len(drafted)
-        self.drafted += int(drafted.sum())
-        self.accepted += int(accepted.sum())
-
-
-COUNTS = Counts()  # of all proposers of this process
-
-
 class FixedAcceptance(NgramProposer):
-    """Proposes the known answer of each prompt; each token is right with probability `rate`."""
+    """Proposes the known answer of each prompt, with the wrong token in a share 1 - `rate`."""
 
     rate = 0.7
     answers: dict[bytes, tuple[int, ...]] = {}  # noqa: RUF012  set by the measurement
@@ -56,8 +32,9 @@ class FixedAcceptance(NgramProposer):
     def begin(self, slot: int, request: Request) -> None:
         answer = np.array(self.answers.get(request.prompt_ids.tobytes(), ()), np.int32)
         rng = np.random.default_rng(len(answer) + int(request.prompt_ids.sum()))
-        wrong = rng.random(len(answer)) >= self.rate
-        self._drafts[slot] = np.where(wrong, (answer + 1) % 1000, answer).astype(np.int32)
+        is_right = np.arange(len(answer)) < round(self.rate * len(answer))
+        is_right = rng.permutation(is_right)
+        self._drafts[slot] = np.where(is_right, answer, (answer + 1) % 1000).astype(np.int32)
 
     def end(self, slot: int) -> None:
         self._drafts.pop(slot, None)
@@ -71,59 +48,3 @@ class FixedAcceptance(NgramProposer):
             following = self._drafts[slot][done[row] : done[row] + limits[row]]
             drafts.ids[row, : len(following)] = following
             drafts.counts[row] = len(following)
-
-
-class SwitchControl(AdaptiveControl):
-    """The adaptive control, or as many drafts as `fixed` says; None: adaptive.
-
-    Balance and rests are of the adaptive side; a fixed one is always allowed.
-    """
-
-    fixed: int | None = None
-    made: SwitchControl | None = None  # the last one: that of the engine
-
-    def __init__(self, num_slots: int, max_drafts: int) -> None:
-        super().__init__(num_slots, max_drafts)
-        self._of_adaptive = self.balance, self.rests
-        # One for all runs: new rests have a step without drafts soon, which is much of a short run.
-        self._of_fixed = None, DraftRests()
-        SwitchControl.made = self
-
-    @classmethod
-    def switch(cls, fixed: int | None) -> None:
-        """Let the engine make `fixed` drafts; None: as many as the control chooses."""
-        cls.fixed = fixed
-        if cls.made is not None:
-            made = cls.made
-            made.balance, made.rests = made._of_adaptive if fixed is None else made._of_fixed
-
-    def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
-        """See Control."""
-        if self.fixed is None:
-            return super().limits(slots, limits, cost)
-        return np.minimum(limits, np.int32(self.fixed))
-
-    def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
-        """See Control: what a fixed side tries is no experience of the adaptive one."""
-        COUNTS.add(drafted, accepted)
-        if self.fixed is None:
-            super().verified(slots, drafted, accepted)
-
-
-class SwitchPrices(DraftPrices):
-    """Prices that are learned by the adaptive side only."""
-
-    def note(self, step: DraftedStep, ms: float) -> None:
-        """See DraftPrices."""
-        if SwitchControl.fixed is None:
-            super().note(step, ms)
-
-    def note_after(self, ms: float) -> None:
-        """See DraftPrices."""
-        if SwitchControl.fixed is None:
-            super().note_after(ms)
-
-    def fade(self) -> None:
-        """See DraftPrices."""
-        if SwitchControl.fixed is None:
-            super().fade()

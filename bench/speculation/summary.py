@@ -1,7 +1,7 @@
 """What the cells say about the goals, in lines: how many meet them, and how wide the intervals are.
 
-Reads results of cells and measures nothing. Always holds: a goal within the
-interval of a cell counts as open, and the cells that miss one are named.
+Reads results of cells and measures nothing. Always holds: a goal within the interval of a cell
+counts as not decided, and the cells that do not meet one are named.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp, log, sqrt
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
-from bench.speculation.intervals import VERDICTS, Verdict, verdict
+from bench.speculation.intervals import COVERAGE, VERDICTS, Interval, Verdict, verdict
 
 Found = Mapping[str, Any]
 
@@ -34,23 +35,31 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
     }
     yield from _lines("goals of single cells", goals)
     if ours:
-        half = [half_width(known[cell.name]) for cell in ours]
+        half = [100 * half_width(known[cell.name]) for cell in ours]
         yield (
-            f"half of the interval of the speed: median {100 * statistics.median(half):.1f} %, "
-            f"widest {100 * max(half):.1f} %"
+            f"half of the interval of the speed: median {statistics.median(half):.1f} %, "
+            f"widest {max(half):.1f} %"
         )
+    for part in dict.fromkeys(cell.part for cell in ours):
+        of_part = [known[cell.name] for cell in ours if cell.part == part]
+        speed, share = mean_of(of_part, "speedup_interval"), mean_of(of_part, "control_interval")
+        yield (
+            f"mean of {part}: {speed.value:.3f}x ({speed.low:.3f} to {speed.high:.3f}), "
+            f"{share.value:.3f} of the best fixed ({share.low:.3f} to {share.high:.3f})"
+        )
+    for cell in ours:
+        yield f"  {cell.name}: {_line(known[cell.name])}"
 
 
 def speed_verdict(goal: float, found: Found) -> Verdict:
     """Return what a cell says about a goal of the speed: with the control over that without drafts,
     or over llama.cpp's."""
-    median = found["over_llama"] if "over_llama" in found else found["speedups"]["auto"]
-    return verdict(goal, median, found["speedup_interval"])
+    return verdict(goal, found["speedup_interval"])
 
 
 def control_verdict(found: Found) -> Verdict:
     """Return what a cell says about the goal of the control."""
-    return verdict(GOAL_CONTROL, found["control_of_best"], found["control_interval"])
+    return verdict(GOAL_CONTROL, found["control_interval"])
 
 
 def half_width(found: Found) -> float:
@@ -60,12 +69,34 @@ def half_width(found: Found) -> float:
     return half
 
 
+def mean_of(found: Sequence[Found], interval: str) -> Interval:
+    """Return the geometric mean of a ratio over cells. Its interval is that of independent
+    errors of these cells."""
+    half, logs = 0.0, []
+    for one in found:
+        low, high = (max(one[interval][end], 1e-3) for end in ("low", "high"))
+        logs.append(log((low + high) / 2.0))
+        half += ((high - low) / (high + low)) ** 2
+    mean, half = sum(logs) / len(logs), sqrt(half) / len(logs)
+    return Interval(exp(mean - half), exp(mean), exp(mean + half), COVERAGE)
+
+
+def _line(found: Found) -> str:
+    """Return what was found of a cell, and how much was measured."""
+    text = f"{found['speedups']['auto']:.3f}x, {found['control_of_best']:.3f} of "
+    text += f"{found['best_fixed']}" if "best_fixed" in found else "the best"
+    if "tokens" in found:
+        text += f", {found['tokens']} tokens, {len(found['rounds'])} rounds, half of the wider "
+        text += f"interval {100 * found['half_width']:.1f} %, {found['disturbed']} disturbed"
+    return text
+
+
 def _lines(goal: str, verdicts: Mapping[str, Verdict]) -> Iterator[str]:
     if not verdicts:
         return
     counts = Counter(verdicts.values())
     yield f"{goal}: " + ", ".join(f"{counts[one]} {one}" for one in VERDICTS)
-    for wanted in VERDICTS[2:]:
+    for wanted in VERDICTS[1:]:
         names = [name for name, found in verdicts.items() if found == wanted]
         if names:
             yield f"  {wanted}: {', '.join(names)}"

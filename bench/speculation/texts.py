@@ -22,7 +22,7 @@ Int32s = NDArray[np.int32]
 Prompts = list[list[int]]
 QUESTION_FILES = ("spec-bench.jsonl", "mt-bench.jsonl", "gsm8k-test.jsonl")
 PASSAGE = "text/wikitext2-test.txt"
-PASSAGE_WORDS = 160
+PASSAGE_WORDS = 97  # whole blocks and a token, as all prompts
 # Of the words of a repeated passage, one in so many is another one, as in an edited text.
 EDITED = 16
 FIRST_SEED = 1000
