@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.base.errors import DeviceLost, ModelError, WorkerError, SettingError
+from quire.base.errors import DeviceLost, ModelError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.execute.executor import ExecutorOptions, PipelinedExecutor, StepLimits
 from quire.execute.native import NativeExecutor
