@@ -14,9 +14,9 @@ there are fewer KV heads than ranks, several ranks have the same one. Under cont
 `context` ranks have the same heads, and pieces of positions of their cache by turns: queries, keys
 and values are exchanged, and attention leaves each of them its heads. Gate and up are split alike,
 so that their activation needs no exchange (rank_columns.py). A product of fewer outputs than ranks
-stays whole, and so do embeddings; a head that is also the embedding becomes a weight of its own
-(weight_shares.py). What elementwise operations compute from some columns is exchanged after them,
-once per result.
+stays whole. A rank looks tokens up in its columns of the embedding, which are then exchanged; a
+head that is also the embedding becomes a weight of its own, of rows (weight_shares.py). What
+elementwise operations compute from some columns is exchanged after them, once per result.
 
 Experts are split alike, each by itself: their inner columns are exchanged inside the operation; or
 ranks have whole experts, under expert parallelism (expert_parallel.py). A router is whole on each
@@ -36,7 +36,18 @@ from quire.program.comm_ops import AllGather, AllReduce
 from quire.program.degrees import check_degree
 from quire.program.expert_ops import Experts, Route
 from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, Span, spans_of
-from quire.program.ops import Activation, Attention, Copy, Linear, Op, Rope, Scale, SoftCap
+from quire.program.forms import IdSource
+from quire.program.ops import (
+    Activation,
+    Attention,
+    Copy,
+    Embed,
+    Linear,
+    Op,
+    Rope,
+    Scale,
+    SoftCap,
+)
 from quire.program.program import Program
 from quire.program.rank_columns import RankColumns, Region, fills, region
 from quire.program.row_parallel import TpMode
@@ -131,6 +142,8 @@ class _Sharding:
 
     def _rewritten(self, op: Op) -> Op:
         """Return the rank's operation, after the exchanges it needs."""
+        if isinstance(op, Embed):
+            return self._embed(op)
         if isinstance(op, Linear) and self._is_row_parallel(op):
             return self._row_parallel(op)
         if isinstance(op, Linear):
@@ -155,6 +168,16 @@ class _Sharding:
         for view in op.inputs:
             self._whole(view)
         return op.with_views(self._over)
+
+    def _embed(self, op: Embed) -> Embed:
+        """Return the lookup of the rank's columns. A table of positions stays whole, since it is
+        small, and one of integers, since a scale is that of a whole row."""
+        unit, weight = self._columns.unit(op.y.width), self._source.weights[op.weight]
+        if unit is None or weight.scheme or op.ids is not IdSource.TOKENS or not fills(op.y):
+            return replace(op, y=self._over(op.y))
+        self._note_split(op.y, unit)
+        self._weights.columns(op.weight, self._columns.share(op.y.width, unit))
+        return replace(op, y=self._share(op.y, unit))
 
     def _linear(self, op: Linear) -> list[Linear]:
         """Return the rank's product; one for each part of the weight where their columns are

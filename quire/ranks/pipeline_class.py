@@ -28,7 +28,7 @@ from quire.ranks.stages import StageLayout, StageLinks, row_sizes
 from quire.ranks.start import RankReady, RankStart, check_ready, ready_of
 from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint
-from quire.weights.content import joined_digest
+from quire.weights.content import content_sample, joined_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,11 @@ class PipelineExecutorClass(RankedExecutorClass):
         start = super()._start(rank, program, checkpoint, options, sizes, cpus)
         rows = _rows_of(sizes)
         return replace(
-            start, stages=self.stages, row_slot_bytes=rows.slot_bytes, row_slots=rows.slots
+            start,
+            stages=self.stages,
+            row_slot_bytes=rows.slot_bytes,
+            row_slots=rows.slots,
+            sample=content_sample(checkpoint),
         )
 
     def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:

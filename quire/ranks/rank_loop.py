@@ -29,6 +29,7 @@ from quire.ranks.stage_loads import LoadServer
 from quire.ranks.stages import StageLinks
 from quire.ranks.start import (
     RankStart,
+    check_sample,
     drafts_of,
     links_of,
     pool_server_of,
@@ -85,6 +86,7 @@ def load(start: RankStart, group: SharedMemoryRank) -> tuple[Rank, NextCommand]:
         limits=StepLimits(**start.limits), num_threads=start.num_threads, pack_cache=cache
     )
     program, checkpoint = program_of(start), open_checkpoint(Path(start.checkpoint))
+    check_sample(start, checkpoint)
     links = None if start.stages == 1 else links_of(start, group)
     own = None if links is None else links.commands  # None in the last stage
     next_command = (lambda: group.broadcast(None)) if own is None else own.receive

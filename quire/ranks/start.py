@@ -20,6 +20,8 @@ from quire.program.serialize import from_plain, to_plain
 from quire.ranks.connected_pools import PoolServer, block_ends, block_link_bytes
 from quire.ranks.draft_share import DraftShare
 from quire.ranks.stages import StageLayout, StageLinks
+from quire.weights.checkpoint import Checkpoint
+from quire.weights.content import content_sample
 
 _MAX_FAILURE = 4000  # characters
 
@@ -33,7 +35,8 @@ class RankStart:
     for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py). stream: the
     weights that the native executor reads from disk (StreamPlan); None: none.
     draft_program, draft_limits: of the first layers that draft; None: they do not.
-    links_blocks: whether rank 0 asks for blocks over links (connected_pools.py)."""
+    links_blocks: whether rank 0 asks for blocks over links (connected_pools.py). sample: of the
+    tensors of rank 0's checkpoint (content_sample), where stages read different ones; else ""."""
 
     rank: int
     degree: int
@@ -60,6 +63,7 @@ class RankStart:
     draft_program: dict[str, Any] | None = None
     draft_limits: dict[str, int] | None = None
     links_blocks: bool = False
+    sample: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,17 @@ def check_ready(rank: int, ready: RankReady, own: RankReady) -> None:
     if differing:
         raise ModelError(
             f"rank {rank} has loaded something else than rank 0: {'; '.join(differing)}; the "
-            "model's files have changed during the start, or the installation: start again"
+            "model's files have changed during the start, or the installation, or a launched rank "
+            "was given another model: start all with one model, from one installation"
+        )
+
+
+def check_sample(start: RankStart, checkpoint: Checkpoint) -> None:
+    """Raise ModelError where rank 0 has other tensors in its checkpoint; before any is loaded."""
+    if start.sample and content_sample(checkpoint) != start.sample:
+        raise ModelError(
+            f"rank {start.rank} has other weights than rank 0, in {checkpoint.path}: start all "
+            "ranks with one model, of which each machine has the same files"
         )
 
 

@@ -32,6 +32,9 @@ from quire.execute.native_limits import full_step_tokens
 from quire.execute.rope_table import rope_bytes
 from quire.models.registry import open_model
 from quire.program.cost import Cost, StepShape
+from quire.program.declarations import Weight
+from quire.program.forms import IdSource
+from quire.program.ops import Embed
 from quire.program.program import Program
 from quire.sim.cost import roofline_ms
 from quire.sim.hardware import THIS, Device
@@ -340,16 +343,25 @@ def fitted(
 
 
 def sharded_needs(sized: SizedModel, degree: int) -> MemoryNeeds:
-    """Return the needs of each of `degree` devices: sharded weights and KV heads are divided.
+    """Return the needs of each of `degree` devices: sharded weights, the embedding and KV heads are
+    divided. A head that is also the embedding is a share of both.
 
-    Vectors, unsharded tables and the step's buffers are counted in full on each.
+    Vectors, tables of positions or of integers and the step's buffers are counted in full on each.
     """
+    trunk, caches = sized.program.segments["trunk"], sized.program.caches
+    embeds = {op.weight for op in trunk if isinstance(op, Embed) and op.ids is IdSource.TOKENS}
+
+    def bytes_here(weight: Weight) -> int:
+        share = -(-weight.num_bytes // degree)
+        if weight.name not in embeds:
+            return share if weight.shard else weight.num_bytes
+        return (weight.num_bytes if weight.scheme else share) + (share if weight.shard else 0)
+
     weights = sized.program.weights.values()
-    sharded = sum(weight.num_bytes for weight in weights if weight.shard)
-    caches = sized.program.caches
+    saved = sum(weight.num_bytes - bytes_here(weight) for weight in weights)
     return replace(
         sized.needs,
-        weights_bytes=sized.needs.weights_bytes - sharded + -(-sharded // degree),
+        weights_bytes=sized.needs.weights_bytes - saved,
         token_bytes=sum(
             cache.token_bytes * -(-cache.kv_heads // degree) // cache.kv_heads for cache in caches
         ),

@@ -36,12 +36,13 @@ LAYOUTS = {
 }
 
 
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32768}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with heads and layers for two."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    folder = tmp_path_factory.mktemp("models") / "even"
-    return write_tiny_llama(folder, seed=5, max_position_embeddings=32768, **heads)
+    return write_tiny_llama(tmp_path_factory.mktemp("models") / "even", seed=5, **SHAPE)
 
 
 @contextmanager
@@ -218,6 +219,29 @@ def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -
         assert "of 2 ranks, rank 1 did not connect" in server.stderr()
         assert "connections with another key came from 127.0.0.1" in server.stderr()
         assert "has another key" in rank.stderr()
+
+
+@pytest.mark.parametrize("flags", [("-tp", "2"), ("-pp", "2")], ids=["ranks", "stages"])
+def test_a_rank_with_the_weights_of_another_model_is_refused(
+    model: Path, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Stages read different tensors, of which each is right by itself."""
+    other = write_tiny_llama(tmp_path, seed=99, **SHAPE)
+    with reserved_port() as port, ExitStack() as stack:
+        rank = Rank(other, *flags, **environment(1, 2, port))
+        stack.callback(rank.kill)
+        server = RunningServer(
+            model,
+            *(*BACKEND, *flags),
+            wait=False,
+            fresh=False,
+            environment=environment(0, 2, port),
+        )
+        stack.callback(server.kill)
+        assert server.exit_code() != 0
+        assert rank.exit_code() != 0
+        assert "rank 1 has" in server.stderr()
+        assert "one model" in server.stderr()
 
 
 def test_a_port_in_use_is_refused(model: Path) -> None:

@@ -279,10 +279,14 @@ def _plain(weight: Weight, binding: Binding, device: torch.device, upload: Uploa
 def _as_stored(part: WeightPart, weight: Weight, binding: Binding) -> Bytes | None:
     """Return bytes of the part's rows where the file has them just as they are wanted."""
     wanted = weight.form is not WeightForm.VECTOR and weight.dtype is DType.BF16
-    is_cut = part.transposed or part.of_columns
-    if not wanted or is_cut or weight.offset or binding.content(part).dtype != "bf16":
+    is_stored = not part.transposed and binding.content(part).dtype == "bf16"
+    if not wanted or not is_stored or weight.offset:
         return None
     stored = binding.tensor(part)
     # The rows of stacked experts are counted through all of them.
     raw = stored.raw.reshape(math.prod(stored.shape[:-1]), -1)
-    return raw[part.first_row :][: part.rows].reshape(-1)
+    rows = raw[part.first_row :][: part.rows]
+    if part.of_columns:
+        size = weight.dtype.itemsize
+        rows = rows[:, size * part.first_column :][:, : size * weight.columns]
+    return np.ascontiguousarray(rows).reshape(-1)

@@ -62,10 +62,10 @@ def test_a_layer_exchanges_queries_keys_values_and_parts(tmp_path: Path) -> None
         if isinstance(op, AllGather | Attention)
     ]
     layer = ["qkv", "qkv", "qkv", "attention", "attended", "o", "activated", "down"]
-    assert kinds == layer * 2
+    assert kinds == ["residual", *layer, *layer]
     # All keys and values are there before any is stored.
     stored = next(at for at, op in enumerate(trunk) if isinstance(op, StoreKV))
-    assert sum(isinstance(op, AllGather) for op in trunk[:stored]) == 3
+    assert sum(isinstance(op, AllGather) for op in trunk[:stored]) == 1 + 3
     q = next(op for op in trunk if isinstance(op, Linear))
     assert own.weights[q.weight].rows == 32
     # Position 700 sees three pieces, of which the other rank has two: the parts of two heads each,

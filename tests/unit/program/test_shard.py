@@ -12,7 +12,7 @@ from quire.models.registry import build_program, open_model
 from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.cost import StepShape
 from quire.program.expert_ops import Experts
-from quire.program.ops import Attention, Embed, Linear
+from quire.program.ops import Attention, Linear
 from quire.program.program import Program
 from quire.program.quantize import quantize
 from quire.program.row_parallel import TpMode
@@ -22,6 +22,7 @@ from quire.program.table import format_program
 from quire.program.tensors import DType
 from tests.cases import each_case
 from tests.models.cases_experts import MIXTRAL
+from tests.models.cases_gpt2 import BASE as GPT2
 from tests.tiny_models import write_tiny, write_tiny_llama
 
 
@@ -87,14 +88,16 @@ def test_a_layer_exchanges_four_times_and_splits_no_sum(tmp_path: Path) -> None:
     own = shard(program, degree=2, rank=1)
     trunk = own.segments["trunk"]
     gathers = [op.x.buffer.name.split(".")[0] for op in trunk if isinstance(op, AllGather)]
-    assert gathers == ["attended", "o", "activated", "down"] * 2
+    assert gathers == ["residual", *["attended", "o", "activated", "down"] * 2]
     columns = {
         op.weight: program.weights[op.weight].columns for op in trunk if isinstance(op, Linear)
     }
     assert {name: own.weights[name].columns for name in columns} == columns
     step = StepShape([1, 1, 1], [5, 6, 7])
-    # attended 64 of 2 ranks, o and down 96, activated 97: columns of the other rank, in bf16.
-    assert own.segment_cost("trunk", step).comm_bytes == 2 * 3 * 2 * (32 + 64 + 64 + 64)
+    # attended 64 of 2 ranks, o and down 96, activated 97: columns of the other rank, in bf16; of
+    # the embedding 96, in f32.
+    layers_bytes = 2 * 3 * 2 * (32 + 64 + 64 + 64)
+    assert own.segment_cost("trunk", step).comm_bytes == layers_bytes + 3 * 4 * 64
     whole = program.segment_cost("trunk", step)
     both = sum(
         shard(program, degree=2, rank=rank).segment_cost("trunk", step).product_ops
@@ -117,13 +120,34 @@ def test_fewer_kv_heads_than_ranks_are_held_by_several(tmp_path: Path) -> None:
     assert firsts == [0, 0, 16, 16]
 
 
-def test_a_tied_head_is_split_and_the_embedding_stays_whole(tmp_path: Path) -> None:
-    own = shard(llama(tmp_path, tie_word_embeddings=True), degree=2, rank=0)
-    (embed,) = (op for op in own.segments["trunk"] if isinstance(op, Embed))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tokens_are_looked_up_in_columns_and_a_tied_head_has_rows(
+    is_tied: bool, tmp_path: Path
+) -> None:
+    program = llama(tmp_path, tie_word_embeddings=is_tied)
+    weights = [shard(program, degree=2, rank=rank).weights for rank in range(2)]
+    assert [(own["embed"].rows, own["embed"].columns) for own in weights] == [(307, 64), (307, 32)]
+    assert [own["embed"].parts[0].first_column for own in weights] == [0, 64]
+    own = shard(program, degree=2, rank=0)
     (head,) = (op for op in own.segments["head"] if isinstance(op, Linear))
-    assert own.weights[embed.weight].rows == 307
-    assert own.weights[head.weight].rows == 160
+    assert (own.weights[head.weight].rows, own.weights[head.weight].columns) == (160, 96)
     assert isinstance(own.segments["head"][-1], AllGather)
+    # Both ranks together have each byte of the embedding once, and of a tied head once more.
+    num_bytes = sum(own[name].num_bytes for own in weights for name in {"embed", head.weight})
+    assert num_bytes == 2 * 2 * 307 * 96
+
+
+def test_an_embedding_of_integers_and_one_of_positions_stay_whole(tmp_path: Path) -> None:
+    """The scale of an integer is that of its row; tables of positions are small."""
+    tied = quantize(llama(tmp_path / "tied", tie_word_embeddings=True), "int8")
+    own = shard(tied, degree=2, rank=0)
+    assert own.weights["embed"] == tied.weights["embed"]
+    assert own.weights["embed.share"].rows == 160
+    folder = write_tiny(tmp_path / "gpt2", GPT2 | {"vocab_size": 307}, seed=1)
+    gpt2 = build_program(open_model(folder), dtype=DType.F32, max_positions=64)
+    own = shard(gpt2, degree=5, rank=1)
+    assert own.weights["positions"] == gpt2.weights["positions"]
+    assert own.weights["embed"].columns < gpt2.weights["embed"].columns
 
 
 def test_shares_of_a_rank_are_programs_like_any_other(tmp_path: Path) -> None:
@@ -166,7 +190,7 @@ def test_fast_products_are_split_by_inputs_and_summed(tmp_path: Path) -> None:
             *("o", "down"),
             *("o", "down"),
         ]
-        assert not any(isinstance(op, AllGather) for op in trunk)
+        assert [op.x.buffer.name for op in trunk if isinstance(op, AllGather)] == ["residual.0"]
         assert own.weights["layers.0.o"].columns == 32
         down = own.weights["layers.0.down"]
         assert (down.rows, down.columns) == (96, 64 if rank == 0 else 33)
@@ -174,8 +198,9 @@ def test_fast_products_are_split_by_inputs_and_summed(tmp_path: Path) -> None:
         assert own.source_shapes() == program.source_shapes()
         assert from_plain(json.loads(json.dumps(to_plain(own)))) == own
         # o and down, 96 columns of which a rank adds up 64 and 32: those of the other rank, and
-        # then the other's sums; in bf16.
-        assert own.segment_cost("trunk", step).comm_bytes == 2 * 3 * 2 * 2 * 96
+        # then the other's sums; in bf16. Of the embedding the other's columns, in f32.
+        layers_bytes, columns = 2 * 3 * 2 * 2 * 96, 32 if rank == 0 else 64
+        assert own.segment_cost("trunk", step).comm_bytes == layers_bytes + 3 * 4 * columns
     products = sum(one.segment_cost("trunk", step).product_ops for one in shares)
     assert products == program.segment_cost("trunk", step).product_ops
     assert "sum of 2 ranks, in their order" in format_program(shares[1], step)

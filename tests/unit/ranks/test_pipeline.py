@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.base.errors import DeviceLost, ModelError, SettingError
+from quire.base.errors import DeviceLost, ModelError, SettingError, WorkerError
 from quire.base.log import Log
 from quire.execute.executor import ExecutorOptions, PipelinedExecutor, StepLimits
 from quire.execute.native import NativeExecutor
@@ -158,18 +158,32 @@ def test_more_stages_than_layers_are_refused(program: Program) -> None:
         PipelineExecutorClass(stages=4, degree=1).check_program(program)
 
 
+@pytest.mark.parametrize(
+    ("is_sampled", "found"),
+    [
+        (True, "rank 1 has other weights than rank 0"),
+        (False, r"model\.embed_tokens\.weight was read twice"),
+    ],
+    ids=["by a sample", "by what both have read"],
+)
 def test_a_stage_of_other_weights_is_refused(
-    folder: Path, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    program: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_sampled: bool,
+    found: str,
 ) -> None:
     other = write_tiny_llama(tmp_path, seed=4, tie_word_embeddings=True, **HEADS)
     start = PipelineExecutorClass._start
 
     def elsewhere(*arguments: object) -> RankStart:
         made: RankStart = start(*arguments)  # type: ignore[arg-type]
-        return replace(made, checkpoint=str(other))
+        sample = made.sample if is_sampled else ""
+        return replace(made, checkpoint=str(other), sample=sample)
 
     monkeypatch.setattr(PipelineExecutorClass, "_start", elsewhere)
-    with pytest.raises(ModelError, match=r"model\.embed_tokens\.weight was read twice"):
+    with pytest.raises((ModelError, WorkerError), match=found):
         TWO(program, open_checkpoint(folder), OPTIONS)
 
 

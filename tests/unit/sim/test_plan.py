@@ -160,7 +160,7 @@ def test_ranks_of_a_machine_read_their_shares_from_its_disk(tmp_path: Path) -> N
         kept_bytes = outcome["weights_bytes"] - offload["streamed_bytes"] + offload["window_bytes"]
         assert 30 * GIB < kept_bytes < 64 * GIB
         assert sum(offload["streamed_bytes_of_rank"]) == offload["streamed_bytes"]
-        assert offload["streamed_bytes"] > one["streamed_bytes"], "there are two embeddings"
+        assert abs(offload["streamed_bytes"] / one["streamed_bytes"] - 1) < 0.02, "no weight twice"
         first, second = offload["streamed_bytes_of_rank"]
         assert abs(first / second - 1) < 0.1
         # Each micro-batch of stages reads all weights.
@@ -243,12 +243,11 @@ def test_a_405b_needs_more_devices_the_more_bits_it_has(tmp_path: Path) -> None:
 
 def test_a_device_of_several_holds_its_share_of_weights_and_heads(tmp_path: Path) -> None:
     sized = _planner(tmp_path, LLAMA_3_70B).size()
-    embedding_bytes = 2 * 128256 * 8192
     halves = sharded_needs(sized, 2)
     whole = sized.needs.weights_bytes
     assert halves.token_bytes == 163_840
-    vectors = whole - embedding_bytes - 2 * (whole - halves.weights_bytes)
-    assert 0 < vectors < 2**24  # only norms stay whole beside the embedding
+    vectors = whole - 2 * (whole - halves.weights_bytes)
+    assert 0 < vectors < 2**24  # only norms stay whole
     # Fewer heads than devices: each device holds one whole head.
     assert sharded_needs(sized, 16).token_bytes == sharded_needs(sized, 8).token_bytes == 40_960
 
