@@ -6,8 +6,10 @@ alone to one replica; every answer through the router must have the same bytes. 
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
 counts as its own. The router's processor time per request and per streamed token is taken without
 faults, before: of eight requests at a time as in bench.router, of one at a time, and of an idle
-router, which is no request's. With `--beside smg` the same replicas, requests and schedule follow
-behind that gateway, and its broken streams are counted.
+router, which is no request's. The router comes before replicas and clients at the processors
+(its nice value is -5, where that is allowed), as one on a machine of its own does. With
+`--beside smg` the same replicas, requests and schedule follow behind that gateway, and its broken
+streams are counted.
 
 On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
 is what it can do at all: as many new streams as a failed replica hands over begin at once at the

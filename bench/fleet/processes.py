@@ -34,6 +34,8 @@ _SMG_FLAGS = (
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
     *("--log-level", "error"),
 )
+# Usually a router has processors of its own; here its replicas and the clients use the same.
+ROUTER_NICE = -5
 _FLAGS = (
     *("--threads", "1", "--kv-touch-ahead", "0"),
     *("--restart-engine", "--restart-limit", "1000", "--watchdog-seconds", "5"),
@@ -197,6 +199,8 @@ class Router:
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
+        with suppress(PermissionError):  # of an unprivileged user
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, ROUTER_NICE)
         assert self._process.stdout is not None, "it was asked for a pipe"
         found = re.search(r":(\d+),", self._process.stdout.readline())
         if found is None:

@@ -72,7 +72,7 @@ class Health:
 
     ok is True only in state "ready". reason is empty where ok. pending counts open streams.
     silent_ms: since the engine process has sent anything, while it has work; it sends something
-    every half second at least.
+    five times a second at least.
     """
 
     ok: bool

@@ -199,13 +199,15 @@ class Answer:
         """Note that a replica has failed."""
         num_delivered, started = self._request.num_delivered, self._client.started
         self._metrics.faults.labels(replica.name).inc()
-        self._fleet.log.warning(
-            "replica failed with a request",
-            replica=replica.name,
-            reason=str(fault),
-            tokens=num_delivered,
-            started=started,
-        )
+        is_fence = replica.state != "ready" and fault.cause in ("silence", "fence")
+        if not is_fence:  # else one line says it of all
+            self._fleet.log.warning(
+                "replica failed with a request",
+                replica=replica.name,
+                reason=str(fault),
+                tokens=num_delivered,
+                started=started,
+            )
         if isinstance(fault, ProcessStopped):  # the replica may go on, by another process
             self._state.tried.discard(replica)
         else:

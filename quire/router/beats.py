@@ -42,12 +42,14 @@ LOST_S = 10.0
 
 
 class BeatHealth(msgspec.Struct):
-    """What a server says of itself where that changes."""
+    """What a server says of itself where that changes. silent_ms: of an engine process that has
+    sent nothing for several times as long as usual; 0 else."""
 
     ok: bool
     state: str
     reason: str = ""
     stopped_processes: tuple[int, ...] = ()
+    silent_ms: float = 0.0
 
 
 _read_health = msgspec.json.Decoder(BeatHealth).decode

@@ -23,6 +23,7 @@ class Continuation:
         self._metrics = metrics
         self._interruption: Interruption | None = None
         self._model: str | None = None  # of the replica that was chosen and has sent nothing yet
+        self._is_unsent = False  # to that one
 
     def has_event(self, now_s: float) -> None:
         """Note an event of the stream."""
@@ -44,9 +45,12 @@ class Continuation:
         if self._model is None:
             self._model = model
             self._resumes.began(model)
+            self._is_unsent = True
+            self._resumes.sends()
 
     def sent(self, now_s: float) -> None:
         """Note that a request that continues the stream was sent."""
+        self._note_sent()
         if self._interruption is not None:
             self._interruption.sent(now_s)
 
@@ -59,7 +63,13 @@ class Continuation:
         self._interruption = None
         self._leave()
 
+    def _note_sent(self) -> None:
+        if self._is_unsent:
+            self._is_unsent = False
+            self._resumes.has_sent()
+
     def _leave(self) -> None:
+        self._note_sent()
         if self._model is not None:
             model, self._model = self._model, None
             self._resumes.ended(model)

@@ -251,5 +251,9 @@ class Fleet:
         self.on_fenced(replica)
         self.pool(replica).close()
         self.log.warning(
-            "replica fenced", replica=replica.name, state=replica.state, reason=replica.reason
+            "replica fenced",
+            replica=replica.name,
+            state=replica.state,
+            reason=replica.reason,
+            open=len(replica.loads),
         )

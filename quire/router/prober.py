@@ -200,7 +200,8 @@ class Prober:
             limit_s = self._beats.limit_s(replica, self._answer_limit_s(replica))
             if quiet_s <= limit_s / 2:
                 continue
-            heard_s = max((load.last_s() for load in replica.loads), default=0.0)
+            # Without output it may be the time at which a request was sent.
+            heard_s = max((one.last_s() for one in replica.loads if not one.is_new), default=0.0)
             quiet_s = min(quiet_s, now_s - max(heard_s, replica.progress_s))
             if quiet_s <= limit_s / 2:
                 continue
@@ -225,7 +226,9 @@ class Prober:
 
     def _hear(self, replica: Replica, health: BeatHealth) -> None:
         """Act on what a replica says of itself, without a probe."""
-        if health.ok or health.state == ASLEEP or replica.is_fenced:
+        if health.ok and health.silent_ms and not replica.is_fenced:
+            self._hear_silence(replica, health.silent_ms / 1000)
+        elif health.ok or health.state == ASLEEP or replica.is_fenced:
             if not (health.ok and replica.is_up):
                 self._fleet.probe_now.set()
         elif health.state in _LEAVING:
@@ -234,6 +237,17 @@ class Prober:
             self._heard_s[replica] = self._loop.time()
             state = "stalled" if health.state == "ready" else health.state
             self._fence(replica, state, health.reason)
+
+    def _hear_silence(self, replica: Replica, silent_s: float) -> None:
+        """Fence a replica that finds its engine to be stopped, unless others are slow, too: then
+        its answers to probes decide."""
+        now_s = self._loop.time()
+        if (
+            self._others_work(replica, silent_s, now_s)
+            and self._silence.factor_of(replica, now_s, others_work=True) == 1.0
+        ):
+            self._engines[replica].report(silent_s)
+            self._give_up_engine(replica, silent_s, now_s)
 
     def _leaves(self, replica: Replica, state: str, reason: str) -> None:
         """Note that a replica takes no requests and finishes those it has."""
@@ -369,16 +383,19 @@ class Prober:
         engine.report(silent_s)
         known_s = engine.known_s
         if replica.is_fenced:
-            is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S
+            is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S / 2
         else:
             # A server that answers late reads its engine's messages late.
             usual_s = max(engine.usual_s, self._answer_limit_s(replica))
             is_silent = self._is_over(replica, known_s, usual_s, now_s)
         if is_silent:
-            if not replica.is_fenced:
-                self._give_up(replica, now_s)
-            self._fence(replica, "stalled", f"its engine has sent nothing for {known_s:.1f} s")
+            self._give_up_engine(replica, known_s, now_s)
         return is_silent
+
+    def _give_up_engine(self, replica: Replica, silent_s: float, now_s: float) -> None:
+        if not replica.is_fenced:
+            self._give_up(replica, now_s)
+        self._fence(replica, "stalled", f"its engine has sent nothing for {silent_s:.1f} s")
 
     async def _read_models(self, replica: Replica) -> bool:
         """Read the fingerprints; return whether they could be read."""

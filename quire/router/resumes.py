@@ -3,9 +3,11 @@
 Where a replica has failed, its streams are sent to the others all at once. Those that have been
 without an event for longest, such as those of a replica that had just taken them over, are placed
 first. Each new request among them would make them wait longer, and it has waited for less itself:
-new requests wait a moment while many streams of their model continue. Streams for which there is no
-other replica hold up nothing. Reads no clock but to wait. Always holds: a request waits at most
-HOLD_S, once, whatever fails; a few streams hold up nothing.
+new requests wait a moment while many streams of their model continue. So do the events of other
+streams, until all of these are sent: each turn of the event loop passes on what hundreds of streams
+have received, and to place a stream takes several turns. Streams for which there is no other
+replica hold up nothing. Reads no clock but to wait. Always holds: a request waits at most HOLD_S,
+once, and an event EVENT_HOLD_S, whatever fails; a few streams hold up nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections import Counter
 from itertools import count
 
 HOLD_S = 1.0
+EVENT_HOLD_S = 0.25
 # So many interrupted streams are those of a replica, not of single exchanges.
 MIN_STREAMS = 8
 
@@ -28,6 +31,8 @@ class Resumes:
         self._num_streams: Counter[str] = Counter()
         self._waiting: dict[str, asyncio.Event] = {}
         self._turns: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._num_unsent = 0  # streams that have their turn or wait for it
+        self._sent: asyncio.Event | None = None  # while these are many
         self._numbers = count()
 
     async def turn(self, last_s: float) -> None:
@@ -38,7 +43,35 @@ class Resumes:
             loop.call_soon(self._give_turns)
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._turns, (last_s, next(self._numbers), turn))
-        await turn
+        self.sends()
+        try:
+            await turn
+        finally:
+            self.has_sent()
+
+    def sends(self) -> None:
+        """Count a stream that is to be sent to another replica at once."""
+        self._num_unsent += 1
+        if self._num_unsent >= MIN_STREAMS and self._sent is None:
+            self._sent = asyncio.Event()
+            asyncio.get_running_loop().call_later(EVENT_HOLD_S, self._sent.set)
+
+    def has_sent(self) -> None:
+        """Count it no more."""
+        self._num_unsent -= 1
+        if self._num_unsent < MIN_STREAMS and self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+    @property
+    def holds_events(self) -> bool:
+        """Whether events of streams wait: see let_ahead."""
+        return self._sent is not None and not self._sent.is_set()
+
+    async def let_ahead(self) -> None:
+        """Let the streams that are to be sent to another replica go ahead of an event."""
+        if self._sent is not None:
+            await self._sent.wait()
 
     def _give_turns(self) -> None:
         turns, self._turns = self._turns, []

@@ -46,8 +46,11 @@ class StreamRelay:
             return
         stores = request.route.stores
         blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
+        resumes = self._state.parts.fleet.resumes
         received = attempt.early or await exchange.read()
         while received:
+            if resumes.holds_events:
+                await resumes.let_ahead()
             for delta in blocks.push(received):
                 self._note(attempt, delta)
                 if stores and self._stored_by is not attempt:

@@ -16,6 +16,9 @@ _MULTIPLE = 3.0
 _MAX_GAP_S = 3.0
 # Gaps are kept as the longest of each second, for so many seconds.
 _NUM_SECONDS, _MIN_SECONDS = 30, 3
+# Each turn of an event loop reads what has come, so a short one delays a beat by less than the
+# limit allows for.
+_SHORT_TURN_S = 0.1
 
 
 class BeatGaps:
@@ -62,7 +65,8 @@ class AwakeTime:
 
     def tick(self, planned_s: float, now_s: float) -> None:
         """Note that what was planned for a time happens now."""
-        self._planned_s, self._late_s = planned_s, max(now_s - planned_s, 0.0)
+        late_s = now_s - planned_s
+        self._planned_s, self._late_s = planned_s, late_s if late_s > _SHORT_TURN_S else 0.0
         self._lost_s += self._late_s
 
     def of(self, at_s: float) -> float:

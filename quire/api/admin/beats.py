@@ -1,12 +1,12 @@
 """GET /health/beats: signs of life of this process, and changes of its health as they come.
 
 For routers: a connection that stays open, with a comment ten times a second and an event whenever
-`/health` has another state, or another API process of this server stops or goes on. A thread writes
-the comments, so they come while the event loop is busy with a thousand streams, and whatever the
-engine computes; they stop where the process stops.
-Where no thread can write to the connection (TLS, another ASGI server), the event loop does. Knows
-no router. Always holds: a draining or dead server ends the connection after its last event; a
-reader that does not keep up misses comments and delays no other.
+`/health` has another state, another API process of this server stops or goes on, or the engine
+sends nothing for several times as long as usual (or does so again). A thread writes the comments,
+so they come while the event loop is busy with a thousand streams, and whatever the engine computes;
+they stop where the process stops. Where no thread can write to the connection (TLS, another ASGI
+server), the event loop does. Knows no router. Always holds: a draining or dead server ends the
+connection after its last event; a reader that does not keep up misses comments and delays no other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from quire.api.server_state import ServerState
 from quire.api.workers.process_beats import ProcessBeats
 from quire.base.errors import OverloadedError
 from quire.engine.model_card import Health
+from quire.routing.beat_gaps import AwakeTime, BeatGaps
 
 BEAT_S = 0.1
 # How often a change of the health is looked for.
@@ -35,6 +36,10 @@ _BEAT = b":\n\n"
 # Readers of one process; each is a connection that is never evicted.
 MAX_READERS = 64
 _LAST_STATES = ("draining", "dead")
+# Time without a message after which an engine without a history of gaps counts as silent.
+_MAX_SILENT_S = 2.0
+# Times of messages are whole milliseconds.
+_ROUNDED_S = 0.002
 
 
 class BeatThread:
@@ -94,6 +99,30 @@ class BeatThread:
             to.shutdown(socket.SHUT_RDWR)  # the event loop notices, and ends the request
 
 
+class EngineWatch:
+    """Whether the engine process is silent for longer than it should be, by the gaps between its
+    messages lately; both without the time in which the event loop could read none. Two looks in a
+    row have to say so: in between, what has come is read."""
+
+    def __init__(self) -> None:
+        self._time, self._gaps = AwakeTime(), BeatGaps()
+        self._planned_s = self._sent_s = 0.0
+        self._was_late = False
+
+    def is_silent(self, health: Health, now_s: float) -> bool:
+        """Look at the health, every _LOOK_S; return whether the engine is silent."""
+        self._time.tick(self._planned_s or now_s, now_s)
+        self._planned_s = now_s + _LOOK_S
+        sent_s = now_s - health.silent_ms / 1000.0
+        if sent_s - self._sent_s > _ROUNDED_S:
+            self._sent_s = sent_s
+            self._gaps.note(self._time.of(sent_s))
+        quiet_s = self._time.of(now_s) - self._gaps.last_s
+        is_late = health.silent_ms > 0 and quiet_s > self._gaps.limit_s(_MAX_SILENT_S)
+        was_late, self._was_late = self._was_late, is_late
+        return was_late and is_late
+
+
 class BeatRoutes:
     """The route, and its readers. processes: those of a server with several."""
 
@@ -129,8 +158,10 @@ class BeatRoutes:
     async def _serve(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        health, stopped = self._server_state.health(), self._stopped()
-        await _send(send, _event_of(health, stopped))  # the head is written, and not by the thread
+        engine, loop = EngineWatch(), asyncio.get_running_loop()
+        health = self._server_state.health()
+        said = _said(health, self._stopped(), is_silent=False)
+        await _send(send, _event_of(said))  # the head is written, and not by the thread
         await asyncio.wait({gone}, timeout=_LOOK_S)
         if gone.done():  # and its socket is closed
             return
@@ -138,10 +169,11 @@ class BeatRoutes:
         try:
             while not gone.done() and health.state not in _LAST_STATES:
                 await asyncio.wait({gone}, timeout=_LOOK_S)
-                before = health.ok, health.state, stopped
-                health, stopped = self._server_state.health(), self._stopped()
-                if (health.ok, health.state, stopped) != before:
-                    await writer.write(_event_of(health, stopped))
+                health, before = self._server_state.health(), said
+                is_silent = engine.is_silent(health, loop.time())
+                said = _said(health, self._stopped(), is_silent=is_silent)
+                if _has_changed(before, said):
+                    await writer.write(_event_of(said))
                 else:
                     await writer.write_if_due()
         finally:
@@ -231,10 +263,25 @@ async def _send(send: Send, piece: bytes) -> None:
     await send(message)
 
 
-def _event_of(health: Health, stopped: tuple[int, ...]) -> bytes:
+def _said(health: Health, stopped: tuple[int, ...], *, is_silent: bool) -> dict[str, Any]:
+    """Return the fields of an event."""
     said: dict[str, Any] = {"ok": health.ok, "state": health.state, "reason": health.reason}
     if stopped:
         said["stopped_processes"] = stopped
+    if is_silent:
+        said["silent_ms"] = health.silent_ms
+    return said
+
+
+def _has_changed(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether an event is due; other reasons for the same state, and longer silences, are in
+    /health."""
+    return before.keys() != now.keys() or any(
+        before.get(name) != now.get(name) for name in ("ok", "state", "stopped_processes")
+    )
+
+
+def _event_of(said: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(said)
 
 

@@ -289,7 +289,9 @@ def _route_answers() -> dict[str, Schema]:
     }
     return {
         "HealthChange": _part(
-            {"ok": FLAG, "state": TEXT, "reason": TEXT}, stopped_processes=list_of(COUNT)
+            {"ok": FLAG, "state": TEXT, "reason": TEXT},
+            stopped_processes=list_of(COUNT),
+            silent_ms=COUNT,
         ),
         "Model": {"anyOf": [_ref("OpenAIModel"), _ref("AnthropicModel")]},
         "ModelList": {

@@ -378,8 +378,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/health": replace(_HEALTH, says="The same under llama.cpp's other name."),
     "GET /health/beats": Operation(
         says="For routers: a comment ten times a second from a thread of the server, as a sign of "
-        "life, and an event whenever the state of /health changes, or another API process stops or "
-        "goes on. Ends when the server drains.",
+        "life, and an event whenever the state of /health changes, or another API process or the "
+        "engine stops or goes on. Ends when the server drains.",
         tag="Server",
         event="HealthChange",
         errors=(OverloadedError,),

@@ -1,4 +1,4 @@
-"""Heartbeat: report four times a second that the engine's process lives while it has work.
+"""Heartbeat: report ten times a second that the engine's process lives while it has work.
 
 A step may take longer than a client waits for a sign of life. A beat has the executor's counter of
 operations, which shows whether the step makes progress as well. Costs some events a second where
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from quire.engine.core import StepCounts
 
-_PERIOD_S = 0.25
+_PERIOD_S = 0.1
 
 
 class Heartbeat:

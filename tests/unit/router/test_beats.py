@@ -73,6 +73,35 @@ def test_an_engine_that_dies_is_an_event_and_its_streams_go_on_at_once() -> None
     run([first, second], story, probe_s=0.2, stall_s=30.0, silence_s=60.0)
 
 
+def test_a_server_that_finds_its_engine_silent_is_given_up_without_a_probe() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.has_beats = True
+    first.silent_after = 5
+
+    async def story(router: Router) -> None:
+        await _until(lambda: first.beats is not None)
+        open_stream = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(first.requests) == 1)
+        first.health_gate = asyncio.Event()
+        [one, other] = router.fleet.replicas.values()
+        silence = router.prober._silence
+        silence.given_up(other, asyncio.get_running_loop().time())
+        said = {"ok": True, "state": "ready", "silent_ms": 700}
+        first.changes.put_nowait(said)
+        first.changes.put_nowait({"ok": True, "state": "ready"})
+        await _until(first.changes.empty)
+        assert one.is_up, "another was silent, too: its answers decide"
+        silence.keep([])
+        first.changes.put_nowait(said)
+        assert (await open_stream)[2] == ANSWER
+        assert (one.state, one.reason) == ("stalled", "its engine has sent nothing for 0.7 s")
+        text = router.metrics.text().decode()
+        assert 'quire_router_interruption_seconds_count{cause="silence"} 1.0' in text
+        first.health_gate.set()
+
+    run([first, second], story, probe_s=0.2, stall_s=30.0, silence_s=60.0)
+
+
 @pytest.mark.parametrize("said", [{"ok": False, "state": "draining"}, {}])
 def test_a_server_that_drains_or_has_no_more_beats_keeps_its_streams(said: dict[str, Any]) -> None:
     first, second = FakeReplica(), FakeReplica()

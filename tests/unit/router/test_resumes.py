@@ -55,6 +55,46 @@ def test_streams_are_placed_in_the_order_of_their_last_events() -> None:
     asyncio.run(story())
 
 
+def test_events_wait_until_many_streams_are_sent_and_not_for_a_few() -> None:
+    async def story() -> None:
+        resumes = Resumes()
+        for _ in range(MIN_STREAMS - 1):
+            resumes.sends()
+        assert not resumes.holds_events
+        await resumes.let_ahead()
+        resumes.sends()
+        assert resumes.holds_events
+        event = asyncio.ensure_future(resumes.let_ahead())
+        await asyncio.sleep(0)
+        assert not event.done()
+        resumes.has_sent()
+        await event
+        assert not resumes.holds_events
+
+    asyncio.run(story())
+
+
+def test_events_are_not_held_for_ever_nor_again_by_the_same_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quire.router.resumes.EVENT_HOLD_S", 0.01)
+
+    async def story() -> None:
+        resumes = Resumes()
+        turns = [asyncio.ensure_future(resumes.turn(1.0)) for _ in range(MIN_STREAMS)]
+        await asyncio.sleep(0)
+        assert resumes.holds_events
+        await asyncio.gather(*turns)
+        assert not resumes.holds_events
+        for _ in range(MIN_STREAMS):
+            resumes.sends()
+        await resumes.let_ahead()
+        resumes.sends()
+        assert not resumes.holds_events, "these have had their time"
+
+    asyncio.run(story())
+
+
 def test_a_request_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.router.resumes.HOLD_S", 0.01)
 

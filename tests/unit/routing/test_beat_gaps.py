@@ -55,3 +55,14 @@ def test_a_beat_that_came_before_the_loop_was_late_is_as_old_as_the_loop_was_abl
     assert time.of(101.0) == time.of(100.4) == time.of(100.0) == 99.5
     assert time.of(99.9) == pytest.approx(99.4)
     assert time.of(101.2) - time.of(99.9) == pytest.approx(0.3)
+
+
+def test_short_turns_of_the_reader_are_no_lost_time() -> None:
+    """Each reads what has come: only a long one delays a beat by more than the limit allows for."""
+    time, now_s = AwakeTime(), 100.0
+    for _ in range(20):
+        time.tick(now_s, now_s + 0.09)
+        now_s += 0.14
+    assert time.of(now_s) == now_s
+    time.tick(now_s, now_s + 0.2)
+    assert time.of(now_s + 0.2) == pytest.approx(now_s)

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from quire.api.admin.beats import MAX_READERS, BeatRoutes, BeatThread, _LoopWriter
+from quire.api.admin.beats import (
+    MAX_READERS,
+    BeatRoutes,
+    BeatThread,
+    EngineWatch,
+    _event_of,
+    _has_changed,
+    _LoopWriter,
+    _said,
+)
 from quire.base.errors import OverloadedError
 from quire.engine.model_card import Health
 
@@ -166,6 +175,44 @@ def test_a_reader_that_leaves_at_once_is_no_fault() -> None:
         assert isinstance(routes._writer(scope, send), _LoopWriter), "not noticed yet"
 
     asyncio.run(story())
+
+
+def test_an_engine_is_silent_after_several_usual_gaps_and_not_while_the_loop_was_busy() -> None:
+    watch, now_s, sent_s = EngineWatch(), 100.0, 100.0
+
+    def look(later_s: float = 0.02, *, is_working: bool = True) -> bool:
+        nonlocal now_s
+        now_s += later_s
+        silent_ms = round(1000 * (now_s - sent_s)) if is_working else 0
+        health = Health(
+            ok=True, state="ready", reason="", pending=1, steps_total=7, silent_ms=silent_ms
+        )
+        return watch.is_silent(health, now_s)
+
+    for number in range(400):
+        sent_s = now_s if number % 5 == 0 else sent_s
+        assert not look()
+    assert not look(1.5), "the loop was busy for so long and has read nothing"
+    assert not look()
+    sent_s = now_s
+    late = [look() for _ in range(40)]
+    assert late.index(True) in (30, 31), "0.6 s, and two looks"
+    assert all(late[31:])
+    sent_s = now_s
+    assert not look()
+    assert not any(look(is_working=False) for _ in range(200))
+    sent_s = now_s
+    assert not any(look() for _ in range(20))
+
+
+def test_the_event_says_that_the_engine_is_silent_and_that_it_goes_on() -> None:
+    health = Health(ok=True, state="ready", reason="", pending=1, steps_total=7, silent_ms=700)
+    silent, again = (_said(health, (), is_silent=one) for one in (True, False))
+    assert _has_changed(again, silent)
+    assert _has_changed(silent, again)
+    assert not _has_changed(silent, {**silent, "silent_ms": 900, "reason": "more"})
+    assert b'"silent_ms":700' in _event_of(silent)
+    assert b"silent" not in _event_of(again)
 
 
 def test_readers_are_bounded() -> None:
