@@ -40,7 +40,7 @@ class SpeculationConfig:
     self_draft_layers: int | None = setting(
         None,
         "how many of the model's first layers propose tokens, fewer than all; default with "
-        "--speculate self: measured at the start; a fifth over several ranks",
+        "--speculate self: measured at the start",
     )
     speculate_history_tokens: int = setting(
         0,

@@ -45,14 +45,15 @@ class CopyBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Run a segment on a batch, and `then` another; -1 for none. step: its number, where ranks are
-    stages; else 0. drafts: of the first layers that draft (first_layers.py)."""
+    stages; else 0. drafts: of so many first layers, which draft (first_layers.py); 0: of the
+    model."""
 
     step: int
     segment: int
     then: int
     batch: ForwardBatch
     sample_rows: Int32s
-    drafts: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class RunAgain:
     segment: int
     first: int
     sample_rows: Int32s
-    drafts: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

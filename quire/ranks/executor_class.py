@@ -34,7 +34,7 @@ from quire.program.comm_ops import AllGather, AllReduce, share_of
 from quire.program.degrees import check_degree, kv_span
 from quire.program.expert_ops import Experts
 from quire.program.expert_parallel import SPLIT_EXPERTS, ExpertPlacement, ExpertPlan
-from quire.program.first_layers import first_layers, num_draft_layers
+from quire.program.first_layers import first_layers
 from quire.program.ops import Attention
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
@@ -132,15 +132,14 @@ class RankedExecutorClass:
         )
 
     def draft_shares(self, program: Program) -> list[DraftShare]:
-        """Return each rank's share of the first layers that draft for a program."""
+        """Return each rank's share of the first layers that may draft for a program."""
         assert self.drafts is not None, "they draft"
-        num, placement = num_draft_layers(program, self.drafts.num), self.placement(program)
-        return [
-            DraftShare(
-                program=self._share(own, rank % self.degree, placement), limits=self.drafts.limits
-            )
-            for rank, own in enumerate(self._first_layers(program, num))
-        ]
+        placement = self.placement(program)
+        of_ranks: list[dict[int, Program]] = [{} for _ in range(self.num_ranks)]
+        for num in self.drafts.nums(program):
+            for rank, own in enumerate(self._first_layers(program, num)):
+                of_ranks[rank][num] = self._share(own, rank % self.degree, placement)
+        return [DraftShare(programs=own, limits=self.drafts.limits) for own in of_ranks]
 
     def _first_layers(self, program: Program, num: int) -> list[Program]:
         """Return the first layers of the program that each rank has a share of."""

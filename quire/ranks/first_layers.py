@@ -30,7 +30,7 @@ class RankEnds:
 
 
 class RankFirstLayers(NativeFirstLayers):
-    """A NativeFirstLayers of a rank. num_threads: see there."""
+    """A NativeFirstLayers of a rank, of its share of `num` layers. num_threads: see there."""
 
     def __init__(
         self,
@@ -38,10 +38,13 @@ class RankFirstLayers(NativeFirstLayers):
         share: DraftShare,
         ends: RankEnds,
         *,
+        num: int,
         num_threads: int = 0,
         poison: bool = False,
     ) -> None:
-        super().__init__(model, share.program, share.limits, num_threads=num_threads, poison=poison)
+        program, limits = share.programs[num], share.limits
+        super().__init__(model, program, limits, num_threads=num_threads, poison=poison)
+        self.num = num
         ends.connect(self._native)
         self._own = ends.own
         self._last: ForwardBatch | None = None  # of the last Run
@@ -77,12 +80,13 @@ class LeadingFirstLayers(RankFirstLayers):
         share: DraftShare,
         ends: RankEnds,
         *,
+        num: int,
         lead: Lead,
         begin: Callable[[Run], int],
         num_threads: int = 0,
         poison: bool = False,
     ) -> None:
-        super().__init__(model, share, ends, num_threads=num_threads, poison=poison)
+        super().__init__(model, share, ends, num=num, num_threads=num_threads, poison=poison)
         self._lead, self._begin = lead, begin
 
     def _run(
@@ -97,11 +101,11 @@ class LeadingFirstLayers(RankFirstLayers):
                     then=then,
                     batch=plain,
                     sample_rows=sample_rows,
-                    drafts=True,
+                    drafts=self.num,
                 )
                 self._lead.send(replace(run, step=self._begin(run)))
             else:
-                again = RunAgain(segment=segment, first=0, sample_rows=sample_rows, drafts=True)
-                self._lead.send(again)
+                again = RunAgain(segment=segment, first=0, sample_rows=sample_rows)
+                self._lead.send(replace(again, drafts=self.num))
             with self._lead.in_step():
                 super()._run(segment, batch, sample_rows, then)

@@ -40,11 +40,11 @@ class LeadingExecutor(Executor, Protocol):
         """What it sends commands by."""
 
     def draft_by(self, share: DraftShare) -> None:
-        """Have the first layers too, before the cache is allocated; they draft."""
+        """Have the first layers too; they draft."""
 
-    def first_layers(self, num_threads: int = 0) -> FirstLayers:
-        """Return an executor of the first layers, which the caller closes. num_threads: of its own;
-        0: the model's."""
+    def first_layers(self, num: int, num_threads: int = 0) -> FirstLayers:
+        """Return an executor of the first `num` layers, which the caller closes. num_threads: of
+        its own; 0: the model's."""
 
     def share_blocks(
         self, shares: Sequence[PoolShare], *, pool_file: int, ends: Mapping[int, BlockEnd]

@@ -76,22 +76,36 @@ class RankExecutor(NativeExecutor):
         self._last: ForwardBatch | None = None  # of the last Run
         self.server: PoolServer | None = None  # where rank 0 does not share this memory
         self.pieces: OwnPieces | None = None  # under context parallelism, once there is a cache
-        self._drafts: RankFirstLayers | None = None
+        self._draft_share: DraftShare | None = None
+        self._drafts: RankFirstLayers | None = None  # of as many layers as the last pass had
 
     def connect(self, native: _native.Program) -> None:
         """Set what the exchanges of a program of this rank go through."""
         native.set_group(self.group.native)
 
     def draft_by(self, share: DraftShare) -> None:
-        """Have the first layers too, before the cache is allocated."""
-        ends = RankEnds(connect=self.connect, own=self._own)
-        self._drafts = RankFirstLayers(self, share, ends, poison=self._poison)
+        """Have the first layers too: as many as rank 0 says with a pass."""
+        self._draft_share = share
 
-    def close(self) -> None:
-        """Free threads and memory."""
+    def _drafting(self, num: int) -> RankFirstLayers:
+        """Return the executor of the first `num` layers, in place of another number."""
+        if self._drafts is None or self._drafts.num != num:
+            assert self._draft_share is not None, "rank 0 has the first layers too"
+            self._end_drafts()
+            ends = RankEnds(connect=self.connect, own=self._own)
+            drafts = RankFirstLayers(self, self._draft_share, ends, num=num, poison=self._poison)
+            drafts.share_cache()
+            self._drafts = drafts
+        return self._drafts
+
+    def _end_drafts(self) -> None:
         if self._drafts is not None:
             self._drafts.close()
             self._drafts = None
+
+    def close(self) -> None:
+        """Free threads and memory."""
+        self._end_drafts()
         super().close()
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -152,8 +166,7 @@ class RankExecutor(NativeExecutor):
             case CopyBlocks():
                 RankExecutor.copy_blocks(self, command.copy_from, command.copy_to)
             case Run() | RunAgain() if command.drafts:
-                assert self._drafts is not None, "rank 0 has the first layers too"
-                self._drafts.do(command)
+                self._drafting(command.drafts).do(command)
             case Run():
                 self._last = command.batch
                 self._reserve_angles(command.batch)
@@ -204,20 +217,16 @@ class MirroredExecutor(RankExecutor):
         self._whole: WholeBlocks | None = None  # the blocks of all ranks
         self.lead = Lead(group)
         self.step = 0  # the number of the next Run
-        self._draft_share: DraftShare | None = None
 
-    def draft_by(self, share: DraftShare) -> None:
-        """See RankExecutor; `first_layers` makes the executor."""
-        self._draft_share = share
-
-    def first_layers(self, num_threads: int = 0) -> LeadingFirstLayers:
-        """Return an executor of the first layers, which the caller closes. num_threads: see
+    def first_layers(self, num: int, num_threads: int = 0) -> LeadingFirstLayers:
+        """Return an executor of the first `num` layers, which the caller closes. num_threads: see
         NativeFirstLayers."""
         assert self._draft_share is not None, "ranks are started with their first layers"
         return LeadingFirstLayers(
             self,
             self._draft_share,
             RankEnds(connect=self.connect, own=self._own),
+            num=num,
             lead=self.lead,
             begin=self._begin_drafts,
             num_threads=num_threads,

@@ -34,7 +34,8 @@ class RankStart:
     row_slot_bytes, row_slots: of the links between stages. pool_file: a descriptor of the file
     for all ranks' KV pools; -1 for none. torch: of the torch executor (torch_kind.py). stream: the
     weights that the native executor reads from disk (StreamPlan); None: none.
-    draft_program, draft_limits: of the first layers that draft; None: they do not.
+    draft_programs, draft_limits: of the first layers that may draft, by how many they are; None:
+    they do not.
     links_blocks: whether rank 0 asks for blocks over links (connected_pools.py). sample: of the
     tensors of rank 0's checkpoint (content_sample), where stages read different ones; else ""."""
 
@@ -60,7 +61,7 @@ class RankStart:
     pool_file: int = -1
     torch: dict[str, Any] | None = None
     stream: dict[str, Any] | None = None
-    draft_program: dict[str, Any] | None = None
+    draft_programs: dict[str, dict[str, Any]] | None = None
     draft_limits: dict[str, int] | None = None
     links_blocks: bool = False
     sample: str = ""
@@ -100,16 +101,16 @@ def program_of(start: RankStart) -> Program:
 
 def with_drafts(start: RankStart, share: DraftShare) -> RankStart:
     """Return a start with a share of the first layers that draft."""
-    return replace(start, draft_program=to_plain(share.program), draft_limits=asdict(share.limits))
+    programs = {str(num): to_plain(program) for num, program in share.programs.items()}
+    return replace(start, draft_programs=programs, draft_limits=asdict(share.limits))
 
 
 def drafts_of(start: RankStart) -> DraftShare | None:
     """Return the rank's share of the first layers that draft; None where they do not."""
-    if start.draft_program is None or start.draft_limits is None:
+    if start.draft_programs is None or start.draft_limits is None:
         return None
-    return DraftShare(
-        program=from_plain(start.draft_program), limits=StepLimits(**start.draft_limits)
-    )
+    programs = {int(num): from_plain(plain) for num, plain in start.draft_programs.items()}
+    return DraftShare(programs=programs, limits=StepLimits(**start.draft_limits))
 
 
 def sizes_of(start: RankStart) -> SegmentSizes:

@@ -75,17 +75,31 @@ class TorchRank(TorchExecutor):
         self.group, self.links = group, links
         self._ran: ForwardBatch | None = None  # the batch of the last Run
         self._span = 0  # bytes of each rank in the file of all pools
-        self._drafts: TorchRankFirstLayers | None = None
+        self._draft_share: DraftShare | None = None
+        self._drafts: TorchRankFirstLayers | None = None  # of as many layers as the last pass had
 
     def draft_by(self, share: DraftShare) -> None:
-        """Have the first layers too, before the cache is allocated."""
-        self._drafts = TorchRankFirstLayers(self, share, self._own, poison=self._poison)
+        """Have the first layers too: as many as rank 0 says with a pass."""
+        self._draft_share = share
 
-    def close(self) -> None:
-        """Free memory."""
+    def _drafting(self, num: int) -> TorchRankFirstLayers:
+        """Return the executor of the first `num` layers, in place of another number."""
+        if self._drafts is None or self._drafts.num != num:
+            assert self._draft_share is not None, "rank 0 has the first layers too"
+            self._end_drafts()
+            self._drafts = TorchRankFirstLayers(
+                self, self._draft_share, self._own, num=num, poison=self._poison
+            )
+        return self._drafts
+
+    def _end_drafts(self) -> None:
         if self._drafts is not None:
             self._drafts.close()
             self._drafts = None
+
+    def close(self) -> None:
+        """Free memory."""
+        self._end_drafts()
         super().close()
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
@@ -156,7 +170,7 @@ class TorchRank(TorchExecutor):
                 with self._in_stage(command.step):
                     self._run_step(command)
             case RunAgain() if command.drafts:
-                self._first_layers().do(command)
+                self._drafting(command.drafts).do(command)
             case RunAgain():
                 self._run_again(command)
             case RunLayers() | Stop():
@@ -164,14 +178,10 @@ class TorchRank(TorchExecutor):
 
     def _run_step(self, command: Run) -> None:
         if command.drafts:
-            self._first_layers().do(command)
+            self._drafting(command.drafts).do(command)
             return
         self._ran = command.batch
         TorchRank.run_trunk(self, command.batch, head_rows=len(command.sample_rows))
-
-    def _first_layers(self) -> TorchRankFirstLayers:
-        assert self._drafts is not None, "rank 0 has the first layers too"
-        return self._drafts
 
     @contextmanager
     def _in_stage(self, step: int) -> Iterator[None]:
@@ -206,7 +216,6 @@ class MirroredTorch(TorchRank):
     lead: Lead
     processes: OtherRanks
     _pools: RankPools | None = None
-    _draft_share: DraftShare | None = None
     _whole: WholeBlocks | None = None  # the blocks of all ranks, where they leave and enter
 
     def attach(self, group: SharedMemoryRank, links: StageLinks | None) -> None:
@@ -224,18 +233,15 @@ class MirroredTorch(TorchRank):
         )
         self.pool_file = self._pools.pool_file
 
-    def draft_by(self, share: DraftShare) -> None:
-        """See TorchRank; `first_layers` makes the executor."""
-        self._draft_share = share
-
-    def first_layers(self, num_threads: int = 0) -> LeadingTorchFirstLayers:
-        """Return an executor of the first layers, which the caller closes. num_threads: not used,
-        since PyTorch's threads are the process's."""
+    def first_layers(self, num: int, num_threads: int = 0) -> LeadingTorchFirstLayers:
+        """Return an executor of the first `num` layers, which the caller closes. num_threads: not
+        used, since PyTorch's threads are the process's."""
         assert self._draft_share is not None, "ranks are started with their first layers"
         return LeadingTorchFirstLayers(
             self,
             self._draft_share,
             self._own,
+            num=num,
             lead=self.lead,
             begin=self._begin_drafts,
             poison=self._poison,

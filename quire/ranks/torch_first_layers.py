@@ -24,13 +24,20 @@ OwnBatch = Callable[[ForwardBatch], ForwardBatch]
 
 
 class TorchRankFirstLayers(TorchFirstLayers):
-    """A TorchFirstLayers of a rank. own: turns a batch of the engine into that of the rank's own
-    part of the cache."""
+    """A TorchFirstLayers of a rank, of its share of `num` layers. own: turns a batch of the engine
+    into that of the rank's own part of the cache."""
 
     def __init__(
-        self, model: TorchExecutor, share: DraftShare, own: OwnBatch, *, poison: bool = False
+        self,
+        model: TorchExecutor,
+        share: DraftShare,
+        own: OwnBatch,
+        *,
+        num: int,
+        poison: bool = False,
     ) -> None:
-        super().__init__(model, share.program, share.limits, poison=poison)
+        super().__init__(model, share.programs[num], share.limits, poison=poison)
+        self.num = num
         self._own = own
         self._ran: ForwardBatch | None = None  # the batch of the last pass
 
@@ -61,11 +68,12 @@ class LeadingTorchFirstLayers(TorchRankFirstLayers):
         share: DraftShare,
         own: OwnBatch,
         *,
+        num: int,
         lead: Lead,
         begin: Callable[[Run], int],
         poison: bool = False,
     ) -> None:
-        super().__init__(model, share, own, poison=poison)
+        super().__init__(model, share, own, num=num, poison=poison)
         self._lead, self._begin = lead, begin
 
     def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
@@ -76,7 +84,7 @@ class LeadingTorchFirstLayers(TorchRankFirstLayers):
             then=HEAD if head_rows else NONE,
             batch=batch,
             sample_rows=batch.sample_rows[:head_rows],
-            drafts=True,
+            drafts=self.num,
         )
         self._lead.send(replace(run, step=self._begin(run)))
         self._ran = batch
@@ -87,7 +95,7 @@ class LeadingTorchFirstLayers(TorchRankFirstLayers):
         """See Executor."""
         rows = batch.sample_rows[first : first + count]
         begins = first if batch is self._ran else -1
-        again = RunAgain(segment=HEAD, first=begins, sample_rows=rows, drafts=True)
+        again = RunAgain(segment=HEAD, first=begins, sample_rows=rows, drafts=self.num)
         self._lead.send(again)
         with self._lead.in_step():
             return super().run_head(batch, first, count)

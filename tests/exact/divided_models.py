@@ -44,6 +44,7 @@ class DividedModel(Model):
         super().__init__(whole.folder, whole.dtype, max_model_len=whole.max_model_len)
         self.name, self.program = whole.name, whole.program
         self.whole, self._class = whole, executor_class
+        self._num_drafting = draft_layers
         self._drafts = DraftLayers(num=draft_layers, limits=PASS_LIMITS)
 
     def executor(self, num_threads: int) -> Executor:
@@ -59,7 +60,7 @@ class DividedModel(Model):
         key = 1, is_beside, False
         if key not in self._first_layers:
             leading = cast(LeadingExecutor, self.executor(1))
-            self._first_layers[key] = leading.first_layers(int(is_beside))
+            self._first_layers[key] = leading.first_layers(self._num_drafting, int(is_beside))
         return self._first_layers[key]
 
     @property

@@ -41,12 +41,13 @@ _DRAFTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedSelfDraft(SizedProposer):
-    """The first layers of a model as a program. limits: its largest pass. has_ranks: several ranks
-    compute them, each its share. num_layers: of the model. choices: programs of some numbers of
-    layers by these, of which the best is measured when the model is loaded; empty: `program`
-    drafts. first_id: the token that measured texts begin with."""
+    """The first layers of a model as a program. num: how many. limits: the largest pass. has_ranks:
+    several ranks compute them, each its share. num_layers: of the model. choices: programs of some
+    numbers of layers by these, of which the best is measured when the model is loaded; empty:
+    `program` drafts. first_id: the token that measured texts begin with."""
 
     program: Program
+    num: int
     limits: StepLimits
     needs: DraftNeeds
     has_ranks: bool
@@ -65,12 +66,12 @@ class SizedSelfDraft(SizedProposer):
     def load(self, model: LoadedModel) -> SelfProposer:
         """See SizedProposer: the layers have the weights and the cache of the model's executor."""
         memory, num_slots = model.memory, model.limits.max_num_seqs
-        program = self._chosen(model)
+        num = self._chosen(model)
         is_beside = model.limits.plans_in_flight > 1
         is_beside &= not isinstance(model.executor, PipelinedExecutor)  # runs in the same thread
         own_threads = model.options.num_threads if is_beside else 0
         runner = DraftRunner(
-            self._executor_of(program, model, own_threads),
+            self._executor_of(num, model, own_threads),
             num_slots=num_slots,
             max_model_len=memory.max_model_len,
             block_size=memory.block_size,
@@ -84,19 +85,22 @@ class SizedSelfDraft(SizedProposer):
         _time_passes(proposer, num_slots, memory.num_blocks, memory.block_size)
         return proposer
 
-    def _executor_of(self, program: Program, model: LoadedModel, own_threads: int = 0) -> Executor:
-        """Return an executor of the layers, within the context of the engine."""
-        program = replace(program, max_positions=model.memory.max_model_len)
-        return _first_layers_of(model.executor, replace(self, program=program), own_threads)
+    def _executor_of(self, num: int, model: LoadedModel, own_threads: int = 0) -> Executor:
+        """Return an executor of the first `num` layers, within the context of the engine."""
+        program = replace(
+            self.choices.get(num, self.program), max_positions=model.memory.max_model_len
+        )
+        own = replace(self, program=program, num=num)
+        return _first_layers_of(model.executor, own, own_threads)
 
-    def _chosen(self, model: LoadedModel) -> Program:
-        """Return the program that drafts: of several the best, as measured."""
+    def _chosen(self, model: LoadedModel) -> int:
+        """Return how many layers draft: of several numbers the best, as measured."""
         if not self.choices:
-            return self.program
+            return self.num
         trial = tried(
             model,
             {num: num / self.num_layers for num in self.choices},
-            lambda num: self._executor_of(self.choices[num], model),
+            lambda num: self._executor_of(num, model),
             first_id=self.first_id,
             max_samples=min(self.limits.max_samples, model.options.limits.max_samples),
         )
@@ -109,7 +113,7 @@ class SizedSelfDraft(SizedProposer):
                 drafts=self.program.name,
                 to_do="set --self-draft-layers to the best number for your texts",
             )
-            return self.program
+            return self.num
         best = best_of(trial.measured, trial.times, self.max_drafts)
         log.event(
             "first layers are measured",
@@ -121,7 +125,7 @@ class SizedSelfDraft(SizedProposer):
             tokens=trial.num_tokens,
             ms=round(trial.ms),
         )
-        return self.choices[best.num]
+        return best.num
 
 
 def sized_self_draft(
@@ -139,7 +143,7 @@ def sized_self_draft(
             + (f"set 1 to {total - 1}" if total > 1 else "set --speculate ngram or off")
         )
     num, has_ranks = num_draft_layers(program, given), config.executor.num_ranks > 1
-    nums = () if given is not None or has_ranks or total < 3 else candidates(total)
+    nums = () if given is not None or total < 3 else candidates(total)
     try:
         short = first_layers(program, num)
         choices = {one: first_layers(program, one) for one in nums}
@@ -151,6 +155,7 @@ def sized_self_draft(
     largest = choices[max(choices)] if choices else short
     return SizedSelfDraft(
         program=short,
+        num=num,
         limits=pass_limits(config, sizing),
         needs=DraftNeeds(
             name="first layers",
@@ -177,7 +182,10 @@ def _pass_bytes(
 
     ranks = class_of(config.executor, config.cache.block_size)
     shares = replace(ranks, drafts=draft_layers(config, sizing)).draft_shares(program)
-    return sum(sizing.memory_for(share.program, limits).step_bytes for share in shares)
+    return max(
+        sum(sizing.memory_for(share.programs[num], limits).step_bytes for share in shares)
+        for num in shares[0].programs
+    )
 
 
 def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -> Executor:
@@ -185,7 +193,7 @@ def _first_layers_of(model: Executor, draft: SizedSelfDraft, num_threads: int) -
     if draft.has_ranks:
         from quire.ranks.leading import LeadingExecutor
 
-        of_ranks = cast(LeadingExecutor, model).first_layers(num_threads)
+        of_ranks = cast(LeadingExecutor, model).first_layers(draft.num, num_threads)
         of_ranks.share_cache()
         return of_ranks
     if model.name == "native":

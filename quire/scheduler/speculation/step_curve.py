@@ -20,7 +20,7 @@ KEEP, TRUST_KEEP = 0.97, 0.997
 MAX_WEIGHT = 32.0
 # A time counts as at most so many times what is known, and at least as such a share; but not if
 # so many in a row are beyond that.
-MAX_TIMES, MANY_OUTLIERS = 1.5, 4
+MAX_TIMES, MANY_OUTLIERS = 1.25, 4
 # Of a difference from a bucket with enough times, the pace follows so much.
 FEW, PACE_SHARE = 3.0, 1 / 8
 

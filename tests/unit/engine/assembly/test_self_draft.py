@@ -132,25 +132,21 @@ def test_how_many_layers_draft_is_open_until_it_is_measured(deep: Path) -> None:
     assert draft.program.name == "LlamaForCausalLM, first 1 of 6 layers"  # where it is not
 
 
-@pytest.mark.parametrize(
-    "given", [{"self_draft_layers": 2}, {"pipeline_parallel_size": 2, "threads": 2}]
-)
-def test_a_given_number_and_several_ranks_leave_nothing_open(
-    deep: Path, given: dict[str, Any]
-) -> None:
-    config = engine_config({"model": str(deep), **SETTINGS, **given})
+def test_a_given_number_leaves_nothing_open(deep: Path) -> None:
+    config = engine_config({"model": str(deep), **SETTINGS, "self_draft_layers": 2})
     program = engine_program(config, open_model(deep), None)
     draft = sized_self_draft(config, program, NativeExecutor)
     assert not draft.choices
-    num = given.get("self_draft_layers", 1)
-    assert draft.program.name == f"LlamaForCausalLM, first {num} of 6 layers"
+    assert draft.program.name == "LlamaForCausalLM, first 2 of 6 layers"
 
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of six layers, of which those after the second add nothing."""
     folder = tmp_path_factory.mktemp("self") / "early"
-    write_tiny_llama(folder, seed=4, num_hidden_layers=6)
+    write_tiny_llama(
+        folder, seed=4, num_hidden_layers=6, num_key_value_heads=2, num_attention_heads=6
+    )
     file = folder / "model.safetensors"
     tensors, _ = read_tensors(file)
     for name in tensors:
@@ -173,11 +169,20 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial | None]:
     return found
 
 
-@pytest.mark.parametrize("executor", ["native", "reference"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"executor": "reference"},
+        {"tensor_parallel_size": 2, "threads": 2},
+        {"pipeline_parallel_size": 2, "threads": 2},
+    ],
+    ids=lambda given: next(iter(given), "native"),
+)
 def test_what_is_measured_is_what_drafts_are_accepted(
-    early: Path, drafts: dict[str, int], trials: list[Trial | None], executor: str
+    early: Path, drafts: dict[str, int], trials: list[Trial | None], given: dict[str, Any]
 ) -> None:
-    settings = {**SETTINGS, "executor": executor, "kv_cache_memory": "256KiB", "max_num_seqs": 8}
+    settings = {**SETTINGS, "kv_cache_memory": "512KiB", "max_num_seqs": 8, **given}
     with LLM(early, **settings) as llm:
         plain = answers(llm, OFF)
         assert answers(llm) == plain
