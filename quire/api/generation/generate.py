@@ -203,8 +203,8 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     if "kv_transfer_params" in given:
         terms, route = with_transfer(given, terms, route, engine.card)
     options = _stream_options(given, stream=(stream := flag(given, "stream")))
-    cursors = read_cursors(given, context)
-    cursor = latest(cursors)
+    cursors = read_cursors(given, context) if "output_cursor" in given else ()
+    cursor = latest(cursors) if cursors else None
     generation_request = GenerationRequest(
         context=context,
         given=given,

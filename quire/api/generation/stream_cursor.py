@@ -57,9 +57,7 @@ def digest_after(digest: int, text: str) -> int:
 
 def read_cursors(given: Mapping[str, Any], context: RequestContext) -> Sequence[Cursor | None]:
     """Return the cursor of each choice in `output_cursor`, None of those that have not begun, and
-    let the answer have its id; empty where the field is not given. Raises InvalidParameter."""
-    if CURSOR_PARAM not in given:
-        return ()
+    let the answer have its id. Raises InvalidParameter."""
     value, prefix = given[CURSOR_PARAM], context.request_id[:-_DIGITS]
     values = value if isinstance(value, list) else [value]
     cursors = [None if one is None and len(values) > 1 else _cursor(one, prefix) for one in values]
