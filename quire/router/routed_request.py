@@ -287,8 +287,8 @@ def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping
 
 
 def _why_not_one_answer(form: ApiForm, fields: Mapping[str, Any]) -> str:
-    """Return why a request of llama.cpp's form has several answers, whose streams have no comments
-    of where they stand; "" for one answer."""
+    """Return why a request of llama.cpp's form has several answers, which have no comments of where
+    they stand; "" for one answer."""
     prompt = fields.get("prompt")
     if _has_prompts(prompt):
         return f"it has {len(prompt or ())} prompts"

@@ -225,9 +225,9 @@ def _of_choices(
 ) -> list[tuple[int, ...]]:
     """Return the known tokens of each of several choices."""
     lists = given.get(PARAM)
-    are_lists = isinstance(lists, list) and all(isinstance(one, list) for one in lists)
-    if not are_lists or len(lists) != num_choices or num_choices < 2:
-        found = f"a list of {len(lists)} lists" if are_lists else show(lists)
+    is_nested = isinstance(lists, list) and all(isinstance(one, list) for one in lists)
+    if not isinstance(lists, list) or not is_nested or not 2 <= num_choices == len(lists):
+        found = f"a list of {len(lists or ())} lists" if is_nested else show(lists)
         wanted = "a list of token ids is needed, and one output_cursor"
         if num_choices > 1:
             wanted = (

@@ -26,7 +26,7 @@ from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.kv_transfer import with_transfer
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
-from quire.api.generation.stream_cursor import Cursor, latest, read_cursors
+from quire.api.generation.stream_cursor import Cursor, read_cursors
 from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.generation.whole_answer import whole_answer
 from quire.api.http.dialect import Dialect
@@ -203,8 +203,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     if "kv_transfer_params" in given:
         terms, route = with_transfer(given, terms, route, engine.card)
     options = _stream_options(given, stream=(stream := flag(given, "stream")))
-    cursors = read_cursors(given, context) if "output_cursor" in given else ()
-    cursor = latest(cursors) if cursors else None
+    cursors, cursor = read_cursors(given, context) if "output_cursor" in given else ((), None)
     generation_request = GenerationRequest(
         context=context,
         given=given,

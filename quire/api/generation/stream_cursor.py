@@ -55,9 +55,11 @@ def digest_after(digest: int, text: str) -> int:
     return zlib.crc32(text.encode(errors="surrogatepass"), digest)
 
 
-def read_cursors(given: Mapping[str, Any], context: RequestContext) -> Sequence[Cursor | None]:
+def read_cursors(
+    given: Mapping[str, Any], context: RequestContext
+) -> tuple[Sequence[Cursor | None], Cursor]:
     """Return the cursor of each choice in `output_cursor`, None of those that have not begun, and
-    let the answer have its id. Raises InvalidParameter."""
+    the one of the last event; let the answer have its id. Raises InvalidParameter."""
     value, prefix = given[CURSOR_PARAM], context.request_id[:-_DIGITS]
     values = value if isinstance(value, list) else [value]
     cursors = [None if one is None and len(values) > 1 else _cursor(one, prefix) for one in values]
@@ -69,13 +71,7 @@ def read_cursors(given: Mapping[str, Any], context: RequestContext) -> Sequence[
             param=CURSOR_PARAM,
         )
     context.answer_id = begun[0].answer_id
-    return cursors
-
-
-def latest(cursors: Sequence[Cursor | None]) -> Cursor | None:
-    """Return the cursor of the last event; None without any."""
-    begun = [cursor for cursor in cursors if cursor is not None]
-    return max(begun, key=lambda cursor: cursor.num_events, default=None)
+    return cursors, max(begun, key=lambda cursor: cursor.num_events)
 
 
 def _cursor(value: Any, prefix: str) -> Cursor:

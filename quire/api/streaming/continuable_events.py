@@ -9,8 +9,8 @@ follows the events of each delta, and one the last event or the error that ends 
 A client that has all comments up to one, and all events before it, has an exact prefix of the
 stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment, with
 the number of prompt tokens) are the fields of a request that continues it. Where a request has
-several choices, the first comment has `num_choices` and each comment the `choice` whose tokens it
-has; the fields are then lists with an entry for each. `ended` is null, or the code of the error.
+several choices, the first comment has `num_choices` and each comment the number of its `choice`;
+the fields are then lists with an entry for each. `ended` is null, or the code of the error.
 Comments are no events to other clients. Knows no dialect.
 """
 
