@@ -250,7 +250,7 @@ def _list_ends(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     inner = next(_ends(entry), None)
     if inner is not None:
         yield [inner[0]], [inner[1]]
-    fine = {"string": "x", "integer": 1}.get(entry.get("type", ""))
+    fine = {"string": "x", "integer": 1}.get(str(entry.get("type", "")))
     if "maxItems" in schema and fine is not None:
         least = schema.get("minItems", 0)
         yield [fine] * max(least, 1), [fine] * (schema["maxItems"] + 1)
