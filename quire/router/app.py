@@ -30,6 +30,8 @@ from quire.router.summaries import read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
+# Of the length of a body; a number with more is larger than any limit.
+_MAX_DIGITS = 18
 
 
 class RouterApp:
@@ -169,7 +171,12 @@ class RouterApp:
         self._metrics.quota_tokens.labels("used").inc(used)
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
-        """Read the body, of a bounded size."""
+        """Read the body. One that is announced to be too large is not read; of another one no more
+        than the limit is held. Raises Refusal."""
+        lengths = (value for name, value in scope["headers"] if name == b"content-length")
+        announced = next(lengths, b"")
+        if announced.isdigit() and int(announced[:_MAX_DIGITS]) > self._max_body_bytes:
+            raise self._too_large()
         pieces, num_bytes = list[bytes](), 0
         while True:
             message: Message = await receive()
@@ -178,13 +185,14 @@ class RouterApp:
             pieces.append(message.get("body", b""))
             num_bytes += len(pieces[-1])
             if num_bytes > self._max_body_bytes:
-                raise Refusal(
-                    413,
-                    "body_too_large",
-                    f"the body has more than {self._max_body_bytes} bytes; send less",
-                )
+                raise self._too_large()
             if not message.get("more_body", False):
                 return b"".join(pieces)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            413, "body_too_large", f"the body has more than {self._max_body_bytes} bytes; send less"
+        )
 
     async def _health(self, client: ClientResponse) -> None:
         """200 while a replica is available and requests are accepted."""

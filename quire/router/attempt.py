@@ -46,7 +46,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.early = b""
         self.holds = True
         began_s = self._loop.time()
-        prompt_tokens = request.prompt_tokens + len(request.output_ids)
+        prompt_tokens = request.prompt_tokens + request.journal.num_known
         self.load = Load(
             tokens=prompt_tokens + request.output_tokens,
             cut=self._cut,

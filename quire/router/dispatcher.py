@@ -87,7 +87,8 @@ class Dispatcher:
             tiers.leave(tier, shared.fleet)
         if request.first_token_s:
             others_s = loop.time() - request.first_token_s
-            tpot_s = others_s / max(request.num_delivered - 1, 1)
+            num_each = request.num_delivered / request.journal.num_choices
+            tpot_s = others_s / max(num_each - 1, 1)
             tiers.ended(tier, request.first_token_s - came_s, tpot_s)
 
     async def _answer(

@@ -18,12 +18,15 @@ _PING = b"event: ping\n"
 
 
 class CursorComment(msgspec.Struct, frozen=True):
-    """A comment of ContinuableEvents. output_ids: of its delta. prompt_tokens: in the first."""
+    """A comment of ContinuableEvents. output_ids: of its delta. prompt_tokens, num_choices: in the
+    first. choice: which of several they are of."""
 
     output_ids: list[int]
     output_cursor: str
     seed: int | None = None
     prompt_tokens: int | None = None
+    choice: int = 0
+    num_choices: int = 1
 
     @property
     def answer_id(self) -> str:
@@ -89,26 +92,32 @@ class EventBlocks:
 
 
 def _merged(deltas: list[Delta]) -> list[Delta]:
-    """Return deltas with tokens that follow one another as one. Those without any stay."""
+    """Return deltas with tokens of one choice that follow one another as one. Those without any
+    stay."""
     found, run = list[Delta](), list[Delta]()
     for delta in deltas:
-        if delta.cursor is not None:
-            run.append(delta)
-            continue
-        if run:
+        if run and _choice(delta) != _choice(run[0]):
             found.append(_joined(run))
             run = []
-        found.append(delta)
+        (found if delta.cursor is None else run).append(delta)
     return [*found, _joined(run)] if run else found
+
+
+def _choice(delta: Delta) -> int | None:
+    return None if delta.cursor is None else delta.cursor.choice
 
 
 def _joined(run: list[Delta]) -> Delta:
     cursors = [delta.cursor for delta in run if delta.cursor is not None]
     if len(cursors) == 1:
         return run[0]
-    ids = [id_ for cursor in cursors for id_ in cursor.output_ids]
+    ids, first = [id_ for cursor in cursors for id_ in cursor.output_ids], cursors[0]
     cursor = structs.replace(
-        cursors[-1], output_ids=ids, seed=cursors[0].seed, prompt_tokens=cursors[0].prompt_tokens
+        cursors[-1],
+        output_ids=ids,
+        seed=first.seed,
+        prompt_tokens=first.prompt_tokens,
+        num_choices=first.num_choices,
     )
     return Delta(b"".join([delta.blocks for delta in run]), cursor)
 

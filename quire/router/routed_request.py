@@ -8,7 +8,6 @@ a seed, drawn here if the client gave none, so any replica of the fingerprint gi
 from __future__ import annotations
 
 import secrets
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +19,7 @@ from quire.router.api_forms import ApiForm, form_of, value_at, with_value
 from quire.router.event_blocks import CursorComment
 from quire.router.judged_answers import LOGPROBS_OF_RESPONSES
 from quire.router.routes import Route, route_of
+from quire.router.stream_journal import StreamJournal, is_known_ids
 from quire.routing.policy import RouteKey
 from quire.routing.prefix_history import block_names
 
@@ -43,10 +43,10 @@ class RoutedRequest:
 
     form: of its API. names_model: whether the model can be read: it is in the path, or the body is
     an object in which it is a text or left out. model: "" for any. is_stream: whether its answer is
-    streamed. why_not: why its stream cannot be continued; "" if it can. output_ids: of the answer
-    so far; cursor: where its stream stands. output_tokens: expected, for the load of a replica.
-    whole_tokens: that a whole answer may have; 0 for a stream. reserved_tokens: as many as it may
-    use.
+    streamed. why_not: why its stream cannot be continued; "" if it can. journal: what the client
+    has of it. num_delivered: tokens that the client got here. output_tokens: expected, for the load
+    of a replica. whole_tokens: that a whole answer may have; 0 for a stream. reserved_tokens: as
+    many as it may use.
     used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
     an answer that a cascade has replaced, and of summaries of the prompt. block_hashes: of the
     prompt's KV blocks of block_size tokens, where they are known. first_token_s: when a stream had
@@ -81,9 +81,7 @@ class RoutedRequest:
         if self.is_stream:
             self.why_not = _why_not_continuable(path, self.route, self.form, self.fields)
         self.shows_comments = bool(value_at(self.fields, self.form.output_ids))
-        given = None if self.why_not else self.fields.get("output_ids")
-        self.output_ids = array("q", given or ())
-        self.cursor: str | None = None
+        self.journal = StreamJournal({} if self.why_not else self.fields)
         self.num_delivered = 0
         self.transfer: dict[str, Any] | None = None  # of the prompt's blocks (prefill_pairs.py)
         if not self.why_not and value_at(self.fields, self.form.seed) is None:
@@ -150,7 +148,7 @@ class RoutedRequest:
     def brings_blocks(self) -> bool:
         """Whether the next replica is given the blocks of the prompt; one that continues a stream
         computes them."""
-        return self.transfer is not None and self.cursor is None
+        return self.transfer is not None and not self.journal.has_begun
 
     @property
     def deadline_s(self) -> float | None:
@@ -193,19 +191,17 @@ class RoutedRequest:
         if self.why_not:
             return _encode({**self.fields, **transfer}) if transfer else self.raw
         fields = with_value({**self.fields, **transfer}, self.form.output_ids, True)
-        if self.cursor is not None:
+        if self.journal.has_begun:
             fields.pop("return_progress", None)  # the prompt's was reported
-            fields["output_ids"] = self.output_ids.tolist()
-            fields["output_cursor"] = self.cursor
+            fields |= self.journal.fields()
             fields.pop("kv_transfer_params", None)  # another replica continues without them
             fields.pop("ttft_slo_ms", None)  # its first token is delivered
         return _encode(fields)
 
     def delivered(self, cursor: CursorComment) -> None:
         """Note that the client has all events up to `cursor`."""
-        self.output_ids.extend(cursor.output_ids)
-        self.num_delivered += len(cursor.output_ids)
-        self.cursor = cursor.output_cursor
+        self.journal.delivered(cursor)
+        self.num_delivered = self.journal.num_delivered
         if cursor.prompt_tokens is not None:
             self.used_prompt_tokens = cursor.prompt_tokens
         if cursor.seed is not None:  # the client may have asked for any seed by a number
@@ -259,11 +255,6 @@ def _has_prompts(given: Any) -> bool:
     return is_list and all(isinstance(one, str | list) for one in given)
 
 
-def _is_list_of_prompts(given: Any) -> bool:
-    """Return whether a prompt of OpenAI's form is a list of several, or of none."""
-    return isinstance(given, list) and len(given) != 1 and not all(type(t) is int for t in given)
-
-
 def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else []
 
@@ -272,12 +263,8 @@ def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping
     """Return why the stream of a request cannot be continued; "" if it can."""
     if not (route.generates and form.output_ids):
         return f"{path} takes no output_ids"
-    prompt = fields.get("prompt")
-    if _has_prompts(prompt) if form.api == LLAMA_CPP else _is_list_of_prompts(prompt):
-        return f"it has {len(prompt or ())} prompts"
-    for name in form.answers:
-        if fields.get(name) not in (None, 1):
-            return f"{name} is not 1"
+    if form.api == LLAMA_CPP and (why := _why_not_one_answer(form, fields)):
+        return why
     *outer, _ = form.seed
     sampling = value_at(fields, tuple(outer)) or {}
     if not isinstance(sampling, dict):
@@ -294,9 +281,16 @@ def _why_not_continuable(path: str, route: Route, form: ApiForm, fields: Mapping
         return "its stream_options are no object"
     if options and options.get("resumable"):
         return "it has stream_options.resumable"
-    given = fields.get("output_ids")
-    if given is not None and not (
-        isinstance(given, list) and all(type(t) is int and 0 <= t < 2**31 for t in given)
-    ):
+    if not is_known_ids(fields.get("output_ids")):
         return "its output_ids are not token ids"
     return ""
+
+
+def _why_not_one_answer(form: ApiForm, fields: Mapping[str, Any]) -> str:
+    """Return why a request of llama.cpp's form has several answers, which have no comments of where
+    they stand; "" for one answer."""
+    prompt = fields.get("prompt")
+    if _has_prompts(prompt):
+        return f"it has {len(prompt or ())} prompts"
+    name = next((one for one in form.answers if fields.get(one) not in (None, 1)), None)
+    return "" if name is None else f"{name} is not 1"

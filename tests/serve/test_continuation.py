@@ -117,6 +117,115 @@ def test_a_stream_cut_after_any_delta_continues_byte_for_byte(
         assert [_without_cached(one) for one in rest] == [_without_cached(one) for one in wanted]
 
 
+SEVERAL = {**COMPLETION, "n": 3, "ignore_eos": False}
+SEVERAL_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "three choices": ("/v1/completions", {**SEVERAL, "temperature": 1.2, "logprobs": 1}),
+    "ends at different places": (
+        "/v1/completions",
+        {**SEVERAL, "stop": ["q", "zz"], "frequency_penalty": 0.7, "best_of": 3},
+    ),
+    "two prompts of two choices": (
+        "/v1/completions",
+        {**SEVERAL, "prompt": ["the sea", "a stone"], "n": 2, "stop": ["q"]},
+    ),
+    "grammar": ("/v1/completions", {**SEVERAL, "structured_outputs": GRAMMAR, "max_tokens": 90}),
+    "chat": (
+        "/v1/chat/completions",
+        {
+            **{"messages": [{"role": "user", "content": "hello"}], "seed": 5, "n": 3},
+            **{"max_tokens": 30, "logprobs": True, "stop": ["q"], "stream_options": OPTIONS},
+        },
+    ),
+    "ids": (
+        "/generate",
+        {"tokens": [5, 9, 11], "seed": 3, "max_tokens": 24, "n": 2, "stream_options": OPTIONS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_CASES)
+def test_each_of_several_choices_continues_where_it_was(server: RunningServer, name: str) -> None:
+    path, body = SEVERAL_CASES[name]
+    blocks = _stream(server, path, body)
+    comments = [at for at, block in enumerate(blocks) if block.startswith(b': {"output_ids"')]
+    first = json.loads(blocks[comments[0]][2:])
+    num_choices = first["num_choices"]
+    ids: list[list[int]] = [[] for _ in range(num_choices)]
+    cursors: list[str | None] = [None] * num_choices
+    whole, num_ended = _events(blocks), set[int]()
+    for number, at in enumerate(comments):
+        comment = json.loads(blocks[at][2:])
+        choice = comment["choice"]
+        ids[choice] += comment["output_ids"]
+        cursors[choice] = comment["output_cursor"]
+        is_end = comment["output_cursor"].endswith(":end")
+        if number > 1 and number % 7 and not is_end and at != comments[-1]:
+            continue
+        num_ended.add(sum(one is not None and one.endswith(":end") for one in cursors))
+        again = {**body, "output_ids": ids, "output_cursor": cursors}
+        rest = _events(_stream(server, path, again))
+        before = _events(blocks[:at])
+        assert _by_choice(before + rest) == _by_choice(whole), number
+        numbers = [int(one.partition(b"\n")[0].rpartition(b":")[2]) for one in before + rest]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert [_usage_of(one) for one in rest[-2:]] == [_usage_of(one) for one in whole[-2:]]
+    assert max(num_ended) == num_choices
+    assert all(cursor is not None and cursor.endswith(":end") for cursor in cursors)
+
+
+def _by_choice(events: list[bytes]) -> dict[int, Any]:
+    """Return what the events of each choice say; of texts and ids all that they say together, since
+    forced tokens may come in other runs."""
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        data = event.partition(b"data: ")[2]
+        for choice in [] if data == b"[DONE]" else json.loads(data)["choices"]:
+            joined = found.setdefault(choice["index"], {"said": []})
+            for name, value in {**choice, **choice.pop("delta", {})}.items():
+                if isinstance(value, str | list) and name not in ("finish_reason", "role"):
+                    joined[name] = joined.get(name, type(value)()) + value
+                elif name == "logprobs" and value is not None:
+                    for key, values in value.items():
+                        place = f"{name}.{key}"
+                        joined[place] = joined.get(place, []) + list(values or [])
+                elif value is not None:
+                    joined["said"].append((name, value))
+    return found
+
+
+def _usage_of(event: bytes) -> Any:
+    data = event.partition(b"data: ")[2]
+    usage = {} if data == b"[DONE]" else json.loads(data)["usage"] or {}
+    return {name: usage[name] for name in usage if name.endswith("tokens")}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"output_ids": [5, 6]}, "list of 2 lists"),
+        ({"output_ids": [[5]]}, "list of 2 lists"),
+        ({"output_ids": [[5], [6], [7]]}, "list of 2 lists"),
+        ({"output_ids": [[5], 6]}, "list of 2 lists"),
+        ({"output_ids": [[5], [10**9]]}, "token ids from 0"),
+        ({"output_cursor": [f"cmpl-{'0' * 24}:1:2:3"] * 3}, "cursors of 3 choices"),
+        ({"output_cursor": f"cmpl-{'0' * 24}:1:2:3"}, "cursors of 1 choices"),
+        ({"output_cursor": [None, None]}, "or of none"),
+        ({"output_cursor": [f"cmpl-{'0' * 24}:1:2:3", f"cmpl-{'1' * 24}:1:2:3"]}, "different"),
+        ({"output_cursor": [f"cmpl-{'0' * 24}:1:2:3:00000000", None]}, "its digest differs"),
+        ({"stream": False, "output_cursor": None}, "2 choices"),
+        ({"use_beam_search": True, "temperature": 0}, "beam"),
+        ({"mirostat": 2}, "mirostat"),
+    ],
+)
+def test_what_several_choices_cannot_continue_from_is_refused_by_name(
+    server: RunningServer, more: dict[str, Any], words: str
+) -> None:
+    body = {"prompt": "the sea", "seed": 1, "max_tokens": 40, "n": 2, "stream": True}
+    status, answer = server.post("/v1/completions", {**body, "output_ids": [[5], [6]], **more})
+    assert status == 400, answer
+    assert words in json.dumps(answer)
+
+
 OTHER = {"include_output_ids": True, "stream": True}
 SAID = {"messages": [{"role": "user", "content": "hello"}]}
 OTHER_CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -258,9 +367,10 @@ def test_the_first_chunk_has_the_seed_beside_token_ids(server: RunningServer) ->
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"n": 2}, "n 2"),
+        ({"n": 2}, "a list of 2 lists"),
         ({"best_of": 2}, "best_of 2"),
-        ({"prompt": ["a", "b"]}, "2 prompts"),
+        ({"prompt": ["a", "b"]}, "a list of 2 lists"),
+        ({"output_ids": [[5], [6]]}, "token ids from 0"),
         ({"echo": True}, "echo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"mirostat": 2}, "mirostat"),
@@ -302,8 +412,12 @@ def test_known_tokens_that_leave_a_grammar_fail_that_request_only(server: Runnin
     assert server.get("/health")[0] == 200
 
 
-def test_output_ids_of_several_choices_are_not_reported(server: RunningServer) -> None:
-    for more in ({"n": 2}, {"stream_options": {**OPTIONS, "resumable": True}}):
-        status, answer = server.post("/v1/completions", {**COMPLETION, "stream": True, **more})
-        assert status == 400
-        assert "include_output_ids" in answer["error"]["message"]
+def test_output_ids_of_a_stream_that_is_kept_are_not_reported(server: RunningServer) -> None:
+    more = {"stream_options": {**OPTIONS, "resumable": True}}
+    status, answer = server.post("/v1/completions", {**COMPLETION, "stream": True, **more})
+    assert status == 400
+    assert "include_output_ids" in answer["error"]["message"]
+    several = {"prompt": "a", "n_predict": 4, "n_cmpl": 2, "stream": True}
+    status, answer = server.post("/completion", {**several, "include_output_ids": True})
+    assert status == 400
+    assert "2 answers" in answer["error"]["message"]

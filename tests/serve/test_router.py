@@ -170,6 +170,47 @@ def test_streams_of_other_apis_survive_a_killed_server(
         assert len(set(ids)) == (path in ("/v1/messages", "/v1/responses"))
 
 
+SEVERAL_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**PLAIN, "seed": 1, "n": 3, "logprobs": 0, "temperature": 1.2}),
+    ("/v1/completions", {**PLAIN, "seed": 2, "n": 2, "best_of": 2, "frequency_penalty": 0.8}),
+    ("/v1/completions", {**PLAIN, "seed": 3, "n": 2, "prompt": ["Once upon a time", "A dog"]}),
+    ("/v1/completions", {**PLAIN, "seed": 4, "n": 3, "stop": ["the", "and"], "min_tokens": 40}),
+    ("/v1/chat/completions", {**CHAT, "seed": 5, "n": 4, "max_tokens": 200, "ignore_eos": True}),
+    (
+        "/v1/chat/completions",
+        {**CHAT, "seed": 6, "n": 2, "tools": TOOLS, "tool_choice": "required"},
+    ),
+    ("/generate", {**CASES[-1][1], "n": 2}),
+]
+
+
+def test_each_choice_of_a_stream_survives_a_killed_server(
+    servers: list[RunningServer], tmp_path: Path
+) -> None:
+    """Events of different choices may come in another order, those of one choice do not."""
+    alone = [_streamed(servers[0], path, {**body, "stream": True}) for path, body in SEVERAL_CASES]
+    with (
+        RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim,
+        _moving(victim, servers[0], tmp_path) as (router, move),
+    ):
+        answers = _at_once(router, move, SEVERAL_CASES)
+        assert router.metric("quire_router_resumed_streams_total") >= len(SEVERAL_CASES)
+        assert router.metric("quire_router_broken_streams_total") == 0
+    for (path, body), got, wanted in zip(SEVERAL_CASES, answers, alone, strict=True):
+        assert _by_choice(got) == _by_choice(wanted), (path, body)
+        _check_names(got)
+
+
+def _by_choice(raw: bytes) -> dict[bytes, list[bytes]]:
+    """Return the events of each choice in their order, without their numbers."""
+    found: dict[bytes, list[bytes]] = {}
+    for event in normal(raw).split(b"\n\n"):
+        data = event.partition(b"data: ")[2]
+        index = re.search(rb'"choices":\[\{"index":(\d+)', data)
+        found.setdefault(index[1] if index else b"", []).append(data)
+    return found
+
+
 def test_a_stream_whose_prompt_would_be_another_ends_with_an_error(tmp_path: Path) -> None:
     """The template has the time in it, so no other replica has the prompt of the first."""
     template = tmp_path / "template.jinja"

@@ -240,7 +240,7 @@ class ChoiceStreams:
         if delta.finish_reason is None:
             return
         self._num_open -= 1
-        self._ended(delta.index, delta, delta.finish_reason)
+        self._ended(prompt, delta, delta.finish_reason)
         if delta.finish_reason is FinishReason.ERROR:
             raise _failure(self.prompts[prompt].sampling, delta.error)
         if delta.finish_reason is FinishReason.ABORT:
@@ -259,13 +259,13 @@ class ChoiceStreams:
                         terms=self._terms,
                     )
                 elif delta.finish_reason is None:
-                    self._ended(index, delta, FinishReason.ABORT)
+                    self._ended(at, delta, FinishReason.ABORT)
 
-    def _ended(self, index: int, delta: TextDelta, reason: FinishReason) -> None:
+    def _ended(self, prompt: int, delta: TextDelta, reason: FinishReason) -> None:
         self._metrics.choice(
             finish_reason=reason.value,
             times=delta.times,
-            prompt_tokens=delta.num_prompt_tokens if index == 0 else 0,
+            prompt_tokens=delta.num_prompt_tokens if delta.index == 0 else 0,
             output_tokens=delta.num_output_tokens,
             terms=self._terms,
         )

@@ -21,16 +21,12 @@ from starlette.responses import Response
 from quire.api.engine_protocol import Engine
 from quire.api.generation.answer_json import speeds_json, usage_json
 from quire.api.generation.choice_streams import ChoiceStreams, Prompt, PromptState
-from quire.api.generation.continued_answer import (
-    CONTINUATION,
-    Cursor,
-    continued_streams,
-    read_cursor,
-)
+from quire.api.generation.continued_answer import CONTINUATION, continued_streams
 from quire.api.generation.fields import SCHEDULING, flag, limited
 from quire.api.generation.kv_transfer import with_transfer
 from quire.api.generation.request_context import RequestContext, open_request
 from quire.api.generation.speculation_fields import speculation_params
+from quire.api.generation.stream_cursor import Cursor, read_cursors
 from quire.api.generation.usage import Usage, UsageOptions
 from quire.api.generation.whole_answer import whole_answer
 from quire.api.http.dialect import Dialect
@@ -207,7 +203,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
     if "kv_transfer_params" in given:
         terms, route = with_transfer(given, terms, route, engine.card)
     options = _stream_options(given, stream=(stream := flag(given, "stream")))
-    cursor = read_cursor(given, context) if "output_cursor" in given else None
+    cursors, cursor = read_cursors(given, context) if "output_cursor" in given else ((), None)
     generation_request = GenerationRequest(
         context=context,
         given=given,
@@ -229,7 +225,7 @@ async def generate(server_state: ServerState, request: Request, route: Generatio
             await server_state.lifecycle.wait_while_paused()
             server_state.engine()  # it may have died meanwhile
         job = await route.job(generation_request)
-        answers = _streams_of(job, given, cursor, engine)(
+        answers = _streams_of(job, given, cursors, engine)(
             engine,
             server_state.metrics,
             job.prompts,
@@ -307,19 +303,19 @@ async def _opened(
 
 
 def _streams_of(
-    job: GenerationJob, given: Mapping[str, Any], cursor: Cursor | None, engine: Engine
+    job: GenerationJob, given: Mapping[str, Any], cursors: Sequence[Cursor | None], engine: Engine
 ) -> Callable[..., ChoiceStreams]:
     """Return what runs the prompts of a job."""
     if CONTINUATION.isdisjoint(given):
         return job.streams
-    return continued_streams(given, job.prompts, job.writer, cursor, engine.card.vocab_size)
+    return continued_streams(given, job.prompts, job.writer, cursors, engine.card.vocab_size)
 
 
 def _events_of(job: GenerationJob, request: GenerationRequest) -> Callable[..., Events]:
     """Return what writes the events of a job's stream. Raises InvalidParameter for ranked ones."""
     _refuse_ranked(job.prompts)
     options = request.stream_options
-    return continuable(request.envelope, job.prompts, options) if options.output_ids else Events
+    return continuable(request.envelope, options) if options.output_ids else Events
 
 
 def _envelope(

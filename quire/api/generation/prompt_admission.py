@@ -49,6 +49,7 @@ class PromptAdmission:
         prompt of the request. Raises QueueTimedOut.
         """
         has_begun, loop = False, asyncio.get_running_loop()
+        # Not since the request came: a prompt that starts once others have ended was in no queue.
         sent_s, waited_s = loop.time(), 0.0
         while True:
             refusal: OverloadedError | None = None

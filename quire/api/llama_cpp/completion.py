@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.api.engine_protocol import Engine
 from quire.api.generation.choice_streams import Prompt
-from quire.api.generation.continued_answer import CONTINUATION
+from quire.api.generation.continued_answer import CONTINUATION, CONTINUED_STREAMS
 from quire.api.generation.fields import flag
 from quire.api.generation.generate import GenerationJob, GenerationRequest, GenerationRoute
 from quire.api.generation.request_context import checked_ids, encode
@@ -150,6 +150,12 @@ async def _job(
             f"prompt has {len(prompts)} prompts and n_cmpl is {num_each}; at most {MAX_ANSWERS} "
             "answers a request are allowed: send fewer prompts",
             param="prompt",
+        )
+    if len(prompts) * num_each > 1 and (known := CONTINUED_STREAMS & request.given.keys()):
+        raise InvalidParameter(
+            f"{min(known)} is given with {len(prompts) * num_each} answers; a stream of one answer "
+            "can be continued: leave it out, or send one prompt and n_cmpl 1",
+            param=min(known),
         )
     # A line ends one answer and not the others: where it may, each is a request of its own.
     num_together = num_each if limits == NO_LIMITS else 1

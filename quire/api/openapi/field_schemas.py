@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.api.generation.continued_answer import CURSOR
 from quire.api.generation.conversation import EFFORTS, MAX_MESSAGES
 from quire.api.generation.field_forms import MAX_BIAS_TEXT_CHARS
 from quire.api.generation.foreign_fields import (
@@ -26,6 +25,7 @@ from quire.api.generation.foreign_fields import (
 )
 from quire.api.generation.generate import MAX_SALT_CHARS, STREAM_OPTIONS
 from quire.api.generation.grammar_fields import FORMAT_TYPES
+from quire.api.generation.stream_cursor import CURSOR
 from quire.api.generation.tools import MAX_TOOLS, TOOL_NAME
 from quire.api.generation.truncation import SIDES
 from quire.api.openai.chat_fields import NO_LIMIT
@@ -48,6 +48,7 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
+_CURSOR: Schema = {"type": "string", "pattern": f"^{CURSOR}$"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,8 +357,8 @@ def _other_rows(known: Known) -> dict[str, Schema]:
         },
         "tokens": list_of(token_id),
         "content": TEXT,
-        "output_ids": list_of(token_id),
-        "output_cursor": {"type": "string", "pattern": f"^{CURSOR}$"},
+        "output_ids": {"anyOf": [list_of(token_id), list_of(list_of(token_id), least=2)]},
+        "output_cursor": {"anyOf": [_CURSOR, list_of(or_null(_CURSOR), least=2)]},
         **dict.fromkeys(("stream", "include_output_ids"), FLAG),
         "stream_options": object_of({name: or_null(FLAG) for name in sorted(STREAM_OPTIONS)}),
         "top_logprobs": {

@@ -8,20 +8,21 @@ follows the events of each delta, and one the last event or the error that ends 
 
 A client that has all comments up to one, and all events before it, has an exact prefix of the
 stream: the `output_ids` joined, the last `output_cursor` and the seed (in the first comment, with
-the number of prompt tokens) are the fields of a request that continues it. `ended` is null, or the
-code of the error. Comments are no events to other clients. Knows no dialect.
+the number of prompt tokens) are the fields of a request that continues it. Where a request has
+several choices, the first comment has `num_choices` and each comment the number of its `choice`;
+the fields are then lists with an entry for each. `ended` is null, or the code of the error.
+Comments are no events to other clients. Knows no dialect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from quire.api.generation.choice_streams import Prompt
-from quire.api.generation.continued_answer import Cursor, digest_after, prompt_digest
+from quire.api.generation.stream_cursor import Cursor, digest_after, prompt_digest
 from quire.api.http.errors import report_of
 from quire.api.streaming.event_stream import Events, Put
 from quire.base.errors import InvalidParameter, QuireError
@@ -46,13 +47,16 @@ class StreamFlags(Protocol):
 
 
 class ContinuableEvents(Events):
-    """As Events, of one prompt and one choice."""
+    """As Events."""
 
     def __init__(self, *arguments: Any, names: AnswerNames, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._names = names
         self._is_first = True
-        self._digest = prompt_digest(self._answers.prompts[0].token_ids)
+        prompts = self._answers.prompts
+        self._num_each = prompts[0].sampling.n
+        digests = [prompt_digest(prompt.token_ids) for prompt in prompts]
+        self._digests = [digest for digest in digests for _ in range(self._num_each)]
 
     async def write(self, put: Put) -> None:
         """Hand all events to `put`, and the comment that the stream has ended with the last."""
@@ -69,45 +73,46 @@ class ContinuableEvents(Events):
 
     def _of_delta(self, prompt: int, delta: TextDelta) -> list[bytes]:
         events = super()._of_delta(prompt, delta)
-        if delta.prompt_progress is not None or delta.finish_reason is not None:
+        num_choices, has_ended = len(self._digests), delta.finish_reason is not None
+        if delta.prompt_progress is not None or (has_ended and num_choices == 1):
             return events
+        choice = prompt * self._num_each + delta.index
+        digest = self._digests[choice]
         if delta.known is not None:
-            self._digest = digest_after(self._digest, delta.known.text)
-        self._digest = digest_after(self._digest, delta.text)
+            digest = digest_after(digest, delta.known.text)
+        self._digests[choice] = digest = digest_after(digest, delta.text)
         cursor = Cursor(
             answer_id=self._names.id,
             created_s=self._names.created_s,
             num_events=self.number,
-            held_tokens=delta.held_tokens,
-            digest=self._digest,
+            held_tokens=0 if has_ended else delta.held_tokens,
+            digest=digest,
+            has_ended=has_ended,
         )
         fields: dict[str, Any] = {"output_ids": delta.token_ids, "output_cursor": str(cursor)}
+        if num_choices > 1:
+            fields["choice"] = choice
         if self._is_first:
             self._is_first = False
-            fields |= {"seed": delta.seed, "prompt_tokens": delta.num_prompt_tokens}
+            prompt_tokens = sum(len(each.token_ids) for each in self._answers.prompts)
+            fields |= {"seed": delta.seed, "prompt_tokens": prompt_tokens}
+            if num_choices > 1:
+                fields["num_choices"] = num_choices
         return [*events, self._comment(fields)]
 
     def _comment(self, fields: dict[str, Any]) -> bytes:
         return b": %b%b" % (msgspec.json.encode(fields), self.framing.event_end)
 
 
-def continuable(
-    names: AnswerNames, prompts: Sequence[Prompt], options: StreamFlags
-) -> Callable[..., Events]:
+def continuable(names: AnswerNames, options: StreamFlags) -> Callable[..., Events]:
     """Return what makes the events of a stream that reports its output ids.
 
-    Raises InvalidParameter for several choices, and for a stream that is kept for its client.
+    Raises InvalidParameter for a stream that is kept for its client.
     """
     if options.resumable:
         raise InvalidParameter(
             "stream_options has include_output_ids and resumable; a client needs one of the two "
             "to go on after a break: leave the other out",
             param="stream_options",
-        )
-    if len(prompts) != 1 or prompts[0].sampling.num_sequences != 1:
-        raise InvalidParameter(
-            f"include_output_ids is given with {len(prompts)} prompts and n "
-            f"{prompts[0].sampling.n}; one prompt and n = 1 are allowed: leave it out",
-            param="include_output_ids",
         )
     return partial(ContinuableEvents, names=names)

@@ -2,8 +2,9 @@
 
 A stopped process (SIGSTOP, a debugger, a frozen cgroup) keeps its connections and answers nothing,
 while the others serve the same port. A thread of each writes the time into its slot of a shared
-file ten times a second, and reads the other slots. Knows no HTTP; admin/beats.py says it to
-routers. Always holds: a process that was itself late a moment ago finds none to have stopped.
+file ten times a second, and reads the other slots. It is not the thread that writes beats to
+routers (admin/beats.py): a write to a file may wait for a disk, and those beats must not. Knows no
+HTTP. Always holds: a process that was itself late a moment ago finds none to have stopped.
 """
 
 from __future__ import annotations

@@ -188,11 +188,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 # Fields with requirements at one of their bounds.
 ELSEWHERE = {
-    ("max_tokens", 0): "with prompt_logprobs only",
-    ("max_completion_tokens", 0): "with prompt_logprobs only",
-    ("min_tokens", 63): "max_tokens is less where the prompt takes some",
-    ("max_tokens", 63): "a chat's prompt is longer than one token",
-    ("max_completion_tokens", 63): "a chat's prompt is longer than one token",
+    ("max_tokens", "0"): "with prompt_logprobs only",
+    ("max_completion_tokens", "0"): "with prompt_logprobs only",
+    ("min_tokens", "63"): "max_tokens is less where the prompt takes some",
+    ("max_tokens", "63"): "a chat's prompt is longer than one token",
+    ("max_completion_tokens", "63"): "a chat's prompt is longer than one token",
+    ("output_ids", "[[0]]"): "of several choices only",
 }
 ROUTES = {
     "/v1/completions": ("CompletionRequest", {"prompt": [1], "max_tokens": 1}),
@@ -249,7 +250,7 @@ def _list_ends(schema: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     inner = next(_ends(entry), None)
     if inner is not None:
         yield [inner[0]], [inner[1]]
-    fine = {"string": "x", "integer": 1}.get(entry.get("type", ""))
+    fine = {"string": "x", "integer": 1}.get(str(entry.get("type", "")))
     if "maxItems" in schema and fine is not None:
         least = schema.get("minItems", 0)
         yield [fine] * max(least, 1), [fine] * (schema["maxItems"] + 1)
@@ -270,7 +271,7 @@ def test_the_document_and_the_server_agree_on_every_bound(path: str) -> None:
             reply = await site.post(path, {**body, name: beyond})
             assert reply.status == 400, (name, beyond)
             assert reply.error["param"] == name, (name, beyond, reply.error)
-            if isinstance(at_bound, int) and (name, at_bound) in ELSEWHERE:
+            if (name, str(at_bound)) in ELSEWHERE:
                 continue
             if name in ("max_tokens", "max_completion_tokens"):
                 body.pop("max_tokens")

@@ -35,7 +35,8 @@ class FakeReplica:
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
     event_end: of each event and comment; with a line break streams are lines, as Ollama's are.
-    seed: that the first comment reports. answer_id: in its cursors. health_gate: /health answers
+    seed: that the first comment reports. num_choices: tokens are of one choice after the other.
+    answer_id: in its cursors. health_gate: /health answers
     once it is set. has_beats: whether it sends beats, and then until its `beats` are cleared.
     process: the one of several that accepts connections now; 0: one only.
     """
@@ -55,6 +56,7 @@ class FakeReplica:
         self.silent_after: int | None = None
         self.event_end = b"\n\n"
         self.seed: int | None = None
+        self.num_choices = 1
         self.answer_id = f"gen-{'0' * 24}"
         self.length = LENGTH
         self.status = 200
@@ -193,6 +195,8 @@ class FakeReplica:
         if self.gate is not None:
             await self.gate.wait()
         end, known = self.event_end, request.get("output_ids", [])
+        if known and isinstance(known[0], list):
+            known = [token for of_choice in known for token in of_choice]
         data = b"" if end == b"\n" else b"data: "
         for count, token in enumerate(range(100 + len(known), 100 + self.length)):
             if self.silent_after == count:
@@ -211,6 +215,10 @@ class FakeReplica:
                 "output_ids": [token],
                 "output_cursor": f"{self.answer_id}:1:{token - 99}:0",
             }
+            if self.num_choices > 1:
+                fields["choice"] = count % self.num_choices
+                if count == 0:
+                    fields["num_choices"] = self.num_choices
             if count == 0 and self.prompt_tokens is not None:
                 fields["prompt_tokens"] = self.prompt_tokens
             if count == 0 and self.seed is not None:

@@ -168,3 +168,24 @@ def test_ten_thousand_sessions_are_spread_and_remembered_within_bounds(name: str
     history = getattr(policy, "_history", None)
     if history is not None:
         assert len(history._masks) <= 8 * 2000
+
+
+def test_a_body_that_is_announced_too_large_is_not_read() -> None:
+    """The answer does not wait for it: of what the client sends nothing was received."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("a part of the body was read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def story(router: Router) -> None:
+        for length in (b"4097", b"9" * 400):
+            scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+            scope["headers"] = [(b"content-length", length)]
+            await router.app(scope, receive, send)
+
+    run([FakeReplica()], story, max_body_bytes=4096)
+    assert [one["status"] for one in sent[::2]] == [413, 413]
+    assert all(b"body_too_large" in one["body"] for one in sent[1::2])

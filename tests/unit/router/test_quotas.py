@@ -183,7 +183,7 @@ def test_what_reports_no_usage_is_charged_by_its_events_or_its_limit() -> None:
     clock, only = Clock(), FakeReplica()
 
     async def story(router: Router) -> None:
-        fields = {"prompt": [7] * 10, "n": 2, "max_tokens": 50}  # two choices: not continuable
+        fields = {"prompt": [7] * 10, "n": 2, "max_tokens": 50, "mirostat": 2}  # not continuable
         await router.post("/v1/completions", {**fields, "stream": True})
         streamed = _used(router) - 10
         assert LENGTH <= streamed <= 2 * (LENGTH + 1)
