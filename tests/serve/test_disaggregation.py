@@ -217,6 +217,38 @@ def test_chats_and_streams_carry_the_parameters(
     assert answer[PARAMS] is None
 
 
+OTHER_APIS = {"/v1/messages": "messages", "/v1/responses": "input"}
+
+
+@pytest.mark.parametrize("path", OTHER_APIS)
+def test_other_apis_carry_the_parameters_too(
+    prefill: RunningServer, decode: RunningServer, path: str
+) -> None:
+    """Whole, and as a stream, where the event with the usage has them."""
+    said = [{"role": "user", "content": f"Once upon a time there was a hedgehog of {path}. " * 4}]
+    limit = "max_tokens" if path == "/v1/messages" else "max_output_tokens"
+    body = {OTHER_APIS[path]: said, limit: 9, "seed": 3, "temperature": 0.7}
+
+    def text_of(answer: dict[str, Any]) -> Any:
+        return [block.get("text") or block["content"][0]["text"] for block in answer[blocks]]
+
+    blocks = "content" if path == "/v1/messages" else "output"
+    wanted = text_of(prefill.post(path, {**body, "cache_salt": "alone"})[1])
+    status, first = prefill.post(path, {**body, PARAMS: TO_HAND_OVER})
+    assert status == 200, first
+    with prefill.stream(path, {**body, PARAMS: TO_HAND_OVER}) as reader:
+        events = list(reader)
+    ends = [event.get("response", event) for event in events]
+    [streamed] = [end[PARAMS] for end in ends if PARAMS in end]
+    for params in (first[PARAMS], streamed):
+        before = decode.metric("quire_kv_transfer_received_blocks_total")
+        assert decode.post("/v1/cache/flush", {})[0] == 200
+        status, answer = decode.post(path, {**body, PARAMS: params})
+        assert (status, text_of(answer)) == (200, wanted)
+        num_blocks = len(params["remote_block_ids"])
+        assert decode.metric("quire_kv_transfer_received_blocks_total") == before + num_blocks > 0
+
+
 def test_an_engine_asks_its_peer_by_itself(prefill: RunningServer, asking: RunningServer) -> None:
     random = Random(3)
     for number in range(6):
@@ -457,6 +489,9 @@ def test_what_cannot_be_handed_over_is_refused(prefill: RunningServer) -> None:
         body = {"prompt": [5, 6], PARAMS: TO_HAND_OVER, **change}
         status, answer = prefill.post("/v1/completions", body)
         assert (status, words in answer["error"]["message"]) == (400, True), answer
+    body = {"input": "Once", "background": True, PARAMS: TO_HAND_OVER}
+    status, answer = prefill.post("/v1/responses", body)
+    assert (status, "leave background out" in answer["error"]["message"]) == (400, True), answer
     both_false = {"do_remote_decode": False, "do_remote_prefill": False}
     for params in ({}, both_false):
         assert prefill.post("/v1/completions", {"prompt": [5, 6], PARAMS: params})[0] == 200

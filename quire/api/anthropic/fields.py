@@ -56,6 +56,7 @@ MESSAGES = (
         "cache_salt",
         "speculation",
         "prediction",
+        "kv_transfer_params",
     }
 )
 _MESSAGES_ONLY = CHAT | {"stop_sequences", "metadata", "service_tier"}

@@ -54,6 +54,12 @@ def with_transfer(
 
     async def read_job(request: Any) -> Any:
         job = await read(request)
+        if transfer.hand_over and job.respond is not None:
+            raise InvalidParameter(
+                f"{PARAM}.do_remote_decode is given with background; such an answer has no place "
+                "for the parameters of the other engine: leave background out",
+                param=PARAM,
+            )
         changed = _changed(job.prompts, job.writer, transfer, card, given[PARAM].get("transfer_id"))
         return replace(job, **changed)
 
@@ -135,7 +141,7 @@ class _HandOverWriter:
     def of_delta(self, prompt: int, delta: TextDelta) -> Iterator[dict[str, Any]]:
         """See Writer; chunks with a finish reason have the parameters."""
         for chunk in self._writer.of_delta(prompt, delta):
-            ends = any(choice.get("finish_reason") for choice in chunk["choices"])
+            ends = any(choice.get("finish_reason") for choice in chunk.get("choices", ()))
             yield {**chunk, **self._offer} if ends else chunk
 
     def of_text(self, prompt: int, index: int, text: str) -> dict[str, Any] | None:
@@ -151,8 +157,13 @@ class _HandOverWriter:
         return self._writer.so_far(usage)
 
     def of_usage(self, usage: Usage) -> dict[str, Any] | None:
-        """See Writer."""
-        return self._writer.of_usage(usage)
+        """See Writer; of events with a type the last one has the parameters, or its response."""
+        last = self._writer.of_usage(usage)
+        if last is None or "type" not in last:
+            return last
+        if "response" in last:
+            return {**last, "response": {**last["response"], **self._offer}}
+        return {**last, **self._offer}
 
 
 def _hand_over(value: Any, given: Mapping[str, Any], offer: TransferCard) -> KVTransfer:

@@ -101,12 +101,11 @@ def messages_answers() -> dict[str, Schema]:
             toolset_name=_NULL,
         ),
     ]
+    beside = {"logprobs": list_of({"type": "number", "maximum": 0}), "kv_transfer_params": OBJECT}
     counts = ("input_tokens", "output_tokens")
     cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
     return {
-        "AnthropicMessage": object_of(
-            {**answer, "logprobs": list_of({"type": "number", "maximum": 0})}, needed=tuple(answer)
-        ),
+        "AnthropicMessage": object_of({**answer, **beside}, needed=tuple(answer)),
         "AnswerBlock": {"anyOf": blocks},
         "MessageUsage": whole_object(
             **dict.fromkeys((*counts, *cached), _COUNT),
@@ -241,7 +240,9 @@ def _events() -> list[Schema]:
         "message_delta": {"delta": end, "usage": _ref("MessageUsage")},
         "message_stop": {},
     }
-    return [whole_object(type={"const": kind}, **more) for kind, more in events.items()]
+    kinds = {kind: whole_object(type={"const": kind}, **more) for kind, more in events.items()}
+    kinds["message_delta"]["properties"]["kv_transfer_params"] = OBJECT  # not needed
+    return list(kinds.values())
 
 
 def _model() -> Schema:

@@ -217,7 +217,7 @@ def _response() -> Schema:
     codes = {"enum": sorted(FAILURES.values())}
     error = whole_object(code=codes, message=TEXT, param=or_null(TEXT), type=TEXT)
     repeated = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-    return whole_object(
+    response = whole_object(
         id=TEXT,
         object={"const": "response"},
         created_at=_COUNT,
@@ -257,6 +257,8 @@ def _response() -> Schema:
         usage=or_null(_ref("ResponseUsage")),
         seed={"type": ["integer", "null"]},
     )
+    response["properties"]["kv_transfer_params"] = OBJECT  # not needed
+    return response
 
 
 def _parts() -> dict[str, Schema]:

@@ -55,6 +55,7 @@ _RESPONSES = ((SAMPLING | SCHEDULING) - _NOT_CARRIED) | {
     "cache_salt",
     "speculation",
     "prediction",
+    "kv_transfer_params",
 }
 # What a response has in place of fields of other APIs.
 _INSTEAD = {
