@@ -6,10 +6,10 @@ alone to one replica; every answer through the router must have the same bytes. 
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
 counts as its own. The router's processor time per request and per streamed token is taken without
 faults, before: of eight requests at a time as in bench.router, of one at a time, and of an idle
-router, which is no request's. The router comes before replicas and clients at the processors
-(its nice value is -5, where that is allowed), as one on a machine of its own does. With
-`--beside smg` the same replicas, requests and schedule follow behind that gateway, and its broken
-streams are counted.
+router, which is no request's. With `--beside smg` the same replicas, requests and schedule follow
+behind that gateway, and its broken streams are counted. Both come before replicas and clients at
+the processors, as one on a machine of its own does: their nice value is -5 where that is allowed,
+and is in the result.
 
 On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
 is what it can do at all: as many new streams as a failed replica hands over begin at once at the
@@ -198,7 +198,7 @@ def run(
             "without_faults": _spread(quiet.silences_s),
             "with_faults": _spread(clients.silences_s),
         },
-        "router": {**cost, **_resumed(metrics)},
+        "router": {"nice": router.nice, **cost, **_resumed(metrics)},
         **({"beside": other} if other else {}),
     }
 
@@ -250,6 +250,7 @@ def _beside(
     faults = Faults(replicas, front, seed=seed, pause_s=pause_s)
     asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
     return {
+        "nice": front.nice,
         "answers": clients.num_done,
         "by_case": dict(clients.done),
         "refused": clients.num_refused,

@@ -34,8 +34,8 @@ _SMG_FLAGS = (
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
     *("--log-level", "error"),
 )
-# Usually a router has processors of its own; here its replicas and the clients use the same.
-ROUTER_NICE = -5
+# Usually a gateway has processors of its own; here its replicas and the clients use the same.
+GATEWAY_NICE = -5
 _FLAGS = (
     *("--threads", "1", "--kv-touch-ahead", "0"),
     *("--restart-engine", "--restart-limit", "1000", "--watchdog-seconds", "5"),
@@ -174,10 +174,19 @@ class Replicas(_Closing):
         return "\n".join(log.read_text()[-600:] for log in self._folder.glob("*.log"))
 
 
+def _put_first(pid: int) -> int:
+    """Let a process that has just started come before others at the processors, where that is
+    allowed; return its nice value."""
+    with suppress(PermissionError):  # of an unprivileged user
+        os.setpriority(os.PRIO_PROCESS, pid, GATEWAY_NICE)
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
 class Front(Protocol):
     """What clients send their requests to."""
 
     port: int
+    nice: int
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return by address whether a replica takes requests, and how many are open there."""
@@ -185,7 +194,7 @@ class Front(Protocol):
 
 class Router:
     """`quire route` before the replicas of `file`. num_slow_reads: times that /health or /metrics
-    was read again, since no answer came."""
+    was read again, since no answer came. nice: its priority at the processors."""
 
     def __init__(self, file: Path, *flags: str) -> None:
         self.num_slow_reads = 0
@@ -199,8 +208,7 @@ class Router:
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         )
-        with suppress(PermissionError):  # of an unprivileged user
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, ROUTER_NICE)
+        self.nice = _put_first(self._process.pid)
         assert self._process.stdout is not None, "it was asked for a pipe"
         found = re.search(r":(\d+),", self._process.stdout.readline())
         if found is None:
@@ -291,6 +299,7 @@ class Smg(_Closing):
             stdout=self._log,
             stderr=self._log,
         )
+        self.nice = _put_first(self._process.pid)
 
     def __enter__(self) -> Smg:
         end_s = time.monotonic() + _READY_S

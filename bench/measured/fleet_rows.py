@@ -92,8 +92,9 @@ def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
     num_faults = sum(kind["count"] for kind in result["faults"].values())
     rows = [
         f"| {result['streams']:,} streams over {result['replicas']} replicas that are killed, "
-        f"stopped and drained for {result['seconds'] / 60:.0f} minutes ({num_faults} faults): "
-        f"wrong, lost or repeated of {result['done']['answers']:,} answers; resumed streams "
+        f"stopped and drained for {result['seconds'] / 60:.0f} minutes ({num_faults} faults)"
+        f"{_at_nice('router', result['router'])}: wrong, lost or repeated of "
+        f"{result['done']['answers']:,} answers; resumed streams "
         f"| {result['num_wrong']}; {result['router']['resumed_streams']:,} | 0 |",
         f"| longest silence of a stream in that: p99, maximum | {silences['p99']:.1f} s, "
         f"{silences['max']:.1f} s | |",
@@ -121,10 +122,16 @@ def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
         if "broken" in other:
             when = ", in an earlier run" if "quire" in other else ""
             rows += [
-                f"| the same requests and faults behind {name}{when}: broken of "
-                f"{other['answers'] + other['broken']:,} answers | {other['broken']:,} | |"
+                f"| the same requests and faults behind {name}{_at_nice(name, other)}{when}: "
+                f"broken of {other['answers'] + other['broken']:,} answers "
+                f"| {other['broken']:,} | |"
             ]
     return rows
+
+
+def _at_nice(what: str, result: dict[str, Any]) -> str:
+    """Return the priority of a gateway where it is not the default: those are not compared."""
+    return f", {what} at nice {nice}" if (nice := result.get("nice", 0)) else ""
 
 
 def shared_store_rows(result: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ import pytest
 from bench.fleet.__main__ import _seconds, run, write
 from bench.fleet.clients import CASES, Case
 from bench.fleet.faults import KINDS
-from bench.fleet.processes import Replica, Router
+from bench.fleet.processes import GATEWAY_NICE, Replica, Router
 from tests.serve.preloaded import forked_children
 from tests.serve.running_server import children_of
 
@@ -59,6 +59,7 @@ def test_every_answer_equals_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -
     assert interruptions["all"]["seconds_at_most"]["+Inf"] == interruptions["all"]["streams"]
     assert sum(interruptions[kind]["streams"] for kind in KINDS) <= interruptions["all"]["streams"]
     assert found["router"]["streamed_tokens_without_faults"] > 500
+    assert found["router"]["nice"] in (GATEWAY_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     assert sum(found["faults"][kind]["count"] for kind in KINDS) == 2
     assert found["machine"]["cores"] >= 1
     assert (found["floor_s"]["streams"], found["slow_reads"]) == (2 * 4, 0)

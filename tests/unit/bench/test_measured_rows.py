@@ -11,7 +11,7 @@ import pytest
 
 from bench import footprint, readme_table
 from bench.measured import rows
-from bench.measured.fleet_rows import ranks_rows
+from bench.measured.fleet_rows import fleet_rows, ranks_rows
 from bench.measured.peers import sweeps_text
 from bench.measured.policy_table import policy_table
 from bench.measured.rows import _belady_row, _footprint_rows
@@ -67,6 +67,15 @@ def test_both_modes_of_ranks_are_shown_in_time_and_bytes() -> None:
     first = found[len(result["steps"])]
     assert "--tp-mode fast over exact, 4 x 1 tokens" in first
     assert "| 1.25x; 5 kB, 505 kB |" in first
+
+
+def test_the_priority_of_a_gateway_is_shown_where_it_is_not_the_default() -> None:
+    result = _result("fleet")
+    assert not any("at nice" in row for row in fleet_rows(result))
+    run = result["runs"]["1000"]
+    run["router"]["nice"] = run["beside"]["smg"]["nice"] = -5
+    shown = [row.partition(":")[0] for row in fleet_rows(result) if "at nice -5" in row]
+    assert [row.partition(" at nice")[0].rpartition(" ")[2] for row in shown] == ["router", "smg"]
 
 
 def test_resources_held_after_a_soak_are_counted() -> None:
