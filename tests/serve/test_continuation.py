@@ -212,6 +212,10 @@ def _usage_of(event: bytes) -> Any:
         ({"output_cursor": [None, None]}, "or of none"),
         ({"output_cursor": [f"cmpl-{'0' * 24}:1:2:3", f"cmpl-{'1' * 24}:1:2:3"]}, "different"),
         ({"output_cursor": [f"cmpl-{'0' * 24}:1:2:3:00000000", None]}, "its digest differs"),
+        (
+            {"output_ids": [[5] * 41, [6]], "output_cursor": [f"cmpl-{'0' * 24}:1:2:3:end", None]},
+            "41 tokens of choice 0",
+        ),
         ({"stream": False, "output_cursor": None}, "2 choices"),
         ({"use_beam_search": True, "temperature": 0}, "beam"),
         ({"mirostat": 2}, "mirostat"),
@@ -224,6 +228,16 @@ def test_what_several_choices_cannot_continue_from_is_refused_by_name(
     status, answer = server.post("/v1/completions", {**body, "output_ids": [[5], [6]], **more})
     assert status == 400, answer
     assert words in json.dumps(answer)
+
+
+def test_choices_of_a_refused_continuation_are_not_counted(server: RunningServer) -> None:
+    body = {"prompt": "the sea", "seed": 1, "max_tokens": 4, "n": 2, "stream": True}
+    cursors = [f"cmpl-{'0' * 24}:1:2:0", None]
+    finished = server.metric("quire_requests_total")
+    refused = {**body, "output_ids": [[5] * 4, []], "output_cursor": cursors}
+    status, answer = server.post("/v1/completions", refused)
+    assert (status, "4 tokens" in answer["error"]["message"]) == (400, True), answer
+    assert server.metric("quire_requests_total") == finished
 
 
 OTHER = {"include_output_ids": True, "stream": True}

@@ -104,6 +104,7 @@ class ChoiceStreams:
         self._metrics = metrics
         self._request_id = request_id
         self._last: dict[tuple[int, int], TextDelta] = {}
+        self._before: dict[tuple[int, int], TextDelta] = {}  # of what the client had
         self._num_open = sum(prompt.sampling.n for prompt in prompts)
         self._cached = [0] * len(prompts)
         self._final: Usage | None = None
@@ -121,7 +122,7 @@ class ChoiceStreams:
                     self._count(prompt, delta)
                     yield prompt, delta
         except (RequestError, OverloadedError):
-            refused = not self._last
+            refused = self._last == self._before
             raise
         finally:
             if not refused:

@@ -11,6 +11,7 @@ with another text.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -70,6 +71,7 @@ def continued_streams(
         cursors = cursors or (None,)
     else:
         known_ids = _of_choices(given, num_choices, vocab_size)
+        _check_lengths(known_ids, prompts)
         cursors = cursors or (None,) * num_choices
     _check(given, prompts, cursors)
     known = [
@@ -93,13 +95,13 @@ class ContinuedStreams(ChoiceStreams):
         ]
         self._num_unchecked = sum(digest is not None for digest in self._digests)
         self._writer = writer
-        if len(known) > 1:
-            self._begin()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Yield (prompt, delta) of what follows the known tokens. A choice that has not begun waits
         until the cursors of the others were checked: they say whether the prompt is the same."""
         held: list[tuple[int, TextDelta]] = []
+        if len(self._known) > 1:
+            await self._begin()
         async with aclosing(super().deltas()) as deltas:
             async for prompt, delta in deltas:
                 if delta.prompt_progress is None:
@@ -116,7 +118,7 @@ class ContinuedStreams(ChoiceStreams):
         for each in held:
             yield each
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """Bring the writer and the counts to where the choices of the original stood. What a choice
         that goes on had delivered comes with its first delta."""
         for choice, known in enumerate(self._known):
@@ -130,6 +132,8 @@ class ContinuedStreams(ChoiceStreams):
                 delta = structs.replace(delta, text="", token_chars=(), finish_reason=None)
             self._last[prompt, index] = delta
             self._write(prompt, delta)
+            await asyncio.sleep(0)  # known tokens of many choices take a while
+        self._before = dict(self._last)
 
     def _replayed(self, prompt: int, choice: int) -> TextDelta:
         """Return all that the known tokens of a choice make, as its only delta."""
@@ -236,6 +240,21 @@ def _of_choices(
             )
         raise InvalidParameter(f"output_ids is {found}; {wanted}", param=PARAM)
     return [_checked(one, vocab_size) for one in lists]
+
+
+def _check_lengths(known_ids: Sequence[Sequence[int]], prompts: Sequence[Prompt]) -> None:
+    """Refuse more known tokens than an answer may have before their text is made. The engine checks
+    those of choices that it computes."""
+    max_tokens = [
+        prompt.sampling.max_tokens for prompt in prompts for _ in range(prompt.sampling.n)
+    ]
+    for choice, (ids, most) in enumerate(zip(known_ids, max_tokens, strict=True)):
+        if most is not None and len(ids) > most:
+            raise InvalidParameter(
+                f"output_ids has {len(ids)} tokens of choice {choice}, and each answer may have "
+                f"{most} (max_tokens counts them too); send the request as it was",
+                param=PARAM,
+            )
 
 
 def _checked(token_ids: Any, vocab_size: int) -> tuple[int, ...]:
