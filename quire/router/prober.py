@@ -246,6 +246,7 @@ class Prober:
             self._others_work(replica, silent_s, now_s)
             and self._silence.factor_of(replica, now_s, others_work=True) == 1.0
         ):
+            self._heard_s[replica] = now_s
             self._engines[replica].report(silent_s)
             self._give_up_engine(replica, silent_s, now_s)
 

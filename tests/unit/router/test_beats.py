@@ -92,12 +92,16 @@ def test_a_server_that_finds_its_engine_silent_is_given_up_without_a_probe() -> 
         await _until(first.changes.empty)
         assert one.is_up, "another was silent, too: its answers decide"
         silence.keep([])
+        await _until(lambda: one in router.prober._probing)
+        asked = router.prober._probing[one]
         first.changes.put_nowait(said)
         assert (await open_stream)[2] == ANSWER
         assert (one.state, one.reason) == ("stalled", "its engine has sent nothing for 0.7 s")
         text = router.metrics.text().decode()
         assert 'quire_router_interruption_seconds_count{cause="silence"} 1.0' in text
-        first.health_gate.set()
+        first.health_gate.set()  # this probe was sent before, and knows of no silence
+        await asked
+        assert not one.is_up
 
     run([first, second], story, probe_s=0.2, stall_s=30.0, silence_s=60.0)
 
