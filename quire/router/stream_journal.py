@@ -25,7 +25,7 @@ class StreamJournal:
         self._ids = [array("q", one) for one in several or [ids]]
         self._cursors: list[str | None] = [None] * len(self._ids)
         if isinstance(cursors, list) and len(cursors) == len(self._ids):
-            self._cursors = cursors
+            self._cursors = list(cursors)
         self.num_known = sum(map(len, self._ids))
         self.num_delivered = 0
         self.has_begun = False

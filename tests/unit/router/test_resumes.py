@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.router.resumes import MIN_STREAMS, Resumes
+from quire.router.resumes import EVENT_HOLD_S, MIN_STREAMS, Resumes
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, _until, stream
 
@@ -142,6 +142,25 @@ def test_a_new_request_is_sent_after_the_streams_that_continue(
         assert router.count("quire_router_interruption_seconds_count") == MIN_STREAMS
 
     run([first, second], story)
+
+
+def test_an_event_of_another_stream_is_passed_on_once_these_are_sent() -> None:
+    replica = FakeReplica()
+    replica.gate = asyncio.Event()
+
+    async def story(router: Router) -> None:
+        open_stream = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(replica.requests) == 1)
+        resumes = router.fleet.resumes
+        for _ in range(MIN_STREAMS):
+            resumes.sends()
+        replica.gate.set()
+        await asyncio.sleep(EVENT_HOLD_S / 2)
+        assert router.count("quire_router_streamed_tokens_total") == 0
+        resumes.has_sent()
+        assert (await open_stream)[2] == ANSWER
+
+    run([replica], story)
 
 
 def test_streams_without_another_replica_hold_nothing() -> None:
