@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -125,12 +126,25 @@ class ExactPrefixes:
                 endpoints_of(replica.url, self._own.get(name), self._table)
             )
         }
+        self._warn_of_shared(wanted)
         for name in self._followed.keys() - wanted.keys():
             self._feed.leave(name)
         for name, endpoints in wanted.items():
             if self._followed.get(name) != endpoints:
                 self._feed.follow(name, endpoints)
         self._followed = wanted
+
+    def _warn_of_shared(self, wanted: Mapping[EngineName, Endpoints]) -> None:
+        """Log replicas that are new at an endpoint of another one, as on one machine."""
+        names = Counter(endpoints.events for endpoints in wanted.values())
+        for name, endpoints in wanted.items():
+            if names[endpoints.events] > 1 and name not in self._followed:
+                self._fleet.log.warning(
+                    "replicas share an endpoint of KV events, so the blocks of one count for all; "
+                    "name the endpoint of each in [kv-events.replicas]",
+                    replica=name.replica,
+                    endpoint=endpoints.events,
+                )
 
     def _begin_anew(self, replica: Replica) -> None:
         """Forget a replica that lost its cache, and follow it from its first event on."""

@@ -324,6 +324,17 @@ def test_a_prompt_of_llama_cpps_form_is_looked_up(
     assert [one["n_predict"] for one in second.requests if "n_predict" in one] == [1, 2, 3]
 
 
+def test_replicas_with_one_endpoint_are_named(published: Published) -> None:
+    published.configs[1] = published.configs[0]
+
+    async def story(router: Router) -> None:
+        found = [line for line in router.lines if "share an endpoint" in line]
+        assert len(found) == 2
+        assert all(one.url in line for one, line in zip(published.replicas, found, strict=True))
+
+    published.run(story)
+
+
 def test_where_replicas_publish() -> None:
     table, own = KVEventsTable(), KVEndpointsTable(endpoint="tcp://b:7")
     assert endpoints_of(server_url("http://a:1"), own, table) == [Endpoints("tcp://b:7")]
