@@ -43,7 +43,7 @@ from quire.api.server_state import ServerState
 from quire.api.service_manager import READY, STOPPING, notify, send_watchdog
 from quire.api.workers.private_app import build_private_app
 from quire.api.workers.sibling_workers import SiblingWorkers
-from quire.base.heap import settle_heap
+from quire.base.heap import freeze_heap
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.log import Log
 from quire.base.waiting_connections import WaitingConnections
@@ -202,7 +202,7 @@ class ServerProcess:
         watchdog = asyncio.ensure_future(send_watchdog({} if not is_main else os.environ))
         tasks = (stopped, starting, died, watchdog)
         try:
-            settle_heap()  # while the engine loads
+            freeze_heap()  # while the engine loads
             await _first(stopped, starting, http)
             if not starting.done():
                 self._log.event("stopped while the model was loading")

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import gc
 
-# A server of a thousand streams makes Python's 700 young objects in one step, and most live until
-# the next one. The second is small, since those of so many first collections are looked at at once.
+# A server of a thousand streams allocates more than Python's default of 700 young objects in one
+# step, and most live until the next one. The second is small: a collection of the second generation
+# scans the survivors of that many collections of the first.
 _YOUNG_OBJECTS, _NUM_COLLECTIONS = 5_000, 4
 
 
-def settle_heap() -> None:
-    """Collect once, and look at none of the objects that are left again; to be called once a
-    process is loaded."""
+def freeze_heap() -> None:
+    """Collect once, and exempt the objects that are left from later collections. Call it when a
+    process has loaded its modules."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, _NUM_COLLECTIONS)

@@ -200,7 +200,7 @@ class Answer:
         num_delivered, started = self._request.num_delivered, self._client.started
         self._metrics.faults.labels(replica.name).inc()
         is_fence = replica.state != "ready" and fault.cause in ("silence", "fence")
-        if not is_fence:  # else one line says it of all
+        if not is_fence:  # that is logged once, with the number of requests
             self._fleet.log.warning(
                 "replica failed with a request",
                 replica=replica.name,

@@ -46,7 +46,7 @@ class Continuation:
             self._model = model
             self._resumes.began(model)
             self._is_unsent = True
-            self._resumes.sends()
+            self._resumes.begin_send()
 
     def sent(self, now_s: float) -> None:
         """Note that a request that continues the stream was sent."""
@@ -66,7 +66,7 @@ class Continuation:
     def _note_sent(self) -> None:
         if self._is_unsent:
             self._is_unsent = False
-            self._resumes.has_sent()
+            self._resumes.end_send()
 
     def _leave(self) -> None:
         self._note_sent()

@@ -43,20 +43,20 @@ class Resumes:
             loop.call_soon(self._give_turns)
         turn: asyncio.Future[None] = loop.create_future()
         heapq.heappush(self._turns, (last_s, next(self._numbers), turn))
-        self.sends()
+        self.begin_send()
         try:
             await turn
         finally:
-            self.has_sent()
+            self.end_send()
 
-    def sends(self) -> None:
+    def begin_send(self) -> None:
         """Count a stream that is to be sent to another replica at once."""
         self._num_unsent += 1
         if self._num_unsent >= MIN_STREAMS and self._sent is None:
             self._sent = asyncio.Event()
             asyncio.get_running_loop().call_later(EVENT_HOLD_S, self._sent.set)
 
-    def has_sent(self) -> None:
+    def end_send(self) -> None:
         """Count it no more."""
         self._num_unsent -= 1
         if self._num_unsent < MIN_STREAMS and self._sent is not None:
@@ -65,11 +65,11 @@ class Resumes:
 
     @property
     def holds_events(self) -> bool:
-        """Whether events of streams wait: see let_ahead."""
+        """Whether events of streams wait: see wait_for_sends."""
         return self._sent is not None and not self._sent.is_set()
 
-    async def let_ahead(self) -> None:
-        """Let the streams that are to be sent to another replica go ahead of an event."""
+    async def wait_for_sends(self) -> None:
+        """Wait with an event until the streams that continue elsewhere are sent there."""
         if self._sent is not None:
             await self._sent.wait()
 

@@ -16,7 +16,7 @@ from functools import partial
 
 import uvicorn
 
-from quire.base.heap import settle_heap
+from quire.base.heap import freeze_heap
 from quire.base.log import Log
 from quire.base.waiting_connections import WaitingConnections
 from quire.router.discovery import Discovery
@@ -95,7 +95,7 @@ async def _serve(
     try:
         if not service.fleet.num_available:
             log.warning("no replica is available yet", reason=service.fleet.why_none())
-        settle_heap()
+        freeze_heap()
         announce(service.fleet.num_available)
         ends = {stopped, serving, service.probing}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -20,7 +20,7 @@ class StreamJournal:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         ids, cursors = fields.get("output_ids") or [], fields.get("output_cursor")
-        # The client's, of several choices.
+        # Of several choices that the client itself continues.
         several = ids if all(isinstance(one, list) for one in ids) else []
         self._ids = [array("q", one) for one in several or [ids]]
         self._cursors: list[str | None] = [None] * len(self._ids)

@@ -50,7 +50,7 @@ class StreamRelay:
         received = attempt.early or await exchange.read()
         while received:
             if resumes.holds_events:
-                await resumes.let_ahead()
+                await resumes.wait_for_sends()
             for delta in blocks.push(received):
                 self._note(attempt, delta)
                 if stores and self._stored_by is not attempt:

@@ -100,9 +100,10 @@ class BeatThread:
 
 
 class EngineWatch:
-    """Whether the engine process is silent for longer than it should be, by the gaps between its
-    messages lately; both without the time in which the event loop could read none. Two looks in a
-    row have to say so: in between, what has come is read."""
+    """Detects an engine process that is silent for several times its usual gap between messages.
+
+    Time in which the event loop could not read messages does not count. Two checks in a row have to
+    find it: messages that have arrived are read in between."""
 
     def __init__(self) -> None:
         self._time, self._gaps = AwakeTime(), BeatGaps()
@@ -110,7 +111,7 @@ class EngineWatch:
         self._was_late = False
 
     def is_silent(self, health: Health, now_s: float) -> bool:
-        """Look at the health, every _LOOK_S; return whether the engine is silent."""
+        """Return whether the engine is silent. To be called every _LOOK_S."""
         self._time.tick(self._planned_s or now_s, now_s)
         self._planned_s = now_s + _LOOK_S
         sent_s = now_s - health.silent_ms / 1000.0
@@ -160,8 +161,8 @@ class BeatRoutes:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         engine, loop = EngineWatch(), asyncio.get_running_loop()
         health = self._server_state.health()
-        said = _said(health, self._stopped(), is_silent=False)
-        await _send(send, _event_of(said))  # the head is written, and not by the thread
+        fields = _fields_of(health, self._stopped(), is_silent=False)
+        await _send(send, _event_of(fields))  # the head is written, and not by the thread
         await asyncio.wait({gone}, timeout=_LOOK_S)
         if gone.done():  # and its socket is closed
             return
@@ -169,11 +170,11 @@ class BeatRoutes:
         try:
             while not gone.done() and health.state not in _LAST_STATES:
                 await asyncio.wait({gone}, timeout=_LOOK_S)
-                health, before = self._server_state.health(), said
+                health, before = self._server_state.health(), fields
                 is_silent = engine.is_silent(health, loop.time())
-                said = _said(health, self._stopped(), is_silent=is_silent)
-                if _has_changed(before, said):
-                    await writer.write(_event_of(said))
+                fields = _fields_of(health, self._stopped(), is_silent=is_silent)
+                if _has_changed(before, fields):
+                    await writer.write(_event_of(fields))
                 else:
                     await writer.write_if_due()
         finally:
@@ -263,14 +264,14 @@ async def _send(send: Send, piece: bytes) -> None:
     await send(message)
 
 
-def _said(health: Health, stopped: tuple[int, ...], *, is_silent: bool) -> dict[str, Any]:
+def _fields_of(health: Health, stopped: tuple[int, ...], *, is_silent: bool) -> dict[str, Any]:
     """Return the fields of an event."""
-    said: dict[str, Any] = {"ok": health.ok, "state": health.state, "reason": health.reason}
+    fields: dict[str, Any] = {"ok": health.ok, "state": health.state, "reason": health.reason}
     if stopped:
-        said["stopped_processes"] = stopped
+        fields["stopped_processes"] = stopped
     if is_silent:
-        said["silent_ms"] = health.silent_ms
-    return said
+        fields["silent_ms"] = health.silent_ms
+    return fields
 
 
 def _has_changed(before: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -281,8 +282,8 @@ def _has_changed(before: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def _event_of(said: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % msgspec.json.encode(said)
+def _event_of(fields: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % msgspec.json.encode(fields)
 
 
 def _chunk(piece: bytes) -> bytes:

@@ -59,15 +59,15 @@ def test_events_wait_until_many_streams_are_sent_and_not_for_a_few() -> None:
     async def story() -> None:
         resumes = Resumes()
         for _ in range(MIN_STREAMS - 1):
-            resumes.sends()
+            resumes.begin_send()
         assert not resumes.holds_events
-        await resumes.let_ahead()
-        resumes.sends()
+        await resumes.wait_for_sends()
+        resumes.begin_send()
         assert resumes.holds_events
-        event = asyncio.ensure_future(resumes.let_ahead())
+        event = asyncio.ensure_future(resumes.wait_for_sends())
         await asyncio.sleep(0)
         assert not event.done()
-        resumes.has_sent()
+        resumes.end_send()
         await event
         assert not resumes.holds_events
 
@@ -87,9 +87,9 @@ def test_events_are_not_held_for_ever_nor_again_by_the_same_streams(
         await asyncio.gather(*turns)
         assert not resumes.holds_events
         for _ in range(MIN_STREAMS):
-            resumes.sends()
-        await resumes.let_ahead()
-        resumes.sends()
+            resumes.begin_send()
+        await resumes.wait_for_sends()
+        resumes.begin_send()
         assert not resumes.holds_events, "these have had their time"
 
     asyncio.run(story())
@@ -153,11 +153,11 @@ def test_an_event_of_another_stream_is_passed_on_once_these_are_sent() -> None:
         await _until(lambda: len(replica.requests) == 1)
         resumes = router.fleet.resumes
         for _ in range(MIN_STREAMS):
-            resumes.sends()
+            resumes.begin_send()
         replica.gate.set()
         await asyncio.sleep(EVENT_HOLD_S / 2)
         assert router.count("quire_router_streamed_tokens_total") == 0
-        resumes.has_sent()
+        resumes.end_send()
         assert (await open_stream)[2] == ANSWER
 
     run([replica], story)

@@ -17,9 +17,9 @@ from quire.api.admin.beats import (
     BeatThread,
     EngineWatch,
     _event_of,
+    _fields_of,
     _has_changed,
     _LoopWriter,
-    _said,
 )
 from quire.base.errors import OverloadedError
 from quire.engine.model_card import Health
@@ -207,7 +207,7 @@ def test_an_engine_is_silent_after_several_usual_gaps_and_not_while_the_loop_was
 
 def test_the_event_says_that_the_engine_is_silent_and_that_it_goes_on() -> None:
     health = Health(ok=True, state="ready", reason="", pending=1, steps_total=7, silent_ms=700)
-    silent, again = (_said(health, (), is_silent=one) for one in (True, False))
+    silent, again = (_fields_of(health, (), is_silent=one) for one in (True, False))
     assert _has_changed(again, silent)
     assert _has_changed(silent, again)
     assert not _has_changed(silent, {**silent, "silent_ms": 900, "reason": "more"})
