@@ -21,7 +21,7 @@ from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
 
 PARAMS = "kv_transfer_params"
-_PATHS = ("/v1/chat/completions", "/v1/completions")
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
 # Fields that one whole token does without.
 _LEFT_OUT = ("stream", "stream_options", "max_tokens", "max_completion_tokens", "min_tokens")
 

@@ -514,9 +514,15 @@ def test_a_router_sends_long_prompts_through_the_pair(
     with RunningRouter(*arguments) as router:
         status, raw = router.request("POST", "/v1/completions", body)
         assert answer_of((status, json.loads(raw))) == wanted
+        said = [{"role": "user", "content": "Once upon a time a router was in between. " * 8}]
+        message = {"messages": said, "max_tokens": 7, "seed": 4}
+        wanted = prefill.post("/v1/messages", {**message, "cache_salt": "alone"})[1]["content"]
+        status, raw = router.request("POST", "/v1/messages", message)
+        assert (status, json.loads(raw)["content"]) == (200, wanted)
+        num_blocks = decode.metric("quire_kv_transfer_received_blocks_total") - before
         metrics = router.request("GET", "/metrics")[1].decode()
-    assert 'quire_router_prefills_total{outcome="handed_over"} 1.0' in metrics
-    assert decode.metric("quire_kv_transfer_received_blocks_total") == before + 400 // 16
+    assert 'quire_router_prefills_total{outcome="handed_over"} 2.0' in metrics
+    assert num_blocks > 400 // 16
 
 
 def test_a_movable_server_computes_prompts_where_no_other_does(
