@@ -112,9 +112,9 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "stop_sequences": "End before one of these strings.",
         "stop_token_ids": "End with one of these tokens.",
         "output_ids": "Tokens of the answer that the client has: the answer continues after them. "
-        "They count as output; with the seed of the answer. Of several choices a list for each.",
+        "They count as output; needs the seed of the answer. Several choices: a list for each.",
         "output_cursor": "With output_ids: where the stream stood after them, as its last comment "
-        "had it. Of several choices a list, with null for one that has not begun.",
+        "had it. Several choices: a list, with null for a choice that has not begun.",
         "include_stop_str_in_output": "Keep the stop string in the answer.",
         "ignore_eos": "Continue after the end-of-text token.",
         "t_max_predict_ms": "End with the first line break after this time from the first token; "

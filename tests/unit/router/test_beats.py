@@ -97,6 +97,9 @@ def test_a_server_that_finds_its_engine_silent_is_given_up_without_a_probe() -> 
         first.changes.put_nowait(said)
         assert (await open_stream)[2] == ANSWER
         assert (one.state, one.reason) == ("stalled", "its engine has sent nothing for 0.7 s")
+        [fenced] = [line for line in router.lines if "replica fenced" in line]
+        assert "open=1" in fenced, "one line for all of its requests"
+        assert not any("failed with a request" in line for line in router.lines)
         text = router.metrics.text().decode()
         assert 'quire_router_interruption_seconds_count{cause="silence"} 1.0' in text
         first.health_gate.set()  # this probe was sent before, and knows of no silence
