@@ -100,9 +100,20 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
     )
     if measured:
         half = [100 * half_width(one) for one in measured.values()]
+        least, most = (
+            f"{100 * end(one['speedup_interval']['coverage'] for one in measured.values()):.0f}"
+            for end in (min, max)
+        )
+        covered = f"{most} %" if least == most else f"{least} to {most} %"
         yield (
-            f"| interval of the speed (95 %) | half of its width: median "
+            f"| interval of the speed (probability {covered}) | half of its width: median "
             f"{statistics.median(half):.1f} %, widest {max(half):.1f} % | |"
+        )
+    earlier = sum("tokens" not in one for one in known.values())
+    if earlier:
+        yield (
+            f"| measured in an earlier way: in rounds of whole generations, by medians, all sides "
+            f"in turn in one engine | {earlier} of {len(known)} cells | |"
         )
 
 

@@ -45,8 +45,8 @@ class CopyBlocks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Run a segment on a batch, and `then` another; -1 for none. step: its number, where ranks are
-    stages; else 0. drafts: of so many first layers, which draft (first_layers.py); 0: of the
-    model."""
+    stages; else 0. drafts: how many first layers this is a pass of (first_layers.py); 0: it is a
+    step of the whole model."""
 
     step: int
     segment: int

@@ -167,8 +167,11 @@ class PipelineExecutorClass(RankedExecutorClass):
             stages=self.stages,
             row_slot_bytes=rows.slot_bytes,
             row_slots=rows.slots,
-            sample=content_sample(checkpoint),
         )
+
+    def _sample(self, checkpoint: Checkpoint) -> str:
+        """See RankedExecutorClass; stages read different tensors."""
+        return content_sample(checkpoint)
 
     def _compare(self, executor: LeadingExecutor, ranks: Sequence[tuple[int, RankReady]]) -> None:
         """Compare the ranks of each stage with each other, and all in what is not their weights;

@@ -3,8 +3,7 @@
 An engine process with work sends something five times a second at least, however long its steps
 are, so a silent one is stopped or gone although its server answers. A server that was itself late
 may have unread messages of its engine: one report counts only if the one before knew of the
-silence.
-Is given times and reads no clock.
+silence. Is given times and reads no clock.
 """
 
 from __future__ import annotations

@@ -194,7 +194,8 @@ def generated(llm: LLM, terms: Any = None) -> list[tuple[object, ...]]:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("deep") / "m", seed=5, num_hidden_layers=3)
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+    return write_tiny_llama(tmp_path_factory.mktemp("deep") / "m", seed=5, **shape)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,8 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, {"speculate": "ngram"}),
         (1, {"speculate": "self"}),
         (2, {"speculate": "self", "self_draft_layers": 2}),
+        (1, {"speculate": "self", "tensor_parallel_size": 2, "threads": 2}),
+        (2, {"speculate": "self", "pipeline_parallel_size": 2, "threads": 2}),
         (2, {"speculate": "draft", "draft_model": ""}),
     ],
 )
@@ -222,15 +225,13 @@ def test_an_engine_drafts_and_verifies(
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
-    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "threads": 1}
     with LLM(
         deep,
         executor="torch",
         device="cpu",
-        threads=1,
         plans_in_flight=plans_in_flight,
-        **sizes,
-        **settings,
+        **{**sizes, **settings},
     ) as llm:
         off = SchedulingParams(speculation=SpeculationParams(is_on=False))
         answers = generated(llm, off)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from quire.base.heap import freeze_heap
 from quire.base.log import USUAL_LEVEL, Log
 from quire.base.log_process import LogSettings, start_logging
 from quire.engine.assembly.executor_choice import import_executor
@@ -62,6 +63,7 @@ def main() -> int:
 
     def emit(message: FromEngine) -> None:
         if isinstance(message, Ready):
+            freeze_heap()  # later collections would hold up steps and signs of life
             log.event("ready", model=message.card.name, fingerprint=message.card.fingerprint)
         if isinstance(message, Failed):
             _report_failure(message, arguments.failure_fd)

@@ -310,7 +310,7 @@ def test_words_of_a_text_keep_their_ids() -> None:
 
 
 def test_cells_of_a_line_are_together_whatever_their_order() -> None:
-    found = {"speedups": {"auto": 1.0}, "acceptance": None, "control_of_best": 1.0}
+    found = {"speedups": {"auto": 1.0}, "acceptance": None, "control_of_best": 1.0, "tokens": 1}
     cells = [
         cell for cell in all_cells() if cell.part in ("small", "history") and cell.model != "box"
     ]
@@ -331,6 +331,7 @@ def test_lines_show_speeds_goals_and_what_was_refused() -> None:
             "acceptance": 0.7,
             "control_of_best": control,
             "control_interval": of_control,
+            "tokens": 1,
         }
 
     one = Cell(part="shapes", model="qwen3-0.6b", proposer="synthetic", batch=1, acceptance=0.7)
@@ -353,5 +354,19 @@ def test_lines_show_speeds_goals_and_what_was_refused() -> None:
     assert "synthetic" in lines[1]
     assert "; 1 met, 1 missed, 0 not decided" in lines[2]
     assert f"in 1 of 2 cells; least 90 % ({many.name}); 0 met, 1 missed, 1 not decided" in lines[3]
-    assert "half of its width: median 0.4 %, widest 0.5 %" in lines[4]
+    assert "(probability 97 %) | half of its width: median 0.4 %, widest 0.5 %" in lines[4]
     assert "not installed" in lines[5]
+
+
+def test_lines_say_what_was_measured_in_an_earlier_way_and_how_sure_intervals_are() -> None:
+    def found(coverage: float, **more: Any) -> dict[str, Any]:
+        interval = {"low": 0.9, "high": 1.1, "coverage": coverage}
+        speeds = {"speedups": {"auto": 1.0}, "acceptance": None, "control_of_best": 1.0}
+        return speeds | {"speedup_interval": interval, "control_interval": interval} | more
+
+    first, other = all_cells()[:2]
+    lines = speculation_rows(
+        {"cells": {first.name: found(0.75), other.name: found(0.95, tokens=128)}}
+    )
+    assert "(probability 75 to 95 %) | half of its width" in lines[-2]
+    assert lines[-1].endswith("in one engine | 1 of 2 cells | |")

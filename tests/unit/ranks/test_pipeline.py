@@ -21,12 +21,14 @@ from quire.program.expert_parallel import ExpertPlan
 from quire.program.program import Program
 from quire.program.row_parallel import TpMode
 from quire.program.tensors import DType
+from quire.ranks import pipeline_class
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.stage_executor import PipelineExecutor
 from quire.ranks.stages import StageLayout, row_sizes
 from quire.ranks.start import RankStart
-from quire.weights.checkpoint import open_checkpoint
+from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.content import content_sample
 from quire.weights.pack_cache import PackCache
 from tests.models.cases_experts import MIXTRAL
 from tests.models.generate import logits_of, sequence_batch
@@ -179,12 +181,29 @@ def test_a_stage_of_other_weights_is_refused(
 
     def elsewhere(*arguments: object) -> RankStart:
         made: RankStart = start(*arguments)  # type: ignore[arg-type]
-        sample = made.sample if is_sampled else ""
-        return replace(made, checkpoint=str(other), sample=sample)
+        return replace(made, checkpoint=str(other))
 
     monkeypatch.setattr(PipelineExecutorClass, "_start", elsewhere)
+    if not is_sampled:
+        monkeypatch.setattr(PipelineExecutorClass, "_sample", lambda *_: "")
     with pytest.raises((ModelError, WorkerError), match=found):
         TWO(program, open_checkpoint(folder), OPTIONS)
+
+
+def test_a_checkpoint_is_sampled_once_for_all_stages(
+    folder: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor is a page to read, of which a large mixture has tens of thousands."""
+    sampled: list[Checkpoint] = []
+
+    def watched(checkpoint: Checkpoint) -> str:
+        sampled.append(checkpoint)
+        return content_sample(checkpoint)
+
+    monkeypatch.setattr(pipeline_class, "content_sample", watched)
+    three = PipelineExecutorClass(stages=3, degree=1, binds=False)
+    three(program, open_checkpoint(folder), OPTIONS).close()
+    assert len(sampled) == 1
 
 
 def test_a_checkpoint_with_more_than_the_program_is_refused(folder: Path, program: Program) -> None:

@@ -176,6 +176,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[Trial | None]:
         {"executor": "reference"},
         {"tensor_parallel_size": 2, "threads": 2},
         {"pipeline_parallel_size": 2, "threads": 2},
+        {"context_parallel_size": 2, "threads": 2, "kv_cache_memory": "8MiB"},
     ],
     ids=lambda given: next(iter(given), "native"),
 )

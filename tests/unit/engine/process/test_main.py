@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from quire.base.errors import CapacityError, ConfigError, TokenizerError, Weight
 from quire.base.records import FinishReason
 from quire.config.flags import engine_config
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.launch import EngineProcess
+from quire.engine.client.launch import EngineProcess, config_to_json
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.process.main import PARENT_GONE
 from tests.serve.preloaded import forked_children
@@ -235,6 +236,41 @@ def test_the_sockets_are_accessible_to_their_owner_only(model: Path) -> None:
     assert process.folder.stat().st_mode & 0o777 == 0o700
     process.end(0.0)
     assert not process.folder.exists()
+
+
+def test_what_an_engine_process_has_loaded_is_left_out_of_its_collections() -> None:
+    script = (
+        "import gc, types\n"
+        "from quire.engine.process import main, messages\n"
+        "def run_engine(config, channel, emit, report):\n"
+        "    card = types.SimpleNamespace(name='tiny', fingerprint='f')\n"
+        "    emit(messages.Ready(card=card, notes=()))\n"
+        "    print(gc.get_freeze_count() > 10_000, gc.get_threshold()[0] > 700)\n"
+        "    return True\n"
+        "main.run_engine = run_engine\n"
+        "end = types.SimpleNamespace(emit=lambda message: None, close=lambda: None)\n"
+        "main.EngineSide = lambda folder: end\n"
+        "main.main()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "--endpoint", "unused", "--failure-fd", "2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{config_to_json(engine_config({}))}\n\n")
+        process.stdin.flush()  # and stays open: the process ends with it
+        assert process.stdout.readline() == "True True\n"
+
+
+def test_an_engine_in_a_program_leaves_its_collections_as_they_are(model: Path) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()
+    with LLM(model, threads=1) as llm:
+        assert llm.generate([[0, 40]], SamplingParams(max_tokens=2))
+        assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
 
 
 def test_an_engine_does_not_outlive_its_parent(model: Path, tmp_path: Path) -> None:
