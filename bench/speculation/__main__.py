@@ -24,6 +24,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -138,19 +139,18 @@ class Run:
         groups = [list(group) for _, group in groupby(cells, key=lambda cell: cell.engine)]
         self._cells_s = sum(cell.seconds for cell in cells)
         self._starts_s = sum(START_S[group[0].part] for group in groups)
-        loads, number, last_s = Loads(), 0, time.monotonic()
-        names: set[str] = set()
+        loads, last_s = Loads(), time.monotonic()
+        taken_s: defaultdict[str, float] = defaultdict(float)
         for group in groups:
             if self._left_s() < MIN_LEFT_S:
                 return
             self._starts_s -= START_S[group[0].part]
             is_llama = group[0].part == "llama.cpp"
             for cell, found in self._of_llama(group) if is_llama else self._of_group(group, loads):
-                names.add(cell.name)
-                number = len(names)
                 before_s, last_s = last_s, time.monotonic()
-                found["seconds"] = round(last_s - before_s, 1)  # with what starts its engines
-                _say(f"[{number}/{len(cells)}] {cell.name}", found)
+                taken_s[cell.name] += last_s - before_s  # with what starts its engines
+                found["seconds"] = round(taken_s[cell.name], 1)
+                _say(f"[{len(taken_s)}/{len(cells)}] {cell.name}", found)
                 yield cell, found
 
     def _of_llama(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -185,7 +185,7 @@ class Run:
                     taken.append((one, cell, cell_s))
                     yield cell, one.summary()
                 while taken and left_s > 0.0 and self._left_s() > MIN_LEFT_S:
-                    open_ = [entry for entry in taken if not entry[0].is_decided]
+                    open_ = [entry for entry in taken if not entry[0].has_ended]
                     if not open_:
                         break
                     one, cell, cell_s = max(open_, key=lambda entry: entry[0].width)
@@ -217,7 +217,7 @@ def _is_sensible(side: str, cell: Cell) -> bool:
 
 def _say(what: str, found: dict[str, Any]) -> None:
     text = found.get("refused") or (
-        f"{json.dumps(found['speedups'])}, {len(found['rounds'])} rounds, {found['seconds']} s, "
+        f"{json.dumps(found['speedups'])}, {found['rounds']} rounds, {found['seconds']} s, "
         f"half of the wider interval {100 * found['half_width']:.1f} %"
     )
     print(f"{what}: {text}", file=sys.stderr, flush=True)

@@ -83,7 +83,7 @@ def _rounds(cell: Cell, has_time: Callable[[], bool], sides: dict[str, Peer]) ->
         ]
     )
     return {
-        "rounds": rounds,
+        "rounds": len(rounds),
         "speedups": {
             name: round(statistics.median(one[f"{engine} plain"] / one[name] for one in rounds), 3)
             for name, (engine, _) in settings.items()

@@ -53,10 +53,12 @@ class Measurement:
         self._drafted: dict[str, list[int]] = {name: [0, 0, 0] for name in sides}
 
     @property
-    def is_decided(self) -> bool:
-        """Return whether more rounds would say little."""
+    def has_ended(self) -> bool:
+        """Return whether more rounds would say little, or there may be no more."""
         if len(self.rounds) < MIN_ROUNDS:
             return False
+        if len(self.rounds) >= MAX_ROUNDS:
+            return True
         speed, share = self.speed, self.share
         if max(speed.half_width, share.half_width) <= NARROW:
             return True
@@ -127,7 +129,7 @@ class Measurement:
             self._leave_out()
 
     def _goes_on(self, has_time: Callable[[], bool]) -> bool:
-        return has_time() and len(self.rounds) < MAX_ROUNDS and not self.is_decided
+        return has_time() and not self.has_ended
 
     def _leave_out(self) -> None:
         """Take the sides out of later rounds that are clearly not the best."""
@@ -149,7 +151,7 @@ class Measurement:
         fixed = [counts for name, counts in self._drafted.items() if name.startswith("k")]
         tried, right = (sum(one[place] for one in fixed) for place in (1, 2))
         return {
-            "rounds": self.rounds,
+            "rounds": len(self.rounds),
             "tokens": self._tokens,
             "warm_up_steps": self._warm_up_steps,
             "disturbed": self._num_disturbed,

@@ -86,7 +86,7 @@ def _line(found: Found) -> str:
     text = f"{found['speedups']['auto']:.3f}x, {found['control_of_best']:.3f} of "
     text += f"{found['best_fixed']}" if "best_fixed" in found else "the best"
     if "tokens" in found:
-        text += f", {found['tokens']} tokens, {len(found['rounds'])} rounds, half of the wider "
+        text += f", {found['tokens']} tokens, {found['rounds']} rounds, half of the wider "
         text += f"interval {100 * found['half_width']:.1f} %, {found['disturbed']} disturbed"
     return text
 

@@ -100,8 +100,8 @@ def side(name: str, core: FakeCore) -> Side:
 def measured(**cores: FakeCore) -> dict[str, Any]:
     one = Measurement(CELL, {name: side(name, core) for name, core in cores.items()}, [TASK])
     one.extend(lambda: True)
-    assert one.is_decided
-    return one.summary()
+    assert one.has_ended
+    return one.summary() | {"rounds": one.rounds}
 
 
 def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -> None:
@@ -131,6 +131,15 @@ def test_a_number_of_drafts_that_is_clearly_slower_is_left_out_of_later_rounds()
         assert in_race == [True] * num + [False] * (MIN_ROUNDS - num)
     assert found["best_fixed"] == "off"
     assert found["speedups"]["k8"] == 0.5
+
+
+def test_a_cell_that_noise_leaves_open_has_so_many_rounds_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "MAX_ROUNDS", MIN_ROUNDS + 3)
+    monkeypatch.setattr(measure, "NARROW", -1.0)
+    monkeypatch.setattr(measure, "verdict", lambda *_: "not decided")
+    assert len(measured(off=FakeCore(), auto=FakeCore())["rounds"]) == MIN_ROUNDS + 3
 
 
 def test_a_cell_can_be_measured_further() -> None:
@@ -289,7 +298,7 @@ def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
         return written
 
     interval = {"low": 1.0, "high": 1.0, "coverage": 0.97}
-    one = {"speedups": {"auto": 1.0}, "speedup_interval": interval, "rounds": []}
+    one = {"speedups": {"auto": 1.0}, "speedup_interval": interval, "rounds": 0}
     one |= {"control_of_best": 1.0, "control_interval": interval}
     first, second = (cell.name for cell in all_cells()[:2])
     run({first: one, second: {"refused": "why"}}, 9.0)
