@@ -4,9 +4,10 @@ In a round each side generates the same number of tokens of the same answers, in
 rotates; the times of a round are pairs, so that neither a drift of the machine nor the text counts.
 The ratio of two sides is that of their sums. Rounds go on until both goals are decided or the
 intervals are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly
-slower than the best one are left out of later rounds. Always holds: the control has taken a number
-of steps before it is measured; a side with other tokens than without drafts ends the measurement;
-which rounds count does not depend on their ratios.
+slower than the best one are left out of later rounds. Always holds: before they are measured the
+control has taken a number of steps, and each engine of a small model has answered all requests; a
+side with other tokens than without drafts ends the measurement; which rounds count does not depend
+on their ratios.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
 from bench.speculation.intervals import Interval, ratio_interval, verdict
-from bench.speculation.sides import Side, Stream, Task
+from bench.speculation.sides import Side, Stream, Task, answers_of
 from quire.bench.cpu_use import CpuWatch
 
 Round = dict[str, float]  # seconds by side
@@ -93,6 +94,10 @@ class Measurement:
 
     def extend(self, has_time: Callable[[], bool]) -> None:
         """Take rounds, one at least, after the control has been warmed up."""
+        if self._cell.is_small and not self.rounds:
+            # A side that has these answers in its prefix cache takes shorter steps: by 8 % once.
+            for side in self._sides.values():
+                answers_of(side, self._tasks, self._cell.max_num_seqs)
         warm = Stream(self._sides["auto"], self._tasks, self._cell.batch)
         while warm.steps < self._cell.warm_up_steps and (has_time() or not warm.steps):
             warm.for_steps(1)
