@@ -71,8 +71,9 @@ def test_both_modes_of_ranks_are_shown_in_time_and_bytes() -> None:
 
 def test_the_priority_of_a_gateway_is_shown_where_it_is_not_the_default() -> None:
     result = _result("fleet")
-    assert not any("at nice" in row for row in fleet_rows(result))
     run = result["runs"]["1000"]
+    run["router"]["nice"] = run["beside"]["smg"]["nice"] = 0
+    assert not any("at nice" in row for row in fleet_rows(result))
     run["router"]["nice"] = run["beside"]["smg"]["nice"] = -5
     shown = [row.partition(":")[0] for row in fleet_rows(result) if "at nice -5" in row]
     assert [row.partition(" at nice")[0].rpartition(" ")[2] for row in shown] == ["router", "smg"]
