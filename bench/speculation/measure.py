@@ -117,7 +117,7 @@ class Measurement:
     def _take_rounds(self, streams: Mapping[str, Stream], has_time: Callable[[], bool]) -> None:
         target = RUN_IN_ROUNDS * self._cell.round_tokens
         reached = {name: stream.until(target) for name, stream in streams.items()}
-        while not self.rounds or self._goes_on(has_time):
+        while not self.rounds or (has_time() and not self.has_ended):
             target += self._cell.round_tokens
             first = len(self.rounds) % len(self._names)
             seconds: Round = {}
@@ -133,9 +133,6 @@ class Measurement:
             self.rounds.append(seconds)
             self._leave_out()
 
-    def _goes_on(self, has_time: Callable[[], bool]) -> bool:
-        return has_time() and not self.has_ended
-
     def _leave_out(self) -> None:
         """Take the sides out of later rounds that are clearly not the best."""
         rounds, best = _clipped(self.rounds), self.best_fixed
@@ -150,7 +147,7 @@ class Measurement:
 
     def summary(self) -> dict[str, Any]:
         """Return ratios of speed with the intervals of those of the control, and what they are of:
-        tokens of each side, rounds, and the seconds of each."""
+        tokens of each side, and how many rounds."""
         rounds = _clipped(self.rounds)
         rows, drafted, accepted = self._drafted["auto"]
         fixed = [counts for name, counts in self._drafted.items() if name.startswith("k")]

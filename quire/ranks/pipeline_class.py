@@ -163,10 +163,7 @@ class PipelineExecutorClass(RankedExecutorClass):
         start = super()._start(rank, program, checkpoint, options, sizes, cpus)
         rows = _rows_of(sizes)
         return replace(
-            start,
-            stages=self.stages,
-            row_slot_bytes=rows.slot_bytes,
-            row_slots=rows.slots,
+            start, stages=self.stages, row_slot_bytes=rows.slot_bytes, row_slots=rows.slots
         )
 
     def _sample(self, checkpoint: Checkpoint) -> str:

@@ -103,6 +103,12 @@ class Rank:
         self._err.close()
 
 
+def rank_zero(model: Path, port: int, *flags: str) -> RunningServer:
+    """Return the server of two ranks, without waiting until it is ready."""
+    own = environment(0, 2, port)
+    return RunningServer(model, *BACKEND, *flags, wait=False, fresh=False, environment=own)
+
+
 @contextmanager
 def launched(
     model: Path, world_size: int, *flags: str, fresh: bool = False
@@ -206,13 +212,7 @@ def test_another_key_and_a_missing_rank_are_named(model: Path, tmp_path: Path) -
         of_rank = (*flags, str(keys[1]), limit, str(int(GIVE_UP_S)))
         rank = Rank(model, *of_rank, **environment(1, 2, port))
         stack.callback(rank.kill)
-        server = RunningServer(
-            model,
-            *(*BACKEND, *flags, str(keys[0]), limit, "3"),
-            wait=False,
-            fresh=False,
-            environment=environment(0, 2, port),
-        )
+        server = rank_zero(model, port, *flags, str(keys[0]), limit, "3")
         stack.callback(server.kill)
         assert server.exit_code() == 1
         assert rank.exit_code() == 1
@@ -230,13 +230,7 @@ def test_a_rank_with_the_weights_of_another_model_is_refused(
     with reserved_port() as port, ExitStack() as stack:
         rank = Rank(other, *flags, **environment(1, 2, port))
         stack.callback(rank.kill)
-        server = RunningServer(
-            model,
-            *(*BACKEND, *flags),
-            wait=False,
-            fresh=False,
-            environment=environment(0, 2, port),
-        )
+        server = rank_zero(model, port, *flags)
         stack.callback(server.kill)
         assert server.exit_code() != 0
         assert rank.exit_code() != 0
@@ -247,10 +241,7 @@ def test_a_rank_with_the_weights_of_another_model_is_refused(
 def test_a_port_in_use_is_refused(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        own = environment(0, 2, port)
-        server = RunningServer(
-            model, *BACKEND, "-tp", "2", wait=False, fresh=False, environment=own
-        )
+        server = rank_zero(model, port, "-tp", "2")
         assert server.exit_code() != 0
         assert f"rank 0 cannot listen at 127.0.0.1:{port}" in server.stderr()
         server.kill()
