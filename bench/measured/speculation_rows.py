@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell, all_cells
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, NUM_ENGINES, Cell, all_cells
 from bench.speculation.intervals import VERDICTS, Verdict
-from bench.speculation.summary import control_verdict, half_width, speed_verdict
+from bench.speculation.summary import control_verdict, half_width, noise_floors, speed_verdict
 
 _PROPOSERS = {
     "ngram": "prompt lookup",
@@ -108,6 +108,13 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
         yield (
             f"| interval of the speed (probability {covered}) | half of its width: median "
             f"{statistics.median(half):.1f} %, widest {max(half):.1f} % | |"
+        )
+    floors = noise_floors(measured.values())
+    if floors:
+        yield (
+            f"| speeds of equal engines without drafts, small models | standard deviation: median "
+            f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %; the "
+            f"intervals include it, of {NUM_ENGINES} engines a side | |"
         )
     earlier = sum("tokens" not in one for one in known.values())
     if earlier:

@@ -26,12 +26,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.speculation.cells import Cell, all_cells, quick_cells
+from bench.speculation.cells import NUM_ENGINES, Cell, all_cells, quick_cells
 from bench.speculation.intervals import MIN_COVERAGE
 from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
@@ -44,12 +45,12 @@ OUT = Path("bench/results/speculation.json")
 FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
 # Fixed numbers up to this one by batch: more cost far more than they can gain.
 MAX_FIXED = {1: 8, 4: 8, 16: 4, 64: 4}
-QUICK_MINUTES = 4.0
+QUICK_MINUTES, QUICK_ENGINES = 4.0, 3
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
-# Engines of a group start within about so many seconds, which its cells do not have; with --minutes
-# these are set apart.
-START_S = {"small": 6.0, "shapes": 40.0, "repeats": 40.0, "history": 30.0, "llama.cpp": 0.0}
+# Engines of a group start, and answer what they must, within about so many seconds, which its cells
+# do not have; with --minutes these are set apart. In part small it is for each engine of a side.
+START_S = {"small": 7.0, "shapes": 40.0, "repeats": 40.0, "history": 30.0, "llama.cpp": 0.0}
 # What is left of a group is spent on undecided cells, in turns of so many times their first time.
 FURTHER_TIMES = 0.6
 
@@ -94,8 +95,8 @@ def main() -> None:
 
 
 def _earlier(path: Path) -> dict[str, Any]:
-    """Return the cells of a file of results; none without the file. Each has the load that the
-    machine had at the start of its run."""
+    """Return the cells of a file of results that are still in the table; none without the file.
+    Each has the load that the machine had at the start of its run."""
     if not path.exists():
         return {}
     result = json.loads(path.read_text())
@@ -103,7 +104,8 @@ def _earlier(path: Path) -> dict[str, Any]:
     if machine["cpu"] != machine_card()["cpu"]:
         sys.exit(f"{path} is of {machine['cpu']}; give another --out")
     of_run = {"load_at_start": machine["load_at_start"]}
-    return {name: of_run | found for name, found in cells.items()}
+    names = [cell.name for cell in all_cells()]
+    return {name: of_run | cells[name] for name in names if name in cells}
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
@@ -115,10 +117,12 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
     """Return whether a cell is measured, with its intervals. A quick measurement is not enough for
-    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of whole
-    generations, as they were measured once; a refusal is none."""
+    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of one
+    engine a side or of whole generations, as they were measured once; a refusal is none."""
     found = known.get(cell.name, {})
     if "speedup_interval" not in found or "tokens" not in found:
+        return False
+    if cell.part == "small" and "engines" not in found:
         return False
     if quick:
         return True
@@ -130,6 +134,7 @@ class Run:
 
     def __init__(self, *, quick: bool, left_s: Callable[[], float]) -> None:
         self._left_s, self._fixed = left_s, QUICK_FIXED if quick else FIXED
+        self._num_engines = QUICK_ENGINES if quick else NUM_ENGINES
         self._cells_s = self._starts_s = 0.0  # of the cells and groups that are to come
 
     def measured(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
@@ -138,13 +143,13 @@ class Run:
 
         groups = [list(group) for _, group in groupby(cells, key=lambda cell: cell.engine)]
         self._cells_s = sum(cell.seconds for cell in cells)
-        self._starts_s = sum(START_S[group[0].part] for group in groups)
+        self._starts_s = sum(self._start_s(group[0]) for group in groups)
         loads, last_s = Loads(), time.monotonic()
         taken_s: defaultdict[str, float] = defaultdict(float)
         for group in groups:
             if self._left_s() < MIN_LEFT_S:
                 return
-            self._starts_s -= START_S[group[0].part]
+            self._starts_s -= self._start_s(group[0])
             is_llama = group[0].part == "llama.cpp"
             for cell, found in self._of_llama(group) if is_llama else self._of_group(group, loads):
                 before_s, last_s = last_s, time.monotonic()
@@ -165,21 +170,27 @@ class Run:
         self, cells: Sequence[Cell], loads: Loads
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Yield the cells of a group of engines; {"refused": why} where they do not start."""
-        from bench.speculation.engines import sides_of
-        from bench.speculation.measure import Measurement
+        from bench.speculation.engines import Engines
+        from bench.speculation.measure import MAX_TIME_TIMES, Measurement
 
         missing, taken = list(cells), []
         try:
-            with sides_of(cells[0], self._fixed) as sides:
-                left_s = 0.0  # of the time of these cells
+            with ExitStack() as ending:
+                engines, left_s = Engines(cells[0], ending), 0.0  # of the time of these cells
                 for cell in cells:
                     if self._left_s() < MIN_LEFT_S:
                         return
-                    tasks = loads.of(cell, sides["off"])
-                    some = {name: side for name, side in sides.items() if _is_sensible(name, cell)}
-                    one = Measurement(cell, some, tasks)
+                    tasks = loads.of(cell, engines.of("off")[0])
+                    fixed = [f"k{num}" for num in self._fixed if num <= MAX_FIXED[cell.batch]]
+                    ready = partial(engines.ready, tasks)
+                    num = self._num_engines if cell.is_small else 1
+                    one = Measurement(cell, ["off", "auto", *fixed], ready, tasks, num)
+                    one.prepare()
                     cell_s, began_s = self._take(cell), time.monotonic()
-                    one.extend(partial(_is_before, began_s + cell_s))
+                    most_s = min(MAX_TIME_TIMES * cell_s, self._left_s())
+                    one.extend(
+                        partial(_is_before, began_s + cell_s), partial(_is_before, began_s + most_s)
+                    )
                     left_s += cell_s - (time.monotonic() - began_s)
                     missing.remove(cell)
                     taken.append((one, cell, cell_s))
@@ -189,15 +200,20 @@ class Run:
                     if not open_:
                         break
                     one, cell, cell_s = max(open_, key=lambda entry: entry[0].width)
-                    loads.of(cell, sides["off"])
+                    loads.of(cell, engines.of("off")[0])
                     began_s = time.monotonic()
-                    one.extend(partial(_is_before, began_s + FURTHER_TIMES * cell_s))
+                    has_time = partial(_is_before, began_s + FURTHER_TIMES * cell_s)
+                    one.extend(has_time, has_time)
                     left_s -= time.monotonic() - began_s
                     yield cell, one.summary()
         except QuireError as error:
             for cell in missing:
                 yield cell, {"refused": str(error)}
         self._cells_s -= sum(cell.seconds for cell in missing)
+
+    def _start_s(self, cell: Cell) -> float:
+        """Return how long the engines of a group take to start."""
+        return START_S[cell.part] * (self._num_engines if cell.part == "small" else 1)
 
     def _take(self, cell: Cell) -> float:
         """Return the seconds of the next cell: at most its share of what is left."""
@@ -208,11 +224,6 @@ class Run:
 
 def _is_before(end_s: float) -> bool:
     return time.monotonic() < end_s
-
-
-def _is_sensible(side: str, cell: Cell) -> bool:
-    """Return whether a side is measured: not a large fixed number of drafts for many requests."""
-    return not side.startswith("k") or int(side[1:]) <= MAX_FIXED[cell.batch]
 
 
 def _say(what: str, found: dict[str, Any]) -> None:

@@ -16,16 +16,23 @@ SHAPES = tuple(ACCEPTANCES)
 PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
 # Tokens of an answer: of a small model, and of a shape.
 TOKENS, SHAPE_TOKENS = 128, 64
-# Steps without drafts in a round, by batch: rounds are short, so that sides take turns often, but
-# long beside what a change of sides takes, a part of a millisecond.
-ROUND_STEPS = {1: 64, 4: 48, 16: 24, 64: 12}
-SHAPE_ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
+# Steps without drafts in a round, by batch: a turn of a small model takes some milliseconds. In
+# turns of 20 the spread of an engine's sum was twice as wide after the same time, as the machine
+# drifts meanwhile; a change of sides takes a part of a millisecond.
+ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
 # Steps of the control before it is measured, by batch.
 WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
-SHAPE_WARM_UP_STEPS = {1: 128, 4: 96, 16: 64, 64: 32}
-# Seconds of a cell, with its warm-up: by part, and of a shape by batch.
-CELL_S = {"small": 8.0, "repeats": 16.0, "history": 12.0, "llama.cpp": 45.0}
+SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
+# Engines of a side of a small model: without drafts and with the control, and with a fixed number
+# that may be the best. Equal ones differ by 1 % (their memory lies elsewhere), as much as the goals
+# leave, so that one of them decides nothing. For so much time, eight have the narrowest interval:
+# fewer differ more in their mean, and more have too few turns each.
+NUM_ENGINES, NUM_FIXED_ENGINES = 8, 3
+# Seconds of a cell, with its warm-up: by part, and of a shape by batch. Steps of the second shape
+# take twice as long.
+CELL_S = {"small": 20.0, "repeats": 16.0, "history": 12.0, "llama.cpp": 45.0}
 SHAPE_CELL_S = {1: 20.0, 4: 20.0, 16: 24.0, 64: 32.0}
+SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with
 # noise of its own, for comparison of what is accepted.
 SMALL = (
@@ -77,7 +84,7 @@ class Cell:
     @property
     def round_tokens(self) -> int:
         """Return the tokens of all requests in a round."""
-        return self.batch * (ROUND_STEPS if self.is_small else SHAPE_ROUND_STEPS)[self.batch]
+        return self.batch * ROUND_STEPS[self.batch]
 
     @property
     def warm_up_steps(self) -> int:
@@ -87,7 +94,10 @@ class Cell:
     @property
     def seconds(self) -> float:
         """Return how long it is measured where the time of a run is not bounded."""
-        return SHAPE_CELL_S[self.batch] if self.part == "shapes" else CELL_S[self.part]
+        if self.part == "llama.cpp":
+            return CELL_S[self.part]
+        seconds = SHAPE_CELL_S[self.batch] if self.part == "shapes" else CELL_S[self.part]
+        return seconds * SHAPE_TIMES.get(self.model, 1.0)
 
     @property
     def engine(self) -> tuple[str, str, str]:

@@ -1,7 +1,9 @@
 """Intervals of ratios, and what they say about a goal.
 
 A ratio of times is that of the sums over all rounds: what happens rarely, such as a probe of the
-control, counts as much as it takes. Its interval has the spread of the rounds, with Student's t,
+control, counts as much as it takes. Where each side is several engines, the engines are what is
+drawn: the interval has the spread of their sums (Welch's t), which holds both that of equal engines
+and what the rounds leave. Of one engine a side it has the spread of the rounds, with Student's t,
 and is wider where neighbouring rounds are alike. A median of few ratios has the interval of order
 statistics. Knows no benchmark.
 """
@@ -60,6 +62,26 @@ def ratio_interval(overs: Sequence[float], unders: Sequence[float]) -> Interval:
     return Interval(ratio - half, ratio, ratio + half, coverage)
 
 
+def engines_interval(overs: Sequence[float], unders: Sequence[float]) -> Interval:
+    """Return the ratio of the means of two groups of engines: values are what each took for the
+    same work. With one engine in a group its coverage is 0."""
+    ratio = statistics.fmean(overs) / statistics.fmean(unders)
+    if min(len(overs), len(unders)) < 2:
+        return Interval(ratio, ratio, ratio, 0.0)
+    parts = [(spread(values) ** 2 / len(values), len(values) - 1) for values in (overs, unders)]
+    variance = sum(part for part, _ in parts)
+    half = 0.0
+    if variance:
+        freedom = variance**2 / sum(part**2 / free for part, free in parts)  # Welch, Satterthwaite
+        half = ratio * _student(freedom) * sqrt(variance)
+    return Interval(ratio - half, ratio, ratio + half, COVERAGE)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of two values or more, relative to their mean."""
+    return statistics.stdev(values) / statistics.fmean(values)
+
+
 def median_interval(values: Sequence[float]) -> Interval:
     """Return the narrowest interval of ordered values with COVERAGE, or all of them if few."""
     ordered, num = sorted(values), len(values)
@@ -85,9 +107,9 @@ def verdict(goal: float, interval: Mapping[str, float]) -> Verdict:
     return "not decided"
 
 
-def _student(freedom: int) -> float:
+def _student(freedom: float) -> float:
     """Return Student's quantile of COVERAGE on both sides (Cornish and Fisher's expansion; within
-    1 % from 5 degrees of freedom on)."""
+    1 % from 3 degrees of freedom on, and 3 % for 2)."""
     first = (Z**3 + Z) / 4.0
     second = (5.0 * Z**5 + 16.0 * Z**3 + 3.0 * Z) / 96.0
     third = (3.0 * Z**7 + 19.0 * Z**5 + 17.0 * Z**3 - 15.0 * Z) / 384.0

@@ -1,38 +1,48 @@
 """Measure one cell: engines without drafts, with the control, and with fixed k, in short turns.
 
-In a round each side generates the same number of tokens of the same answers, in an order that
-rotates; the times of a round are pairs, so that neither a drift of the machine nor the text counts.
-The ratio of two sides is that of their sums. Rounds go on until both goals are decided or the
-intervals are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly
-slower than the best one are left out of later rounds. Always holds: before they are measured the
-control has taken a number of steps, and each engine of a small model has answered all requests; a
-side with other tokens than without drafts ends the measurement; which rounds count does not depend
-on their ratios.
+In a round each engine generates the same number of tokens of the same answers, in an order that is
+drawn, and turned round in every second round; so neither a drift of the machine nor the text
+counts. Equal engines differ, as their memory lies elsewhere, and in a small model by as much as the
+goals leave: there a side is several engines, the ratio of two sides is that of the means of their
+engines' sums, and its interval is that of engines. In large models a side is one engine, and the
+interval that of rounds. Rounds go on until both goals are decided or the intervals are narrow, or
+until the cell's time is over; fixed numbers of drafts that are clearly slower than the best one are
+left out, in a small model after a race of one engine each. Always holds: before they are measured
+the control has taken a number of steps, and each engine of a small model has answered all requests;
+an engine with other tokens than without drafts ends the measurement; which rounds count does not
+depend on their ratios; a cell has LEAST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
-from bench.speculation.intervals import Interval, ratio_interval, verdict
-from bench.speculation.sides import Side, Stream, Task, answers_of
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, NUM_FIXED_ENGINES, Cell
+from bench.speculation.intervals import Interval, engines_interval, ratio_interval, verdict
+from bench.speculation.sides import Side, Stream, Task
 from quire.bench.cpu_use import CpuWatch
 
-Round = dict[str, float]  # seconds by side
-# Rounds until a cell may be decided, and at most.
-MIN_ROUNDS, MAX_ROUNDS = 12, 400
+Turn = tuple[str, int]  # a side and the number of its engine
+Round = dict[str, list[float]]  # seconds by side, of each of its engines
+Ready = Callable[[str, int], Sequence[Side]]
+# Rounds that a cell has before its time ends it, until it may be decided, and at most.
+LEAST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
+# How long the first rounds may go on beyond the time of a cell, as a multiple of it.
+MAX_TIME_TIMES = 2.5
+# Whether rounds end is asked each time when there are so many times as many as before.
+CHECK_TIMES = 1.125
 # Half of the width of both intervals at which rounds end; and at most where a goal is decided.
 NARROW, DECIDED = 0.005, 0.03
 # A fixed k is left out after so many rounds if its share of the best one's speed is less; later,
 # if its interval is below what the control must reach.
 POOR_SHARES = {1: 0.6, 2: 0.8}
 SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
-# A turn counts as so many times the median one of its side at most: something else took the
+# A turn counts as so many times the median one of its engine at most: something else took the
 # processor. How many there were is part of the result.
 MAX_TIMES = 3.0
 # A round does not count in which other programs, or machines, took so many seconds of a processor
@@ -41,17 +51,28 @@ MAX_DISTURBED_TIMES = 3
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
 # So many rounds do not count at first: prompts are computed, and the first steps are slow.
 RUN_IN_ROUNDS = 1
+SEED = 11
 
 
 class Measurement:
-    """The rounds of a cell, which `extend` adds to. sides: by name; "off" and "auto" are two."""
+    """The rounds of a cell, which `extend` adds to. names: of the sides; "off" and "auto" are two.
+    ready: returns so many engines of a side that may be measured. num_engines: of a side."""
 
-    def __init__(self, cell: Cell, sides: Mapping[str, Side], tasks: Sequence[Task]) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        names: Sequence[str],
+        ready: Ready,
+        tasks: Sequence[Task],
+        num_engines: int = 1,
+    ) -> None:
         self.rounds: list[Round] = []
-        self._cell, self._sides, self._tasks = cell, sides, tasks
-        self._names = list(sides)
+        self._cell, self._ready, self._tasks = cell, ready, tasks
+        self._all, self._names, self._num_engines = list(names), list(names), num_engines
+        self._race: list[Round] = []  # of one engine each, before a side has several
         self._tokens = self._warm_up_steps = self._num_disturbed = 0
-        self._drafted: dict[str, list[int]] = {name: [0, 0, 0] for name in sides}
+        self._drafted: dict[str, list[int]] = {name: [0, 0, 0] for name in names}
+        self._random = random.Random(SEED)
 
     @property
     def has_ended(self) -> bool:
@@ -73,9 +94,7 @@ class Measurement:
     def best_fixed(self) -> str:
         """Return the side with a fixed number of drafts, or none, that is fastest, of those that
         were not left out."""
-        rounds = _clipped(self.rounds)
-        names = [name for name in self._names if name != "auto"]
-        return max(names, key=lambda name: _ratio(rounds, "off", name).value)
+        return _best(_clipped(self.rounds), self._names)
 
     @property
     def speed(self) -> Interval:
@@ -92,79 +111,140 @@ class Measurement:
         """Return half of the width of the wider interval."""
         return max(self.speed.half_width, self.share.half_width)
 
-    def extend(self, has_time: Callable[[], bool]) -> None:
-        """Take rounds, one at least, after the control has been warmed up."""
-        if self._cell.is_small and not self.rounds:
-            # A side that has these answers in its prefix cache takes shorter steps: by 8 % once.
-            for side in self._sides.values():
-                answers_of(side, self._tasks, self._cell.max_num_seqs)
-        warm = Stream(self._sides["auto"], self._tasks, self._cell.batch)
-        while warm.steps < self._cell.warm_up_steps and (has_time() or not warm.steps):
-            warm.for_steps(1)
-        self._warm_up_steps += warm.steps
-        warm.end()
+    def prepare(self) -> None:
+        """Have all engines ready; of fixed numbers those that may be the best, if a side is several
+        engines."""
+        fixed = [name for name in self._names if name != "auto"]
+        if self._num_engines > 1 and len(fixed) > 1 and not self.rounds:
+            engines = {(name, 0): self._ready(name, 1)[0] for name in fixed}
+            self._with_streams(engines, lambda streams: self._take_race(fixed, streams))
+        self._engines()
+
+    def extend(self, has_time: Callable[[], bool], has_more: Callable[[], bool]) -> None:
+        """Take rounds after the control has been warmed up, while there is time; LEAST_ROUNDS
+        while there is more of it, and one at least."""
+        engines = self._engines()
+        for (name, _), side in engines.items():
+            if name == "auto":
+                warm = Stream(side, self._tasks, self._cell.batch)
+                while warm.steps < self._cell.warm_up_steps and (has_more() or not warm.steps):
+                    warm.for_steps(1)
+                self._warm_up_steps += warm.steps
+                warm.end()
+        self._with_streams(engines, lambda streams: self._take_rounds(streams, has_time, has_more))
+
+    def _engines(self) -> dict[Turn, Side]:
+        """Return the engines of the sides that are left, by side and number."""
+        found: dict[Turn, Side] = {}
+        for name in self._names:
+            most = NUM_FIXED_ENGINES if name.startswith("k") else self._num_engines
+            sides = self._ready(name, min(most, self._num_engines))
+            found |= {(name, number): side for number, side in enumerate(sides)}
+        return found
+
+    def _with_streams(
+        self, engines: Mapping[Turn, Side], take: Callable[[Mapping[Turn, Stream]], None]
+    ) -> None:
+        """Take rounds on streams of requests, and count their drafts."""
         streams = {
-            name: Stream(self._sides[name], self._tasks, self._cell.batch) for name in self._names
+            turn: Stream(side, self._tasks, self._cell.batch) for turn, side in engines.items()
         }
         try:
-            self._take_rounds(streams, has_time)
+            take(streams)
         finally:
-            for name, stream in streams.items():
+            for (name, _), stream in streams.items():
                 for place, more in enumerate(stream.drafted()):
                     self._drafted[name][place] += more
                 stream.end()
 
-    def _take_rounds(self, streams: Mapping[str, Stream], has_time: Callable[[], bool]) -> None:
+    def _take_race(self, names: list[str], streams: Mapping[Turn, Stream]) -> None:
+        for found in self._rounds_of(streams):
+            self._race.append(found)
+            self._leave_out(self._race, names)
+            if len(self._race) >= SOME_ROUNDS:
+                return
+
+    def _take_rounds(
+        self,
+        streams: Mapping[Turn, Stream],
+        has_time: Callable[[], bool],
+        has_more: Callable[[], bool],
+    ) -> None:
+        check = len(self.rounds) * CHECK_TIMES
+        for found in self._rounds_of(streams):
+            self._tokens += self._cell.round_tokens
+            self.rounds.append(found)
+            num = len(self.rounds)
+            if num >= check or num <= MIN_ROUNDS:
+                check = min(num * CHECK_TIMES, MAX_ROUNDS)
+                self._leave_out(self.rounds, [name for name in self._names if name != "auto"])
+                if self.has_ended:
+                    return
+            if not (has_time() or (num < LEAST_ROUNDS and has_more())):
+                return
+
+    def _rounds_of(self, streams: Mapping[Turn, Stream]) -> Iterator[Round]:
+        """Yield rounds of the sides that are left, but those that others disturb."""
         target = RUN_IN_ROUNDS * self._cell.round_tokens
-        reached = {name: stream.until(target) for name, stream in streams.items()}
-        while not self.rounds or (has_time() and not self.has_ended):
+        reached = {turn: stream.until(target) for turn, stream in streams.items()}
+        order: list[Turn] = []
+        num = 0
+        while True:
             target += self._cell.round_tokens
-            first = len(self.rounds) % len(self._names)
-            seconds: Round = {}
+            if num % 2:
+                order.reverse()
+            else:
+                order = list(streams)
+                self._random.shuffle(order)
+            order = [turn for turn in order if turn[0] in self._names]
+            seconds: Round = {name: [0.0] * at for name, at in _num_by_name(order).items()}
             watch, began_s = CpuWatch([os.getpid()]), time.monotonic()
-            for name in self._names[first:] + self._names[:first]:
-                before_s, reached[name] = reached[name], streams[name].until(target)
-                seconds[name] = round(reached[name] - before_s, 7)
+            for turn in order:
+                before_s, reached[turn] = reached[turn], streams[turn].until(target)
+                seconds[turn[0]][turn[1]] = round(reached[turn] - before_s, 7)
+            num += 1
             most = MAX_DISTURBED_TIMES * (len(self.rounds) + 1)
             if self._num_disturbed < most and _is_disturbed(watch, began_s):
                 self._num_disturbed += 1
                 continue
-            self._tokens += self._cell.round_tokens
-            self.rounds.append(seconds)
-            self._leave_out()
+            yield seconds
 
-    def _leave_out(self) -> None:
-        """Take the sides out of later rounds that are clearly not the best."""
-        rounds, best = _clipped(self.rounds), self.best_fixed
-        poor, left = POOR_SHARES[min(len(rounds), max(POOR_SHARES))], []
-        for name in self._names:
+    def _leave_out(self, all_rounds: Sequence[Round], names: Sequence[str]) -> None:
+        """Take the sides out of later rounds that are clearly not the best of `names`."""
+        names = [name for name in names if name in self._names]
+        rounds = _clipped(all_rounds)
+        best = _best(rounds, names)
+        poor = POOR_SHARES[min(len(rounds), max(POOR_SHARES))]
+        for name in names:
             share = _ratio(rounds, best, name)
             is_poor = share.value < poor
-            is_low = share.high < LOW_SHARE and len(self.rounds) >= SOME_ROUNDS
-            if name in ("off", "auto", best) or not (is_poor or is_low):
-                left.append(name)
-        self._names = left
+            is_low = share.high < LOW_SHARE and len(rounds) >= SOME_ROUNDS
+            if name not in ("off", best) and (is_poor or is_low):
+                self._names.remove(name)
 
     def summary(self) -> dict[str, Any]:
         """Return ratios of speed with the intervals of those of the control, and what they are of:
-        tokens of each side, and how many rounds."""
+        tokens of each engine, how many engines and rounds, and how equal engines differ."""
         rounds = _clipped(self.rounds)
         rows, drafted, accepted = self._drafted["auto"]
         fixed = [counts for name, counts in self._drafted.items() if name.startswith("k")]
         tried, right = (sum(one[place] for one in fixed) for place in (1, 2))
+        race = _clipped(self._race)
         return {
             "rounds": len(self.rounds),
             "tokens": self._tokens,
+            "engines": {name: len(values) for name, values in self.rounds[0].items()},
             "warm_up_steps": self._warm_up_steps,
             "disturbed": self._num_disturbed,
             "clipped": sum(
-                one[name] != other[name]
-                for one, other in zip(rounds, self.rounds, strict=True)
-                for name in one
+                one != other
+                for name in self.rounds[0]
+                for clipped, taken in zip(rounds, self.rounds, strict=True)
+                for one, other in zip(clipped.get(name, ()), taken.get(name, ()), strict=True)
             ),
             "speedups": {
-                name: round(_ratio(rounds, "off", name).value, 3)
-                for name in self._sides
+                name: round(_ratio(rounds if name in rounds[0] else race, "off", name).value, 3)
+                for name in self._all
                 if name != "off"
             },
             "speedup_interval": self.speed.shown(),
@@ -172,6 +252,7 @@ class Measurement:
             "control_of_best": round(self.share.value, 3),
             "control_interval": self.share.shown(),
             "half_width": round(self.width, 4),
+            "off_of_off": _off_of_off(rounds),
             "drafted": drafted,
             "acceptance": round(accepted / drafted, 4) if drafted else None,
             "acceptance_of_fixed": round(right / tried, 4) if tried else None,
@@ -186,17 +267,50 @@ def _is_disturbed(watch: CpuWatch, began_s: float) -> bool:
     return foreign_s > FOREIGN_S + FOREIGN_SHARE * seconds
 
 
+def _num_by_name(turns: Sequence[Turn]) -> dict[str, int]:
+    """Return the number of engines of each side."""
+    names = [name for name, _ in turns]
+    return {name: names.count(name) for name in names}
+
+
+def _best(rounds: Sequence[Round], names: Sequence[str]) -> str:
+    """Return the fastest of `names` but the control."""
+    return max(
+        (name for name in names if name != "auto"),
+        key=lambda name: _ratio(rounds, "off", name).value,
+    )
+
+
 def _ratio(rounds: Sequence[Round], over: str, under: str) -> Interval:
     """Return the seconds of side `over` by those of `under`, in the rounds that have both."""
-    both = [(one[over], one[under]) for one in rounds if over in one and under in one]
-    return ratio_interval([one for one, _ in both], [one for _, one in both])
+    overs, unders = zip(
+        *((one[over], one[under]) for one in rounds if over in one and under in one), strict=True
+    )
+    if len(overs[0]) == len(unders[0]) == 1:
+        return ratio_interval([one for [one] in overs], [one for [one] in unders])
+    return engines_interval(_sums(overs), _sums(unders))
+
+
+def _off_of_off(rounds: Sequence[Round]) -> list[float]:
+    """Return the speed of each engine without drafts, relative to their mean; of one: nothing."""
+    sums = _sums([one["off"] for one in rounds])
+    return [round(statistics.fmean(sums) / one, 4) for one in sums] if len(sums) > 1 else []
+
+
+def _sums(rounds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the sum over rounds of each engine."""
+    return [sum(one) for one in zip(*rounds, strict=True)]
 
 
 def _clipped(rounds: Sequence[Round]) -> list[Round]:
-    """Return rounds without what is beyond MAX_TIMES the median of a side."""
-    names = {name for one in rounds for name in one}
-    most = {
-        name: MAX_TIMES * statistics.median(one[name] for one in rounds if name in one)
-        for name in names
-    }
-    return [{name: min(ms, most[name]) for name, ms in one.items()} for one in rounds]
+    """Return rounds without what is beyond MAX_TIMES the median of an engine."""
+    clipped: list[Round] = [{} for _ in rounds]
+    for name in {name: None for one in rounds for name in one}:
+        there = [place for place, one in enumerate(rounds) if name in one]
+        by_engine = list(zip(*(rounds[place][name] for place in there), strict=True))
+        most = [MAX_TIMES * statistics.median(one) for one in by_engine]
+        for place in there:
+            clipped[place][name] = [
+                min(one, limit) for one, limit in zip(rounds[place][name], most, strict=True)
+            ]
+    return clipped

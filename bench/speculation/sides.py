@@ -1,6 +1,6 @@
-"""The sides of a cell: engines that differ in their drafts only, and streams of requests on them.
+"""The engines of the sides of a cell, which differ in their drafts only, and streams of requests.
 
-Each side is an engine of its own (its scheduler, control, prices and KV cache) over the same packed
+Each is an engine of its own (its scheduler, control, prices and KV cache) over the same packed
 weights, and is stepped by the caller. So sides take turns within milliseconds, each as if it were
 alone: its clock stands still while others compute, and a control learns from its own steps only.
 Always holds: a step's time has no work of other sides and no checks; a token other than the

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import exp, log, sqrt
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
-from bench.speculation.intervals import COVERAGE, VERDICTS, Interval, Verdict, verdict
+from bench.speculation.intervals import COVERAGE, VERDICTS, Interval, Verdict, spread, verdict
 
 Found = Mapping[str, Any]
 
@@ -39,6 +39,12 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
         yield (
             f"half of the interval of the speed: median {statistics.median(half):.1f} %, "
             f"widest {max(half):.1f} %"
+        )
+    floors = noise_floors(known[cell.name] for cell in ours)
+    if floors:
+        yield (
+            f"equal engines without drafts: standard deviation median "
+            f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %"
         )
     for part in dict.fromkeys(cell.part for cell in ours):
         of_part = [known[cell.name] for cell in ours if cell.part == part]
@@ -69,6 +75,12 @@ def half_width(found: Found) -> float:
     return half
 
 
+def noise_floors(found: Iterable[Found]) -> list[float]:
+    """Return the standard deviation of the speeds of equal engines of each cell that has several,
+    relative to their mean: what one engine a side cannot tell apart."""
+    return [spread(one["off_of_off"]) for one in found if one.get("off_of_off")]
+
+
 def mean_of(found: Sequence[Found], interval: str) -> Interval:
     """Return the geometric mean of a ratio over cells. Its interval is that of independent
     errors of these cells."""
@@ -88,6 +100,8 @@ def _line(found: Found) -> str:
     if "tokens" in found:
         text += f", {found['tokens']} tokens, {found['rounds']} rounds, half of the wider "
         text += f"interval {100 * found['half_width']:.1f} %, {found['disturbed']} disturbed"
+    if found.get("off_of_off"):
+        text += f", equal engines {100 * spread(found['off_of_off']):.1f} %"
     return text
 
 

@@ -19,8 +19,14 @@ from bench.measured.speculation_rows import speculation_rows
 from bench.speculation import measure, sides
 from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
-from bench.speculation.intervals import median_interval, ratio_interval, verdict
-from bench.speculation.measure import MIN_ROUNDS, SOME_ROUNDS, Measurement
+from bench.speculation.intervals import (
+    engines_interval,
+    median_interval,
+    ratio_interval,
+    spread,
+    verdict,
+)
+from bench.speculation.measure import LEAST_ROUNDS, MIN_ROUNDS, SOME_ROUNDS, Measurement
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from bench.speculation.texts import word_ids
@@ -97,11 +103,28 @@ def side(name: str, core: FakeCore) -> Side:
     return Side(name=name, core=core, card=card, clock=PausedClock())
 
 
-def measured(**cores: FakeCore) -> dict[str, Any]:
-    one = Measurement(CELL, {name: side(name, core) for name, core in cores.items()}, [TASK])
-    one.extend(lambda: True)
+def measurement(
+    *, num: int = 1, cell: Cell = CELL, **cores: FakeCore | list[FakeCore]
+) -> Measurement:
+    """Return that of sides of `num` engines, or fewer where fewer are given."""
+    sides_ = {
+        name: [side(name, one) for one in (many if isinstance(many, list) else [many])]
+        for name, many in cores.items()
+    }
+    return Measurement(cell, list(sides_), lambda name, most: sides_[name][:most], [TASK], num)
+
+
+def measured(*, num: int = 1, **cores: FakeCore | list[FakeCore]) -> dict[str, Any]:
+    one = measurement(num=num, **cores)
+    one.prepare()
+    one.extend(lambda: True, lambda: True)
     assert one.has_ended
     return one.summary() | {"rounds": one.rounds}
+
+
+def engines(num: int, cost_s: float, **options: Any) -> list[FakeCore]:
+    """Return equal engines whose steps take 1 % more each."""
+    return [FakeCore(cost_s=cost_s * (1.0 + 0.01 * at), **options) for at in range(num)]
 
 
 def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -> None:
@@ -116,6 +139,53 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     num_tokens = found["tokens"] + measure.RUN_IN_ROUNDS * CELL.round_tokens
     assert found["drafted"] == 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))  # whole steps
     assert found["disturbed"] == found["clipped"] == 0
+
+
+def test_the_ratio_of_several_engines_a_side_is_that_of_their_means() -> None:
+    found = measured(num=4, off=engines(4, 1.0), auto=engines(4, 0.5), k2=engines(4, 2.0))
+    assert found["engines"] == {"off": 4, "auto": 4}
+    assert {name: len(one) for name, one in found["rounds"][0].items()} == found["engines"]
+    assert found["speedups"] == {"auto": 2.0, "k2": 0.5}  # the latter of one engine each
+    assert found["off_of_off"] == [
+        pytest.approx(1.015 / (1.0 + 0.01 * at), abs=1e-4) for at in range(4)
+    ]
+    assert found["warm_up_steps"] == 4 * CELL.warm_up_steps
+    half = (found["speedup_interval"]["high"] - found["speedup_interval"]["low"]) / 2.0
+    assert half == pytest.approx(2.0 * 2.45 * 0.0127 * (2 / 4) ** 0.5, rel=0.02)  # t of 6
+
+
+def test_fixed_numbers_race_with_one_engine_before_a_side_has_several() -> None:
+    cores = {"k2": engines(4, 0.99), "k4": engines(4, 1.5), "k8": engines(4, 2.0)}
+    found = measured(num=4, off=engines(4, 1.0), auto=engines(4, 0.5), **cores)
+    assert found["engines"] == {"off": 4, "auto": 4, "k2": measure.NUM_FIXED_ENGINES}
+    assert [core.num_steps > 0 for core in cores["k8"]] == [True, False, False, False]
+    assert cores["k8"][0].num_steps < cores["k4"][0].num_steps < cores["k2"][0].num_steps
+    assert found["best_fixed"] == "k2"
+    assert found["speedups"]["k8"] == 0.5
+
+
+def test_a_cell_has_some_rounds_whatever_its_time_unless_they_take_too_long() -> None:
+    for has_more, num_rounds in ((True, LEAST_ROUNDS), (False, 1)):
+        one = measurement(off=FakeCore(), auto=FakeCore())
+        one.extend(lambda: False, lambda has_more=has_more: has_more)  # type: ignore[misc]
+        assert len(one.rounds) == num_rounds
+
+
+def test_the_order_of_a_round_is_turned_round_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    until = Stream.until
+
+    def listed(stream: Stream, num_tokens: int) -> float:
+        asked.append(id(stream))
+        return until(stream, num_tokens)
+
+    monkeypatch.setattr(Stream, "until", listed)
+    found = measured(num=3, off=engines(3, 1.0), auto=engines(3, 0.5))
+    rounds = [asked[at : at + 6] for at in range(0, len(asked), 6)][measure.RUN_IN_ROUNDS :]
+    assert len(rounds) == len(found["rounds"])
+    for first, second in zip(rounds[::2], rounds[1::2], strict=False):
+        assert first == second[::-1]
+    assert len({tuple(one) for one in rounds[::2]}) > 1
 
 
 def test_a_number_of_drafts_that_is_clearly_slower_is_left_out_of_later_rounds() -> None:
@@ -144,10 +214,10 @@ def test_a_cell_that_noise_leaves_open_has_so_many_rounds_at_most(
 
 def test_a_cell_can_be_measured_further() -> None:
     cores = {"off": FakeCore(), "auto": FakeCore(cost_s=1.01)}
-    one = Measurement(CELL, {name: side(name, core) for name, core in cores.items()}, [TASK])
-    for num_rounds in (4, 7):
-        left = iter([True] * (CELL.warm_up_steps + 3))
-        one.extend(lambda left=left: next(left, False))  # type: ignore[misc]
+    one = measurement(off=cores["off"], auto=cores["auto"])
+    for num_rounds in (LEAST_ROUNDS + 2, LEAST_ROUNDS + 5):
+        left = iter([True] * (num_rounds - len(one.rounds) - 1))
+        one.extend(lambda left=left: next(left, False), lambda: True)  # type: ignore[misc]
         assert len(one.rounds) == num_rounds
         assert not any(core.has_work for core in cores.values())
 
@@ -164,8 +234,10 @@ def test_rounds_that_others_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_single_slow_turn_counts_as_a_few() -> None:
-    rounds = [{"off": 1.0, "auto": 1.0} for _ in range(9)] + [{"off": 1.0, "auto": 50.0}]
-    assert measure._clipped(rounds)[-1] == {"off": 1.0, "auto": measure.MAX_TIMES}
+    rounds = [{"off": [1.0], "auto": [1.0, 2.0]} for _ in range(9)]
+    rounds.append({"off": [1.0], "auto": [50.0, 50.0]})
+    most = [measure.MAX_TIMES, 2.0 * measure.MAX_TIMES]
+    assert measure._clipped(rounds)[-1] == {"off": [1.0], "auto": most}
 
 
 def test_wrong_tokens_are_not_reported() -> None:
@@ -241,6 +313,20 @@ def test_a_ratio_of_sums_has_an_interval_that_covers_it() -> None:
     assert rare.value == 1.0  # a rare loss counts in full
 
 
+def test_the_ratio_of_engines_has_an_interval_that_covers_that_of_all_engines() -> None:
+    rng, covered, num = random.Random(5), 0, 400
+    for _ in range(num):
+        overs = [rng.gauss(0.98, 0.01) for _ in range(8)]
+        unders = [rng.gauss(1.0, 0.02) for _ in range(3)]
+        found = engines_interval(overs, unders)
+        covered += found.low <= 0.98 <= found.high
+    assert 0.93 * num <= covered <= 0.98 * num
+    assert engines_interval([1.0], [1.0, 1.1]).coverage == 0.0
+    assert engines_interval([1.0, 1.0], [2.0, 2.0]).half_width == 0.0
+    known = engines_interval([0.99, 1.01] * 4, [0.99, 1.01] * 4)  # t of 14: 2.145
+    assert known.half_width == pytest.approx(2.145 * spread([0.99, 1.01] * 4) / 2.0, rel=0.01)
+
+
 def test_neighbours_that_are_alike_widen_the_interval() -> None:
     in_turn, at_once = [1.0, 1.1] * 10, [1.0] * 10 + [1.1] * 10
     widths = [ratio_interval(overs, [1.0] * 20).half_width for overs in (in_turn, at_once)]
@@ -270,7 +356,7 @@ def test_cells_have_names_of_their_own_and_those_of_an_engine_are_together() -> 
 def test_a_quick_result_is_measured_again_by_a_whole_run_only() -> None:
     cell = all_cells()[0]
     assert not _is_done({}, cell, quick=True)
-    found = {"speedup_interval": {"coverage": 0.75}, "quick": True, "tokens": 1}
+    found = {"speedup_interval": {"coverage": 0.75}, "quick": True, "tokens": 1, "engines": {}}
     assert _is_done({cell.name: found}, cell, quick=True)
     assert not _is_done({cell.name: found}, cell, quick=False)
     assert _is_done({cell.name: found | {"quick": False}}, cell, quick=False)
@@ -279,6 +365,8 @@ def test_a_quick_result_is_measured_again_by_a_whole_run_only() -> None:
     assert not _is_done({cell.name: {"quick": False, "tokens": 1}}, cell, quick=False)
     old = {"speedup_interval": {"coverage": 0.95}, "quick": False}  # of whole generations
     assert not _is_done({cell.name: old}, cell, quick=False)
+    single = {name: value for name, value in found.items() if name != "engines"}
+    assert not _is_done({cell.name: single | {"quick": False}}, cell, quick=False)
     assert not _is_done({cell.name: {"refused": "not installed"}}, cell, quick=True)
 
 
@@ -308,7 +396,12 @@ def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
         second: one | {"quick": False, "load_at_start": 1.0},
     }
     assert found["machine"]["load_at_start"] == 9.0  # of a cell that was kept
-    assert run({first: one}, 2.0)["machine"]["load_at_start"] == 2.0
+    written = json.loads((tmp_path / "out.json").read_text())
+    written["cells"]["small/box/ngram/t9/b1"] = one  # no longer in the table
+    (tmp_path / "out.json").write_text(json.dumps(written))
+    found = run({first: one}, 2.0)
+    assert found["machine"]["load_at_start"] == 2.0
+    assert list(found["cells"]) == [first, second]
 
 
 def test_words_of_a_text_keep_their_ids() -> None:
@@ -375,7 +468,13 @@ def test_lines_say_what_was_measured_in_an_earlier_way_and_how_sure_intervals_ar
 
     first, other = all_cells()[:2]
     lines = speculation_rows(
-        {"cells": {first.name: found(0.75), other.name: found(0.95, tokens=128)}}
+        {
+            "cells": {
+                first.name: found(0.75),
+                other.name: found(0.95, tokens=128, off_of_off=[0.99, 1.01]),
+            }
+        }
     )
-    assert "(probability 75 to 95 %) | half of its width" in lines[-2]
+    assert "(probability 75 to 95 %) | half of its width" in lines[-3]
+    assert "standard deviation: median 1.4 %, largest 1.4 %" in lines[-2]
     assert lines[-1].endswith("in one engine | 1 of 2 cells | |")
