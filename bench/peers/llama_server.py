@@ -121,6 +121,10 @@ class LlamaServer:
                 break
             if "error" in event:
                 raise Unsupported(f"llama-server: {event['error']}")
+            if timings := event.get("timings"):
+                answer["generation_s"] = timings["predicted_ms"] / 1e3
+                answer["drafted"] = timings.get("draft_n", 0)
+                answer["accepted"] = timings.get("draft_n_accepted", 0)
             if event.get("tokens"):
                 now_s = time.perf_counter() - begin_s
                 answer["first_s"] = answer["first_s"] or now_s

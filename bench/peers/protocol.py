@@ -6,10 +6,11 @@
     {"do": "own_tool", "workload": {...}}                          -> {"ok": true, ...}
     {"do": "quit"}                                                 -> the process ends
 
-An answer has sent_s, first_s, last_s (seconds from the run's start) and token_ids. Unsupported
-calls are answered with {"ok": false, "error": TEXT}. Standard library only: every peer runs this
-with its own environment's Python. Standard output belongs to the protocol; output of libraries goes
-to standard error.
+An answer has sent_s, first_s, last_s (seconds from the run's start) and token_ids; of engines that
+speculate also how many tokens were drafted and accepted, and generation_s where the engine itself
+says how long it took from the first token to the last. Unsupported calls are answered with
+{"ok": false, "error": TEXT}. Standard library only: every peer runs this with its own environment's
+Python. Standard output belongs to the protocol; output of libraries goes to standard error.
 """
 
 from __future__ import annotations

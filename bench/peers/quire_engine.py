@@ -65,6 +65,8 @@ def _answer_of(answered: CompletedRequest) -> dict[str, Any]:
         "first_s": times.first_s,
         "last_s": times.last_s,
         "token_ids": list(answered.token_ids),
+        "drafted": answered.accepted_drafts + answered.rejected_drafts,
+        "accepted": answered.accepted_drafts,
     }
 
 

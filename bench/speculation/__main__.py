@@ -19,6 +19,7 @@ against one fixed number, within 4 minutes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from bench.speculation.cells import NUM_ENGINES, Cell, all_cells, quick_cells
 from bench.speculation.intervals import MIN_COVERAGE
 from bench.speculation.summary import summary_lines
 from quire.base.errors import QuireError
+from quire.base.heap import freeze_heap
 from quire.bench.machine import machine_card
 
 if TYPE_CHECKING:
@@ -186,6 +188,7 @@ class Run:
                     num = self._num_engines if cell.is_small else 1
                     one = Measurement(cell, ["off", "auto", *fixed], ready, tasks, num)
                     one.prepare()
+                    freeze_heap()  # collections must not visit what other engines hold
                     cell_s, began_s = self._take(cell), time.monotonic()
                     most_s = min(MAX_TIME_TIMES * cell_s, self._left_s())
                     one.extend(
@@ -209,6 +212,8 @@ class Run:
         except QuireError as error:
             for cell in missing:
                 yield cell, {"refused": str(error)}
+        finally:
+            gc.unfreeze()
         self._cells_s -= sum(cell.seconds for cell in missing)
 
     def _start_s(self, cell: Cell) -> float:

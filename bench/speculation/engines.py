@@ -177,21 +177,10 @@ class Loads:
             shape = (HISTORY_ANSWERS, PROMPT_TOKENS)
             prompts = np.random.default_rng(2).integers(5, vocab_size, shape, np.int32)
             return self._forced_tasks(prompts.tolist(), answers)
-        sampling = SamplingParams(
-            temperature=cell.temperature, max_tokens=num_tokens, ignore_eos=True, seed=SEED
-        )
         if cell.part == "shapes":
             drawn = np.random.default_rng(SEED).integers(5, 1000, (NUM_SYNTHETIC, PROMPT_TOKENS))
-            return [Task(prompt=prompt, sampling=sampling) for prompt in drawn.tolist()]
-        tokenizer = load_tokenizer_side(_config(cell, drafts=False).model).tokenizer
-        prompts = [
-            tokenizer.encode(question[:PROMPT_CHARACTERS], add_special_tokens=True)
-            for question in questions(NUM_QUESTIONS)
-        ]
-        return [
-            Task(prompt=ids[: (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS + 1], sampling=sampling)
-            for ids in prompts
-        ]
+            return [Task(prompt=prompt, sampling=_sampling(cell)) for prompt in drawn.tolist()]
+        return question_tasks(cell)
 
     def _forced_tasks(self, prompts: Prompts, answers: Prompts) -> list[Task]:
         """Return requests that are answered so."""
@@ -207,3 +196,21 @@ class Loads:
                 prompts, answers, self._forced.answer(prompts, answers), strict=True
             )
         ]
+
+
+def question_tasks(cell: Cell) -> list[Task]:
+    """Return requests with published questions, in the tokens of a model that writes text."""
+    config = with_local_model(engine_config({"model": model_path(cell.model)}))
+    tokenizer = load_tokenizer_side(config.model).tokenizer
+    prompts = [
+        tokenizer.encode(question[:PROMPT_CHARACTERS], add_special_tokens=True)
+        for question in questions(NUM_QUESTIONS)
+    ]
+    whole = [ids[: (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS + 1] for ids in prompts]
+    return [Task(prompt=ids, sampling=_sampling(cell)) for ids in whole]
+
+
+def _sampling(cell: Cell) -> SamplingParams:
+    return SamplingParams(
+        temperature=cell.temperature, max_tokens=cell.num_tokens, ignore_eos=True, seed=SEED
+    )

@@ -1,15 +1,17 @@
 """Quire and llama.cpp, each with and without speculation, on the same prompts in turn.
 
 llama.cpp is its server (bench/peers): a draft model by -md, prompt lookup by --spec-type with its
-own lengths and with those of Quire; the comparison is with the faster one. A build without these
-options refuses them, and the cell says so. Both answer greedily, each with the tokens of its own
-arithmetic; Quire's must be the same with drafts and without.
+own lengths and with those of Quire; the comparison is with the faster one, in each round. A build
+without these options refuses them, and the cell says so. All answer greedily, each with the tokens
+of its own arithmetic: how many are those of the other engine is part of the result. Always holds:
+Quire's tokens are the same with drafts and without; llama.cpp's time is the shorter one of what it
+says of itself (first token to last, without HTTP) and what its client saw.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ from bench.peers.child import Peer, PeerFailed
 from bench.peers.convert import Unavailable, converted
 from bench.peers.places import is_installed
 from bench.speculation.cells import Cell
-from bench.speculation.engines import MAX_DRAFTS, model_path, proposer_settings
+from bench.speculation.engines import (
+    MAX_DRAFTS,
+    model_path,
+    proposer_settings,
+    question_tasks,
+)
 from bench.speculation.intervals import median_interval
 from bench.speculation.texts import repeated_passages
 from quire.bench.machine import machine_card
@@ -27,7 +34,8 @@ from quire.speculative.suffix import MIN_MATCH
 LIMIT_S = 300.0
 MIN_ROUNDS, MAX_ROUNDS = 6, 40
 PRECISION = "f32", "bf16"  # of small models, and of shapes
-SMALL_VOCABULARY, SHAPE_VOCABULARY = 512, 100_000
+SHAPE_VOCABULARY = 100_000
+NUM_PROMPTS = 4
 
 
 def measure_llama(cell: Cell, has_time: Callable[[], bool]) -> dict[str, Any]:
@@ -57,24 +65,28 @@ def _rounds(cell: Cell, has_time: Callable[[], bool], sides: dict[str, Peer]) ->
         log = cache_folder() / f"speculation-{name.replace(' ', '-')}.log"
         sides[name] = Peer(engine, threads, log)
         sides[name].load(model, more, limit_s=LIMIT_S)
-    vocabulary = SMALL_VOCABULARY if is_small else SHAPE_VOCABULARY
-    [prompt], _ = repeated_passages(1, num_tokens, vocabulary)
-    asked = {"do": "run", "requests": [{"prompt_ids": prompt, "output_tokens": num_tokens}]}
+    prompts = _prompts(cell, num_tokens)
     rounds: list[dict[str, float]] = []
-    answers: dict[str, list[int]] = {}
+    drafted = {name: [0, 0] for name in sides}  # and how many of these were accepted
+    equal = dict.fromkeys(sides, 0)  # tokens as those of Quire, up to the first other one
     names = list(sides)
-    for number in range(-1, MAX_ROUNDS):  # the first warms up
+    for number in range(-len(prompts), MAX_ROUNDS):  # each prompt warms up
         if number >= MIN_ROUNDS and not has_time():
             break
-        seconds = {}
+        prompt = prompts[number % len(prompts)]
+        asked = {"do": "run", "requests": [{"prompt_ids": prompt, "output_tokens": num_tokens}]}
+        answers: dict[str, dict[str, Any]] = {}
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            [answer] = sides[name].ask(asked, limit_s=LIMIT_S)["answers"]
-            answers[name] = answer["token_ids"]
-            seconds[name] = round(answer["last_s"] - answer["first_s"], 5)
-        if number >= 0:
-            rounds.append(seconds)
-        if answers["quire"] != answers["quire plain"]:
+            [answers[name]] = sides[name].ask(asked, limit_s=LIMIT_S)["answers"]
+        if answers["quire"]["token_ids"] != answers["quire plain"]["token_ids"]:
             raise SystemExit("speculation changed the tokens of an answer; nothing is reported")
+        if number < 0:
+            continue
+        rounds.append({name: _seconds(answer) for name, answer in answers.items()})
+        for name, answer in answers.items():
+            drafted[name][0] += answer.get("drafted", 0)
+            drafted[name][1] += answer.get("accepted", 0)
+            equal[name] += num_equal(answer["token_ids"], answers["quire"]["token_ids"])
     over = median_interval(
         [
             min(one[name] for name, (engine, _) in settings.items() if engine == "llama.cpp")
@@ -82,6 +94,7 @@ def _rounds(cell: Cell, has_time: Callable[[], bool], sides: dict[str, Peer]) ->
             for one in rounds
         ]
     )
+    num = len(rounds) * num_tokens
     return {
         "rounds": len(rounds),
         "speedups": {
@@ -89,11 +102,41 @@ def _rounds(cell: Cell, has_time: Callable[[], bool], sides: dict[str, Peer]) ->
             for name, (engine, _) in settings.items()
             if not name.endswith("plain")
         },
+        "tokens_per_s": {
+            name: round((num_tokens - 1) / statistics.median(one[name] for one in rounds), 1)
+            for name in names
+        },
         "over_llama": round(over.value, 3),
         "speedup_interval": over.shown(),
         "half_width": round(over.half_width, 4),
-        "tokens": len(rounds) * num_tokens,
+        "tokens": num,
+        "drafted": {name: num for name, (num, _) in drafted.items() if num},
+        "acceptance": {
+            name: round(accepted / num, 4) for name, (num, accepted) in drafted.items() if num
+        },
+        "equal_tokens": {name: round(same / num, 4) for name, same in equal.items()},
     }
+
+
+def _prompts(cell: Cell, num_tokens: int) -> list[list[int]]:
+    """Return questions for a model that writes text, and else passages."""
+    if cell.model == "stories260K":
+        return [list(task.prompt) for task in question_tasks(cell)[:NUM_PROMPTS]]
+    prompts, _ = repeated_passages(NUM_PROMPTS, num_tokens, SHAPE_VOCABULARY)
+    return prompts
+
+
+def _seconds(answer: dict[str, Any]) -> float:
+    """Return how long the tokens after the first took."""
+    seen_s = answer["last_s"] - answer["first_s"]
+    return round(min(seen_s, answer.get("generation_s", seen_s)), 6)
+
+
+def num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens are the same up to the first that is another one."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    least = min(len(tokens), len(others))
+    return next((place for place, (one, other) in pairs if one != other), least)
 
 
 def _settings(cell: Cell, precision: str) -> dict[str, tuple[str, dict[str, Any]]]:

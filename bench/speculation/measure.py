@@ -4,13 +4,14 @@ In a round each engine generates the same number of tokens of the same answers, 
 drawn, and turned round in every second round; so neither a drift of the machine nor the text
 counts. Equal engines differ, as their memory lies elsewhere, and in a small model by as much as the
 goals leave: there a side is several engines, the ratio of two sides is that of the means of their
-engines' sums, and its interval is that of engines. In large models a side is one engine, and the
-interval that of rounds. Rounds go on until both goals are decided or the intervals are narrow, or
-until the cell's time is over; fixed numbers of drafts that are clearly slower than the best one are
-left out, in a small model after a race of one engine each. Always holds: before they are measured
-the control has taken a number of steps, and each engine of a small model has answered all requests;
-an engine with other tokens than without drafts ends the measurement; which rounds count does not
-depend on their ratios; a cell has LEAST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
+engines' sums, and its interval is that of engines and of rounds. In large models a side is one
+engine, and the interval that of rounds. Rounds go on until both goals are decided or the intervals
+are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly slower than
+the best one are left out, in a small model after a race of one engine each. Always holds: before
+they are measured the control has taken a number of steps, and each engine of a small model has
+answered all requests; an engine with other tokens than without drafts ends the measurement; which
+rounds count does not depend on their ratios; a cell has LEAST_ROUNDS if these take no more than
+MAX_TIME_TIMES its time.
 """
 
 from __future__ import annotations
@@ -49,8 +50,12 @@ MAX_TIMES = 3.0
 # and such a share of the time besides; but in so many times as many rounds as count at most.
 MAX_DISTURBED_TIMES = 3
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
-# So many rounds do not count at first: prompts are computed, and the first steps are slow.
-RUN_IN_ROUNDS = 1
+# So many rounds do not count at first, of small models more: prompts are computed, and the first
+# steps are slow.
+RUN_IN_ROUNDS, SMALL_RUN_IN_ROUNDS = 1, 4
+# A cell of a small model is decided by so many tokens of each request at least, in answers: the
+# first ones of a stream are no fair sample.
+MIN_ANSWERS = 2
 SEED = 11
 
 
@@ -77,7 +82,7 @@ class Measurement:
     @property
     def has_ended(self) -> bool:
         """Return whether more rounds would say little, or there may be no more."""
-        if len(self.rounds) < MIN_ROUNDS:
+        if len(self.rounds) < min_rounds(self._cell):
             return False
         if len(self.rounds) >= MAX_ROUNDS:
             return True
@@ -170,12 +175,12 @@ class Measurement:
         has_time: Callable[[], bool],
         has_more: Callable[[], bool],
     ) -> None:
-        check = len(self.rounds) * CHECK_TIMES
+        check = 0.0
         for found in self._rounds_of(streams):
             self._tokens += self._cell.round_tokens
             self.rounds.append(found)
             num = len(self.rounds)
-            if num >= check or num <= MIN_ROUNDS:
+            if num >= check or num in (MIN_ROUNDS, min_rounds(self._cell)):
                 check = min(num * CHECK_TIMES, MAX_ROUNDS)
                 self._leave_out(self.rounds, [name for name in self._names if name != "auto"])
                 if self.has_ended:
@@ -185,7 +190,8 @@ class Measurement:
 
     def _rounds_of(self, streams: Mapping[Turn, Stream]) -> Iterator[Round]:
         """Yield rounds of the sides that are left, but those that others disturb."""
-        target = RUN_IN_ROUNDS * self._cell.round_tokens
+        num = SMALL_RUN_IN_ROUNDS if self._cell.is_small else RUN_IN_ROUNDS
+        target = num * self._cell.round_tokens
         reached = {turn: stream.until(target) for turn, stream in streams.items()}
         order: list[Turn] = []
         num = 0
@@ -260,6 +266,12 @@ class Measurement:
         }
 
 
+def min_rounds(cell: Cell) -> int:
+    """Return the rounds until a cell may be decided."""
+    answers = MIN_ANSWERS * cell.num_tokens * cell.batch if cell.is_small else 0
+    return max(MIN_ROUNDS, -(-answers // cell.round_tokens))
+
+
 def _is_disturbed(watch: CpuWatch, began_s: float) -> bool:
     """Return whether others took the processor since the watch began."""
     use, seconds = watch.use(), time.monotonic() - began_s
@@ -288,7 +300,7 @@ def _ratio(rounds: Sequence[Round], over: str, under: str) -> Interval:
     )
     if len(overs[0]) == len(unders[0]) == 1:
         return ratio_interval([one for [one] in overs], [one for [one] in unders])
-    return engines_interval(_sums(overs), _sums(unders))
+    return engines_interval(overs, unders)
 
 
 def _off_of_off(rounds: Sequence[Round]) -> list[float]:
@@ -298,7 +310,7 @@ def _off_of_off(rounds: Sequence[Round]) -> list[float]:
 
 
 def _sums(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the sum over rounds of each engine."""
+    """Return the sum of each engine over rounds."""
     return [sum(one) for one in zip(*rounds, strict=True)]
 
 

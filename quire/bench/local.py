@@ -34,10 +34,12 @@ _SETTLE_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedRequest:
-    """Times and output tokens of one request."""
+    """Times and output tokens of one request, and how many tokens speculation proposed for it."""
 
     times: RequestTimes
     token_ids: tuple[int, ...]
+    accepted_drafts: int = 0
+    rejected_drafts: int = 0
 
 
 class LocalEngine:
@@ -123,6 +125,7 @@ class LocalEngine:
             temperature=0.0, max_tokens=spec.output_tokens, ignore_eos=True, seed=0
         )
         first_s = last_s = 0.0
+        accepted = rejected = 0
         token_ids: list[int] = []
         async with aclosing(self._llm.generate(list(spec.prompt_ids), sampling)) as deltas:
             async for delta in deltas:
@@ -134,6 +137,7 @@ class LocalEngine:
                     if len(token_ids) < wanted.output_tokens:
                         last_s = now_s
                 token_ids += delta.token_ids
+                accepted, rejected = delta.accepted_drafts, delta.rejected_drafts
         if len(token_ids) != spec.output_tokens:
             raise WorkerError(
                 f"a request for {spec.output_tokens} tokens was answered with {len(token_ids)}; "
@@ -146,4 +150,9 @@ class LocalEngine:
             prompt_tokens=len(spec.prompt_ids),
             output_tokens=wanted.output_tokens,
         )
-        return CompletedRequest(times=times, token_ids=tuple(token_ids[: wanted.output_tokens]))
+        return CompletedRequest(
+            times=times,
+            token_ids=tuple(token_ids[: wanted.output_tokens]),
+            accepted_drafts=accepted,
+            rejected_drafts=rejected,
+        )

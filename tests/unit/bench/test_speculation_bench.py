@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from bench.measured.speculation_rows import speculation_rows
-from bench.speculation import measure, sides
+from bench.speculation import llama, measure, sides
 from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
 from bench.speculation.intervals import (
@@ -26,7 +26,7 @@ from bench.speculation.intervals import (
     spread,
     verdict,
 )
-from bench.speculation.measure import LEAST_ROUNDS, MIN_ROUNDS, SOME_ROUNDS, Measurement
+from bench.speculation.measure import LEAST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from bench.speculation.texts import word_ids
@@ -35,6 +35,7 @@ from quire.base.records import NO_INTS, Request, RequestOutput, StepOutputs
 from quire.base.sampling_params import SamplingParams
 
 CELL = Cell(part="small", model="m", proposer="ngram", batch=4)
+MIN_ROUNDS = min_rounds(CELL)
 ANSWER = tuple(range(CELL.num_tokens))
 TASK = Task(prompt=(1, 2), sampling=SamplingParams(max_tokens=CELL.num_tokens), expected=ANSWER)
 
@@ -136,7 +137,7 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     assert found["speedups"] == {"auto": 2.0, "k2": pytest.approx(2 / 1.1, abs=0.002)}
     assert found["best_fixed"] == "k2"
     assert found["acceptance"] == found["acceptance_of_fixed"] == 1.0
-    num_tokens = found["tokens"] + measure.RUN_IN_ROUNDS * CELL.round_tokens
+    num_tokens = found["tokens"] + measure.SMALL_RUN_IN_ROUNDS * CELL.round_tokens
     assert found["drafted"] == 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))  # whole steps
     assert found["disturbed"] == found["clipped"] == 0
 
@@ -181,7 +182,7 @@ def test_the_order_of_a_round_is_turned_round_in_the_next(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Stream, "until", listed)
     found = measured(num=3, off=engines(3, 1.0), auto=engines(3, 0.5))
-    rounds = [asked[at : at + 6] for at in range(0, len(asked), 6)][measure.RUN_IN_ROUNDS :]
+    rounds = [asked[at : at + 6] for at in range(0, len(asked), 6)][1:]  # the first do not count
     assert len(rounds) == len(found["rounds"])
     for first, second in zip(rounds[::2], rounds[1::2], strict=False):
         assert first == second[::-1]
@@ -313,18 +314,32 @@ def test_a_ratio_of_sums_has_an_interval_that_covers_it() -> None:
     assert rare.value == 1.0  # a rare loss counts in full
 
 
-def test_the_ratio_of_engines_has_an_interval_that_covers_that_of_all_engines() -> None:
+def drawn_rounds(
+    rng: random.Random, mean: float, num_engines: int, *, of_rounds: float = 0.0
+) -> list[list[float]]:
+    """Return 20 rounds of engines that differ by 1 %, with turns that differ by 4 %, and rounds."""
+    engines_ = [rng.gauss(mean, 0.01) for _ in range(num_engines)]
+    rounds = [rng.gauss(0.0, of_rounds) for _ in range(20)]
+    return [[one + here + rng.gauss(0.0, 0.04) for one in engines_] for here in rounds]
+
+
+@pytest.mark.parametrize("of_rounds", [0.0, 0.05])
+def test_the_ratio_of_engines_has_an_interval_that_covers_that_of_all(of_rounds: float) -> None:
     rng, covered, num = random.Random(5), 0, 400
     for _ in range(num):
-        overs = [rng.gauss(0.98, 0.01) for _ in range(8)]
-        unders = [rng.gauss(1.0, 0.02) for _ in range(3)]
-        found = engines_interval(overs, unders)
+        overs = drawn_rounds(rng, 0.98, 8, of_rounds=of_rounds)
+        found = engines_interval(overs, drawn_rounds(rng, 1.0, 3))
         covered += found.low <= 0.98 <= found.high
-    assert 0.93 * num <= covered <= 0.98 * num
-    assert engines_interval([1.0], [1.0, 1.1]).coverage == 0.0
-    assert engines_interval([1.0, 1.0], [2.0, 2.0]).half_width == 0.0
-    known = engines_interval([0.99, 1.01] * 4, [0.99, 1.01] * 4)  # t of 14: 2.145
+    assert 0.93 * num <= covered <= 0.99 * num
+
+
+def test_the_interval_of_engines_is_that_of_welch_where_rounds_are_equal() -> None:
+    known = engines_interval([[0.99, 1.01] * 4] * 6, [[0.99, 1.01] * 4] * 6)  # t of 14: 2.145
     assert known.half_width == pytest.approx(2.145 * spread([0.99, 1.01] * 4) / 2.0, rel=0.01)
+    assert known.coverage == 0.95
+    assert engines_interval([[1.0, 1.0]] * 6, [[2.0, 2.0]] * 6).half_width == 0.0
+    for rounds in ([[1.0]] * 6, [[1.0, 1.1]] * 5):
+        assert engines_interval(rounds, [[1.0, 1.1]] * len(rounds)).coverage == 0.0
 
 
 def test_neighbours_that_are_alike_widen_the_interval() -> None:
@@ -402,6 +417,77 @@ def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
     found = run({first: one}, 2.0)
     assert found["machine"]["load_at_start"] == 2.0
     assert list(found["cells"]) == [first, second]
+
+
+class FakePeer:
+    """Answers with ANSWER, in so many seconds of its own and 1 s more for its client. A side named
+    `other` has another token at the end."""
+
+    others: tuple[str, ...] = ()
+
+    def __init__(self, engine: str, threads: int, log: Path) -> None:
+        self._engine, self._name = engine, log.stem.removeprefix("speculation-").replace("-", " ")
+
+    def load(self, model: str, settings: dict[str, Any], *, limit_s: float) -> None:
+        self._is_plain = self._name.endswith("plain")
+
+    def ask(self, asked: dict[str, Any], *, limit_s: float) -> dict[str, Any]:
+        own_s = {"quire": 2.0, "llama.cpp": 6.0}[self._engine] * (1 + self._is_plain)
+        answer = {"first_s": 1.0, "last_s": 2.0 + own_s, "token_ids": list(ANSWER)}
+        if self._name in self.others:
+            answer["token_ids"][-1] += 1
+        if self._engine == "llama.cpp":
+            answer["generation_s"] = own_s
+        if not self._is_plain:
+            answer |= {"drafted": 10, "accepted": 4}
+        return {"answers": [answer]}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "Peer", FakePeer)
+    monkeypatch.setattr(llama, "is_installed", lambda _: True)
+    monkeypatch.setattr(llama, "converted", lambda *_: Path("model"))
+    monkeypatch.setattr(llama, "model_path", lambda _: "model")
+    monkeypatch.setattr(llama, "_prompts", lambda *_: [[1], [2]])
+    monkeypatch.setattr(FakePeer, "others", ())
+
+
+LLAMA_CELL = Cell(part="llama.cpp", model="stories260K", proposer="ngram", batch=1)
+
+
+@pytest.mark.usefixtures("peers")
+def test_llama_cpp_is_compared_by_its_own_time_and_its_tokens_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakePeer, "others", ("llama.cpp plain",))
+    found = llama.measure_llama(LLAMA_CELL, lambda: False)
+    assert found["rounds"] == llama.MIN_ROUNDS
+    assert found["over_llama"] == 2.0  # 6 s, over 2 s and the client's one
+    assert found["speedups"]["llama.cpp"] == 2.0
+    assert found["speedups"]["quire"] == pytest.approx(5 / 3, abs=0.001)
+    assert set(found["acceptance"]) == {"quire", "llama.cpp", "llama.cpp, drafts as quire"}
+    assert found["acceptance"]["quire"] == 0.4
+    num = len(ANSWER)
+    assert found["equal_tokens"]["llama.cpp plain"] == pytest.approx((num - 1) / num, abs=1e-4)
+    assert found["equal_tokens"]["llama.cpp"] == 1.0
+
+
+@pytest.mark.usefixtures("peers")
+def test_other_tokens_of_quire_with_drafts_are_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakePeer, "others", ("quire",))
+    with pytest.raises(SystemExit, match="changed the tokens"):
+        llama.measure_llama(LLAMA_CELL, lambda: False)
+
+
+def test_tokens_are_equal_up_to_the_first_other_one() -> None:
+    assert llama.num_equal([1, 2, 3, 4], [1, 2, 9, 4]) == 2
+    assert llama.num_equal([1, 2], [1, 2, 3]) == 2
 
 
 def test_words_of_a_text_keep_their_ids() -> None:
