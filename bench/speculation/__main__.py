@@ -190,9 +190,10 @@ class Run:
                     one.prepare()
                     freeze_heap()  # collections must not visit what other engines hold
                     cell_s, began_s = self._take(cell), time.monotonic()
-                    most_s = min(MAX_TIME_TIMES * cell_s, self._left_s())
+                    limit_s = min(MAX_TIME_TIMES * cell_s, self._left_s())
                     one.extend(
-                        partial(_is_before, began_s + cell_s), partial(_is_before, began_s + most_s)
+                        partial(_is_before, began_s + cell_s),
+                        partial(_is_before, began_s + limit_s),
                     )
                     left_s += cell_s - (time.monotonic() - began_s)
                     missing.remove(cell)

@@ -18,8 +18,10 @@ PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
 TOKENS, SHAPE_TOKENS = 128, 64
 # Steps without drafts in a round, by batch: a turn of a small model takes some milliseconds. In
 # turns of 20 the spread of an engine's sum was twice as wide after the same time, as the machine
-# drifts meanwhile; a change of sides takes a part of a millisecond.
+# drifts meanwhile; a change of sides takes a part of a millisecond. Of a shape at batch 1 it is
+# half an answer: in a few tokens the number of right drafts varies more than the speed.
 ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
+SHAPE_ROUND_STEPS = {**ROUND_STEPS, 1: SHAPE_TOKENS // 2}
 # Steps of the control before it is measured, by batch.
 WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
 SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
@@ -30,8 +32,8 @@ SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
 NUM_ENGINES, NUM_FIXED_ENGINES = 8, 3
 # Seconds of a cell, with its warm-up: by part, and of a shape by batch. Steps of the second shape
 # take twice as long.
-CELL_S = {"small": 20.0, "repeats": 16.0, "history": 12.0, "llama.cpp": 45.0}
-SHAPE_CELL_S = {1: 20.0, 4: 20.0, 16: 24.0, 64: 32.0}
+CELL_S = {"small": 20.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 45.0}
+SHAPE_CELL_S = {1: 30.0, 4: 20.0, 16: 24.0, 64: 32.0}
 SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with
 # noise of its own, for comparison of what is accepted.
@@ -84,7 +86,7 @@ class Cell:
     @property
     def round_tokens(self) -> int:
         """Return the tokens of all requests in a round."""
-        return self.batch * ROUND_STEPS[self.batch]
+        return self.batch * (ROUND_STEPS if self.is_small else SHAPE_ROUND_STEPS)[self.batch]
 
     @property
     def warm_up_steps(self) -> int:

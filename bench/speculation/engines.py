@@ -60,7 +60,7 @@ class Engines:
     def __init__(self, cell: Cell, ending: ExitStack) -> None:
         self._cell, self._ending = cell, ending
         self._started: dict[str, list[Side]] = {}
-        # Which sides and tasks, whose list stays the same. The former have all answers of these.
+        # Ids of a side and of a list of tasks that it has answered. Such lists are never freed.
         self._answered: set[tuple[int, int]] = set()
 
     def of(self, name: str, num: int = 1) -> list[Side]:

@@ -42,7 +42,7 @@ def measure_llama(cell: Cell, has_time: Callable[[], bool]) -> dict[str, Any]:
     """Return seconds of all four sides in each round; {"refused": why} where llama.cpp is not
     installed or does not speculate so."""
     if not is_installed("llama.cpp"):
-        return {"refused": "llama.cpp is not installed; run: bench/peers/setup llama.cpp"}
+        return {"refused": "llama.cpp is not installed; run: bench/peers/setup llama.cpp export"}
     sides: dict[str, Peer] = {}
     try:
         return _rounds(cell, has_time, sides)

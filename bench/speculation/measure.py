@@ -10,7 +10,7 @@ are narrow, or until the cell's time is over; fixed numbers of drafts that are c
 the best one are left out, in a small model after a race of one engine each. Always holds: before
 they are measured the control has taken a number of steps, and each engine of a small model has
 answered all requests; an engine with other tokens than without drafts ends the measurement; which
-rounds count does not depend on their ratios; a cell has LEAST_ROUNDS if these take no more than
+rounds count does not depend on their ratios; a cell has FIRST_ROUNDS if these take no more than
 MAX_TIME_TIMES its time.
 """
 
@@ -32,7 +32,7 @@ Turn = tuple[str, int]  # a side and the number of its engine
 Round = dict[str, list[float]]  # seconds by side, of each of its engines
 Ready = Callable[[str, int], Sequence[Side]]
 # Rounds that a cell has before its time ends it, until it may be decided, and at most.
-LEAST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
+FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
 # How long the first rounds may go on beyond the time of a cell, as a multiple of it.
 MAX_TIME_TIMES = 2.5
 # Whether rounds end is asked each time when there are so many times as many as before.
@@ -126,7 +126,7 @@ class Measurement:
         self._engines()
 
     def extend(self, has_time: Callable[[], bool], has_more: Callable[[], bool]) -> None:
-        """Take rounds after the control has been warmed up, while there is time; LEAST_ROUNDS
+        """Take rounds after the control has been warmed up, while there is time; FIRST_ROUNDS
         while there is more of it, and one at least."""
         engines = self._engines()
         for (name, _), side in engines.items():
@@ -185,7 +185,7 @@ class Measurement:
                 self._leave_out(self.rounds, [name for name in self._names if name != "auto"])
                 if self.has_ended:
                     return
-            if not (has_time() or (num < LEAST_ROUNDS and has_more())):
+            if not (has_time() or (num < FIRST_ROUNDS and has_more())):
                 return
 
     def _rounds_of(self, streams: Mapping[Turn, Stream]) -> Iterator[Round]:

@@ -77,7 +77,7 @@ def half_width(found: Found) -> float:
 
 def noise_floors(found: Iterable[Found]) -> list[float]:
     """Return the standard deviation of the speeds of equal engines of each cell that has several,
-    relative to their mean: what one engine a side cannot tell apart."""
+    relative to their mean: the noise floor of one engine a side."""
     return [spread(one["off_of_off"]) for one in found if one.get("off_of_off")]
 
 

@@ -26,7 +26,7 @@ from bench.speculation.intervals import (
     spread,
     verdict,
 )
-from bench.speculation.measure import LEAST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
+from bench.speculation.measure import FIRST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from bench.speculation.texts import word_ids
@@ -124,7 +124,7 @@ def measured(*, num: int = 1, **cores: FakeCore | list[FakeCore]) -> dict[str, A
 
 
 def engines(num: int, cost_s: float, **options: Any) -> list[FakeCore]:
-    """Return equal engines whose steps take 1 % more each."""
+    """Return engines; the steps of each take 1 % more than those of the one before."""
     return [FakeCore(cost_s=cost_s * (1.0 + 0.01 * at), **options) for at in range(num)]
 
 
@@ -166,7 +166,7 @@ def test_fixed_numbers_race_with_one_engine_before_a_side_has_several() -> None:
 
 
 def test_a_cell_has_some_rounds_whatever_its_time_unless_they_take_too_long() -> None:
-    for has_more, num_rounds in ((True, LEAST_ROUNDS), (False, 1)):
+    for has_more, num_rounds in ((True, FIRST_ROUNDS), (False, 1)):
         one = measurement(off=FakeCore(), auto=FakeCore())
         one.extend(lambda: False, lambda has_more=has_more: has_more)  # type: ignore[misc]
         assert len(one.rounds) == num_rounds
@@ -216,7 +216,7 @@ def test_a_cell_that_noise_leaves_open_has_so_many_rounds_at_most(
 def test_a_cell_can_be_measured_further() -> None:
     cores = {"off": FakeCore(), "auto": FakeCore(cost_s=1.01)}
     one = measurement(off=cores["off"], auto=cores["auto"])
-    for num_rounds in (LEAST_ROUNDS + 2, LEAST_ROUNDS + 5):
+    for num_rounds in (FIRST_ROUNDS + 2, FIRST_ROUNDS + 5):
         left = iter([True] * (num_rounds - len(one.rounds) - 1))
         one.extend(lambda left=left: next(left, False), lambda: True)  # type: ignore[misc]
         assert len(one.rounds) == num_rounds
