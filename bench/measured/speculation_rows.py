@@ -29,6 +29,7 @@ _PARTS = {
     "history": "answers that repeat earlier ones, forced on random weights",
 }
 _MODELS = {"box": "built-in model"}
+_ENGINES = {"quire": "Quire", "llama.cpp": "llama.cpp"}
 
 
 def speculation_rows(result: dict[str, Any]) -> list[str]:
@@ -141,7 +142,14 @@ def _llama_row(cell: Cell, one: dict[str, Any]) -> str:
     what = f"| {_PROPOSERS[cell.proposer]}, {cell.model}, one request, beside llama.cpp's: speed "
     if "refused" in one:
         return f"{what}over llama.cpp | not measured: {one['refused']} | 1x |"
+    gains = ", ".join(f"{shown} {_gain(one, name)}" for name, shown in _ENGINES.items())
     return (
-        f"{what}over llama.cpp; gain of each | {one['over_llama']:.2f}x; Quire "
-        f"{one['speedups']['quire']:.2f}x, llama.cpp {one['speedups']['llama.cpp']:.2f}x | 1x |"
+        f"{what}over llama.cpp's fastest setting; gain of each (accepted) | "
+        f"{one['over_llama']:.2f}x; {gains} | 1x |"
     )
+
+
+def _gain(one: dict[str, Any], name: str) -> str:
+    rate = one["acceptance"].get(name)
+    accepted = "no drafts" if rate is None else f"{100 * rate:.0f} %"
+    return f"{one['speedups'][name]:.2f}x ({accepted})"

@@ -456,7 +456,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakePeer, "others", ())
 
 
-LLAMA_CELL = Cell(part="llama.cpp", model="stories260K", proposer="ngram", batch=1)
+LLAMA_CELL = Cell(part="llama.cpp", model="stories260K", proposer="draft", batch=1)
 
 
 @pytest.mark.usefixtures("peers")
@@ -474,6 +474,8 @@ def test_llama_cpp_is_compared_by_its_own_time_and_its_tokens_are_counted(
     num = len(ANSWER)
     assert found["equal_tokens"]["llama.cpp plain"] == pytest.approx((num - 1) / num, abs=1e-4)
     assert found["equal_tokens"]["llama.cpp"] == 1.0
+    [line] = speculation_rows({"cells": {LLAMA_CELL.name: found | {"acceptance": {"quire": 0.4}}}})
+    assert line.endswith("| 2.00x; Quire 1.67x (40 %), llama.cpp 2.00x (no drafts) | 1x |")
 
 
 @pytest.mark.usefixtures("peers")
