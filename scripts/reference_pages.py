@@ -272,7 +272,7 @@ def metrics() -> str:
 def vllm_metrics() -> str:
     """Return a table of vLLM's names of metrics and ours."""
     source = Metrics()
-    source.show_vllm_names("box")
+    source.show_vllm_names("box", 16)
     rows, ours = [], {theirs: name for name, theirs in vllm_metrics_names.NAMES.items()}
     sums = {
         **vllm_metrics_names.SUMS,
@@ -285,6 +285,10 @@ def vllm_metrics() -> str:
         own = ours.get(family.name, "")
         own = f"{own}_total" if family.type == "counter" else own
         text = f"`{own}`" if own else "`quire_kv_blocks_used` of `quire_kv_blocks`, 0 to 1"
+        if family.name == vllm_metrics_names.CACHE:
+            text = (
+                "1, with the labels `block_size` (tokens) and `num_gpu_blocks` (`quire_kv_blocks`)"
+            )
         if family.name in sums:
             by = ", by `position` from 0 on" * (family.name == vllm_metrics_names.ACCEPTED_AT)
             text = f"sum of `{sums[family.name]}_total`{by}"

@@ -127,7 +127,7 @@ class ServerState:
             )
         engine.on_stats = self.metrics.see
         self.metrics.see(engine.stats)  # /metrics shows the KV blocks before the first step
-        self.metrics.show_vllm_names(engine.card.name)
+        self.metrics.show_vllm_names(engine.card.name, engine.card.block_size)
 
     def serve_through(self, engine: Engine | None) -> None:
         """Send requests that arrive from now on through `engine`; None: to the engine itself."""

@@ -64,12 +64,11 @@ class Metrics:
         self._shown.register(TenantCollector(lambda: self._stats, tuple(tenants)))
         self.vllm: VllmMetrics | None = None
 
-    def show_vllm_names(self, model_name: str) -> None:
-        """Show metrics by vLLM's names too."""
+    def show_vllm_names(self, model_name: str, block_size: int) -> None:
+        """Show metrics by vLLM's names too. block_size: tokens of a KV block."""
         from quire.obs.vllm_metrics import VllmMetrics  # the library has none
 
-        self.vllm = VllmMetrics(self._shown)
-        self.vllm.model_name = model_name
+        self.vllm = VllmMetrics(self._shown, model_name, block_size)
 
     def choice(
         self,

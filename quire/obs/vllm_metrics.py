@@ -38,17 +38,20 @@ SUMS = {
 # Likewise by position, which counts from 0 there and from 1 here.
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos"
 USAGE = "vllm:kv_cache_usage_perc"
+# Its labels have the capacity of the cache, which endpoint pickers read.
+CACHE = "vllm:cache_config_info"
 _LABELS = {"finish_reason": "finished_reason"}
 
 
 class VllmMetrics:
-    """Shows metrics of `registry` by vLLM's names."""
+    """Shows metrics of `registry` by vLLM's names. block_size: tokens of a KV block."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, block_size: int) -> None:
         self._registry = registry
         self._own = CollectorRegistry()
         self._own.register(self)
-        self.model_name = ""
+        self.model_name = model_name
+        self._block_size = block_size
 
     def text(self) -> bytes:
         """Return them in Prometheus' text format."""
@@ -73,6 +76,10 @@ class VllmMetrics:
         used = blocks.get("quire_kv_blocks_used", 0.0)
         usage.add_metric((self.model_name, "0"), used / total if total else 0.0)
         yield usage
+        labels = ("model_name", "engine", "block_size", "num_gpu_blocks")
+        cache = GaugeMetricFamily(CACHE, "1, with the KV cache's capacity as labels", labels=labels)
+        cache.add_metric((self.model_name, "0", str(self._block_size), str(int(total))), 1.0)
+        yield cache
         yield from self._drafts(drafts)
 
     def describe(self) -> Iterable[Metric]:

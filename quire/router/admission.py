@@ -2,14 +2,15 @@
 
 429 where the client's key has too many open requests: only that client should slow down. 503 where
 the router or all replicas are full or gone: any client may try again later. `Retry-After` is the
-time in which the open tokens drain at the rate of the last seconds.
+time in which the tokens of open and waiting requests drain at the rate of the last seconds.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from quire.base.http_apis import AUTHORIZATION
 from quire.router.faults import Refusal
@@ -29,6 +30,7 @@ class Admission:
         self._per_key: Counter[bytes] = Counter()
         self._drained_tokens = 0.0
         self._since_s = 0.0
+        self._waiting_tokens = 0
         self.num_open = 0
         self.is_draining = False
 
@@ -75,6 +77,15 @@ class Admission:
         if not self._per_key[key]:
             del self._per_key[key]
 
+    @contextmanager
+    def waiting(self, tokens: int) -> Iterator[None]:
+        """Count the tokens of a request that is at no replica yet."""
+        self._waiting_tokens += tokens
+        try:
+            yield
+        finally:
+            self._waiting_tokens -= tokens
+
     def drained(self, tokens: int, now_s: float) -> None:
         """Note tokens that were computed; old ones fade."""
         past_s = now_s - self._since_s
@@ -83,8 +94,9 @@ class Admission:
         self._drained_tokens += tokens
 
     def retry_after_s(self) -> float:
-        """Return in how many seconds the open tokens will be computed."""
-        backlog = sum(one.backlog_tokens for one in self._fleet.replicas.values())
+        """Return in how many seconds the tokens of open and waiting requests are computed."""
+        backlog = self._waiting_tokens
+        backlog += sum(one.backlog_tokens for one in self._fleet.replicas.values())
         rate = self._drained_tokens / _RATE_S
         predicted_s = backlog / rate if rate else _SHORTEST_S
         return min(max(predicted_s, _SHORTEST_S), _LONGEST_S)

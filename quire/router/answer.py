@@ -166,6 +166,7 @@ class Answer:
             return False
         if status == 200 and request.route.generates:
             attempt.has_answer()
+            self._admission.drained(request.expected_tokens, self._loop.time())
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True

@@ -87,6 +87,8 @@ class RouterApp:
         except ClientGone:
             return
         except Refusal as refusal:
+            if refusal.status == 503 and refusal.retry_after_s is None:
+                refusal.retry_after_s = self._admission.retry_after_s()
             self._metrics.refused.labels(refusal.code).inc()
             await client.refuse(refusal)
         finally:

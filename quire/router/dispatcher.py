@@ -80,7 +80,8 @@ class Dispatcher:
         loop, tier = asyncio.get_running_loop(), tiers.read(request)
         came_s = loop.time()
         async with before_deadline(request):
-            await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
+            with shared.admission.waiting(request.expected_tokens):
+                await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
         try:
             await self._answer(request, client, key, order)
         finally:

@@ -78,7 +78,6 @@ class Lanes:
                 "overloaded",
                 f"{len(self._waiting)} long prompts wait and at most {table.max_waiting} may "
                 "(max-waiting of [lanes]); try again later",
-                retry_after_s=table.max_wait_seconds,
             )
         turn, loop = object(), asyncio.get_running_loop()
         until_s = loop.time() + table.max_wait_seconds
@@ -100,5 +99,4 @@ class Lanes:
             "overloaded",
             f"the prompt is long and found no place within {table.max_wait_seconds:g} s: each "
             f"replica computes {self.limit} long prompts at a time ([lanes]); try again later",
-            retry_after_s=table.max_wait_seconds,
         )

@@ -121,12 +121,13 @@ class Placement:
             await self._wait_for_first(model)
         if lanes is None or not state.is_long:
             return choose()
-        return await lanes.place(
-            self._fleet,
-            choose,
-            lambda: self._fleet.is_served(model, state.tried),
-            lambda: state.client.is_gone,
-        )
+        with state.parts.admission.waiting(state.request.expected_tokens):
+            return await lanes.place(
+                self._fleet,
+                choose,
+                lambda: self._fleet.is_served(model, state.tried),
+                lambda: state.client.is_gone,
+            )
 
     async def _wait_for_first(self, model: str) -> None:
         """Wait while no replica is available, such as one that is still to be started."""

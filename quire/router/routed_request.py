@@ -169,6 +169,11 @@ class RoutedRequest:
         output = max(self.used_output_tokens, self.num_delivered)
         return (self.prompt_tokens if prompt < 0 else prompt) + output + self.replaced_tokens
 
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens of the prompt and of the expected output."""
+        return self.prompt_tokens + self.output_tokens
+
     def key(self) -> RouteKey:
         """Return what policies read."""
         prompt = b"".join(
@@ -179,7 +184,7 @@ class RoutedRequest:
         return RouteKey(
             blocks=block_names(scope, prompt),
             session=self.session,
-            tokens=self.prompt_tokens + self.output_tokens,
+            tokens=self.expected_tokens,
             prompt_tokens=self.prompt_tokens,
             hashes=self.block_hashes,
             block_size=self.block_size,

@@ -107,7 +107,6 @@ class Sleepers:
                     f"{replica.name} sleeps, and the {len(awake)} replicas that are awake were "
                     f"busy for {table.max_wait_seconds:g} s (max-awake of [sleep]); try again "
                     "later",
-                    retry_after_s=table.max_wait_seconds,
                 )
             await fleet.wait_for_change(min(left_s, _CHECK_S))
 

@@ -157,7 +157,6 @@ class Tiers:
                 "overloaded",
                 f"{len(waiting)} requests of tier {tier} wait and at most {table.max_waiting} may "
                 "(max-waiting of [tiers]); try again later",
-                retry_after_s=table.max_wait_seconds,
             )
         turn, until_s = object(), loop.time() + table.max_wait_seconds
         waiting.append(turn)
@@ -177,5 +176,4 @@ class Tiers:
             f"no place for tier {tier} within {table.max_wait_seconds:g} s: {self._open[tier]} of "
             f"its requests are open and {self.limits[tier]} may be for each replica ([tiers]); try "
             "again later",
-            retry_after_s=table.max_wait_seconds,
         )

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.base.engine_stats import EngineStats
 from quire.base.records import RequestTimes
 from quire.obs.metrics import Metrics
-from quire.obs.vllm_metrics import NAMES, USAGE
+from quire.obs.vllm_metrics import CACHE, NAMES, USAGE
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -24,7 +24,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], f
 
 def test_each_name_has_the_value_of_ours() -> None:
     metrics = Metrics()
-    metrics.show_vllm_names("box")
+    metrics.show_vllm_names("box", 16)
     stats = EngineStats(running=3, waiting=5, blocks_total=40, blocks_used=10, steps_total=1)
     metrics.see(stats)
     times = RequestTimes(
@@ -35,6 +35,7 @@ def test_each_name_has_the_value_of_ours() -> None:
     assert found["vllm:num_requests_running", ()] == 3
     assert found["vllm:num_requests_waiting", ()] == 5
     assert found[USAGE, ()] == 0.25
+    assert found[CACHE, (("block_size", "16"), ("num_gpu_blocks", "40"))] == 1
     assert found["vllm:prompt_tokens_total", ()] == 7
     assert found["vllm:generation_tokens_total", ()] == 4
     assert found["vllm:request_success_total", (("finished_reason", "stop"),)] == 1
@@ -56,7 +57,7 @@ def test_each_name_has_the_value_of_ours() -> None:
 
 def test_drafts_are_summed_over_proposers_and_positions_count_from_0() -> None:
     metrics = Metrics()
-    metrics.show_vllm_names("box")
+    metrics.show_vllm_names("box", 16)
     assert samples(metrics)["vllm:spec_decode_num_drafts_total", ()] == 0
     stats = EngineStats(
         proposer="ngram",
@@ -80,5 +81,5 @@ def test_drafts_are_summed_over_proposers_and_positions_count_from_0() -> None:
 def test_before_a_step_and_without_the_setting() -> None:
     metrics = Metrics()
     assert b"vllm:" not in metrics.text()
-    metrics.show_vllm_names("box")
+    metrics.show_vllm_names("box", 16)
     assert samples(metrics)[USAGE, ()] == 0.0

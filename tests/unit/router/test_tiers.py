@@ -122,3 +122,23 @@ def test_streams_teach_the_controller() -> None:
         assert tiers.limits["flex"] == 20
 
     run([replica], story, Features(tiers=tiers))
+
+
+def test_retry_after_is_the_time_of_open_and_waiting_tokens_at_the_rate_of_whole_answers() -> None:
+    replica = FakeReplica()
+    tiers = Tiers(TiersTable(max_default=1, max_waiting=1, max_wait_seconds=300))
+    whole = {"tokens": [1] * 300, "max_tokens": 200}
+
+    async def story(router: Router) -> None:
+        assert (await router.post("/generate", whole))[0] == 200  # 500 tokens in 10 s
+        replica.whole_gate = asyncio.Event()
+        asked = [asyncio.ensure_future(router.post("/generate", whole)) for _ in range(2)]
+        while not tiers.num_waiting("default"):
+            await asyncio.sleep(0)
+        status, headers, _ = await router.post("/generate", whole)
+        assert (status, headers[b"retry-after"]) == (503, b"20"), "1000 tokens at 50/s"
+        replica.whole_gate.set()
+        assert [(await one)[0] for one in asked] == [200, 200]
+        assert router.admission.retry_after_s() == 1.0, "nothing is open or waits"
+
+    run([replica], story, Features(tiers=tiers))
