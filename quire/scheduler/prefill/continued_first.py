@@ -2,11 +2,14 @@
 
 Another engine has failed then, and each of its streams has been interrupted for as long as that
 took to be noticed. A step with rows of all that run takes much longer than the rows of those that
-continue, so the others stand back for a few steps and then go on. A single request with output_ids
-changes nothing. Clients may send output_ids as well, so what they can take from others is bounded.
-Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all, and after MAX_STEPS without the
-others these stand back once in STEPS_TO_EARN; a request stands back for its own tenant's only;
-where a running request has a target for the time between two tokens, none stands back.
+continue, and the API process, which still has to accept most of them, must pass on a token of each
+row. So the others stand back for some steps and then go on. Requests that continue arrive a few at
+a time: once MIN_TOGETHER have come together, one more is enough for another such step. A single
+request with output_ids changes nothing. Clients may send output_ids as well, so what they can take
+from others is bounded. Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all, and after
+MAX_STEPS without the others these stand back once in STEPS_TO_EARN; a request stands back for its
+own tenant's only; where a running request has a target for the time between two tokens, none stands
+back.
 """
 
 from __future__ import annotations
@@ -23,13 +26,15 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 # So many continue at once where an engine has failed, and hardly ever otherwise.
 MIN_TOGETHER = 8
 # How many steps in a row the others stand back.
-MAX_IN_A_ROW = 3
+MAX_IN_A_ROW = 8
 # How many steps they stand back at once, as for a failed engine, and the steps that earn one more.
-MAX_STEPS = 64
-STEPS_TO_EARN = 16
-# After a step that could compute fewer, for lack of blocks or because their prompts are long, they
-# do not stand back for so many.
+MAX_STEPS = 128
+STEPS_TO_EARN = 8
+# After a step that could compute less than half of them or of MIN_TOGETHER, for lack of blocks or
+# because their prompts are long, they do not stand back for so many.
 REST_STEPS = 16
+# Those of a failed engine have all come when so many steps had none.
+QUIET_STEPS = 4
 
 
 class ContinuedFirst(StepExtension):
@@ -42,6 +47,8 @@ class ContinuedFirst(StepExtension):
         self._pending: list[SequenceState] = []
         self._num_in_a_row = self._num_to_rest = 0
         self._num_left, self._earned_until = MAX_STEPS, 0
+        self._together_until = 0  # the last step in which one that continues is enough
+        self._num_wanted = 0  # rows of those that continue, in this step
 
     def note(self, sequence: SequenceState) -> None:
         """Note a request that continues an answer."""
@@ -59,12 +66,13 @@ class ContinuedFirst(StepExtension):
         if self._num_to_rest:
             self._num_to_rest -= 1
         elif self._num_in_a_row < MAX_IN_A_ROW and self._num_left:
-            others = self._others()
+            others = self._others(step.builder.step)
         if others is None:
             self._num_in_a_row = 0
             return
         self._num_in_a_row += 1
         self._num_left -= 1
+        self._together_until = step.builder.step + QUIET_STEPS
         step.deferred += others
 
     def end_step(self, step: Step) -> None:
@@ -72,7 +80,7 @@ class ContinuedFirst(StepExtension):
         slots, batch = self._slots(), self._batch
         if self._num_in_a_row:
             num_rows = np.count_nonzero(batch.scheduled[slots] > batch.computed[slots])
-            self._num_to_rest = 0 if num_rows >= MIN_TOGETHER else REST_STEPS
+            self._num_to_rest = 0 if 2 * num_rows >= self._num_wanted else REST_STEPS
 
     def _earn(self, step: int) -> None:
         """Let the others stand back again for some of the steps since the last time."""
@@ -84,15 +92,17 @@ class ContinuedFirst(StepExtension):
         """Return the slots of those that continue and have no output yet."""
         return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
 
-    def _others(self) -> list[int] | None:
+    def _others(self, step: int) -> list[int] | None:
         """Return the slots that stand back; None for none, or where too few continue."""
         batch, active = self._batch, self._batch.active
-        if len(self._pending) < MIN_TOGETHER or not len(active):
+        num_needed = 1 if step <= self._together_until else MIN_TOGETHER
+        if len(self._pending) < num_needed or not len(active):
             return None
         slots = self._slots()
         num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
         num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
-        if num_waiting + num_unscheduled < MIN_TOGETHER:
+        self._num_wanted = min(num_waiting + num_unscheduled, MIN_TOGETHER)
+        if self._num_wanted < num_needed:
             return None
         others = active[~np.isin(active, slots)]
         if np.isfinite(batch.tpot_slo_ms[others]).any():

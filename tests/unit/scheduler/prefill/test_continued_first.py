@@ -14,6 +14,7 @@ from quire.scheduler.prefill.continued_first import (
     MAX_IN_A_ROW,
     MAX_STEPS,
     MIN_TOGETHER,
+    QUIET_STEPS,
     REST_STEPS,
     STEPS_TO_EARN,
 )
@@ -92,10 +93,28 @@ def test_prompts_that_are_new_change_nothing() -> None:
     harness.check_end()
 
 
-def test_the_others_have_every_fourth_step_however_many_continue() -> None:
-    harness = started(max_num_seqs=128)
+def test_after_many_one_more_is_enough_until_none_has_come_for_some_steps() -> None:
+    harness = started()
+    add(harness, MIN_TOGETHER)
+    harness.step()
+    for number, (after, stand_back) in enumerate(
+        ((1, True), (QUIET_STEPS, True), (QUIET_STEPS + 1, False))
+    ):
+        for _ in range(after - 1):
+            harness.step()
+        add(harness, 1, first=100 + number)
+        num_old = len(harness.tokens["old0"])
+        harness.step()
+        assert (len(harness.tokens["old0"]) == num_old) == stand_back
+        assert len(harness.tokens[f"new{100 + number}"]) == 1
+    harness.drain()
+    harness.check_end()
+
+
+def test_the_others_have_a_step_after_some_however_many_continue() -> None:
+    harness = started(max_num_seqs=256, num_blocks=2000)
     has_old = []
-    for number in range(12):
+    for number in range(3 * (MAX_IN_A_ROW + 1)):
         add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
         before = len(harness.tokens["old0"])
         harness.step()
