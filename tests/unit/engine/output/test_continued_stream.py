@@ -184,7 +184,8 @@ def test_a_stream_is_as_cheap_as_any_other_once_it_goes_on(held_tokens: int) -> 
     tokenizer = _tokenizer("byte-level")
     ids = tokenizer.encode("a b a b a b")
     is_plain = []
-    for sampling in ({}, {"logprobs": 0}, {"stop": ("zebra",)}):
+    samplings: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"stop": ("zebra",)}]
+    for sampling in samplings:
         request = replace(_request(**sampling), output_ids=np.array(ids[:3], np.int32))
         stream = ContinuedStream(tokenizer, request, TextRules(held_tokens=held_tokens))
         assert not stream.is_plain, "the first delta has what was known"
