@@ -148,7 +148,9 @@ class Answer:
         body = attempt.early + await exchange.body()
         status, error = exchange.status, read_error(body) or ErrorBody()
         code = error.code if isinstance(error.code, str) else ""
-        if request.form.is_overloaded(status) or code in LEAVING:
+        # Where a client would come again, a stream that has begun waits.
+        has_no_room = request.form.is_overloaded(status) or (client.started and status == 429)
+        if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
             why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
             self._placement.refused(attempt.replica, why.rstrip(), is_drain=is_drain)

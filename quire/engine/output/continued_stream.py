@@ -33,7 +33,7 @@ class ContinuedStream(OutputStream):
         self, tokenizer: Tokenizer, request: Request, rules: TextRules = PLAIN_TEXT
     ) -> None:
         super().__init__(tokenizer, request, rules)
-        self.is_plain = False
+        self._becomes_plain, self.is_plain = self.is_plain, False
         self._num_given = len(request.output_ids)
         self._num_held_tokens = rules.held_tokens
         self._known: TextDelta | None = None
@@ -46,7 +46,9 @@ class ContinuedStream(OutputStream):
         if self._final is not None:
             return self._end(self._final)
         if output.prompt_progress is not None or not self._num_held_tokens or not output.token_ids:
-            return self._with_known(super().push(output, step_ms))
+            delta = self._with_known(super().push(output, step_ms))
+            self.is_plain = self._becomes_plain and self._is_past_known
+            return delta
         count = min(self._num_held_tokens, len(output.token_ids))
         is_whole = count == len(output.token_ids)
         if is_whole and output.finish_reason is not None:
@@ -66,6 +68,12 @@ class ContinuedStream(OutputStream):
             return None
         rest = replace(output, token_ids=output.token_ids[count:], logprobs=output.logprobs[count:])
         return self._with_known(super().push(rest, step_ms))
+
+    @property
+    def _is_past_known(self) -> bool:
+        """Whether all of the known tokens is delivered, so that the stream is as any other."""
+        is_computed = not self._num_held_tokens and self._final is None
+        return is_computed and self._known is None and self._num_delivered >= self._num_given
 
     def _replay(self, request: Request) -> None:
         """Make the text of the known tokens. Their log-probabilities are not known."""

@@ -119,10 +119,12 @@ class TenantUsage(BlockShares):
                 param=param,
             )
         could_run = min(len(self._batch.free_slots), max(max_running - self.running[number], 0))
-        if self.waiting[number] >= one.max_queued + could_run:
+        # A stream that continues was admitted elsewhere: as many again may wait.
+        max_queued = (2 if len(request.output_ids) else 1) * one.max_queued
+        if self.waiting[number] >= max_queued + could_run:
             raise TenantLimit(
                 f"{self.waiting[number]} requests of tenant {one.shown} are waiting, at most "
-                f"{one.max_queued} may beside those that can start; try again later",
+                f"{max_queued} may beside those that can start; try again later",
                 retry_after_s=retry_after_s(),
             )
 

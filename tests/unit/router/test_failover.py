@@ -278,6 +278,23 @@ def test_a_stream_whose_only_equal_replica_is_full_ends_after_the_time_to_resume
     assert second.requests
 
 
+def test_a_stream_that_has_begun_waits_for_room_in_the_share_of_its_tenant() -> None:
+    """A new request gets the 429, with which its client can come again; a stream would break."""
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 3
+    second.status, second.body = 429, b'{"error":{"code":"tenant_limit"}}'
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(second.requests) == 2)
+        second.status = 200
+        assert (await answering)[2] == ANSWER
+        second.status, first.status, first.body = 429, 429, second.body
+        assert (await stream(router))[::2] == (429, second.body)
+
+    run([first, second], story)
+
+
 @pytest.mark.parametrize("in_stream", [True, False])
 def test_a_drain_gives_a_stream_the_time_to_resume_again(in_stream: bool) -> None:
     """Whether the replica has begun to answer, with its event, or says it by its status."""

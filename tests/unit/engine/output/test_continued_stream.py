@@ -52,7 +52,14 @@ def _outputs(ids: Sequence[int], runs: Sequence[int], *, logprobs: bool) -> list
 
 
 def _pushed(stream: OutputStream, outputs: list[RequestOutput]) -> list[TextDelta]:
-    return [delta for output in outputs if (delta := stream.push(output)) is not None]
+    """Push as OpenStreams does: single tokens of plain streams without an object."""
+    found = []
+    for output in outputs:
+        if stream.is_plain and len(output.token_ids) == 1 and output.finish_reason is None:
+            found.append(stream.push_token(output.token_ids[0], 0.0))
+        else:
+            found.append(stream.push(output))
+    return [delta for delta in found if delta is not None]
 
 
 def _ids(deltas: list[TextDelta]) -> list[int]:
@@ -170,3 +177,18 @@ def test_more_held_tokens_than_the_answer_has_leave_nothing_but_its_end() -> Non
     deltas = _pushed(stream, _outputs(ids, [1], logprobs=False))
     assert len(deltas) == 1
     assert deltas[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("held_tokens", [0, 1])
+def test_a_stream_is_as_cheap_as_any_other_once_it_goes_on(held_tokens: int) -> None:
+    tokenizer = _tokenizer("byte-level")
+    ids = tokenizer.encode("a b a b a b")
+    is_plain = []
+    samplings: list[dict[str, Any]] = [{}, {"logprobs": 0}, {"stop": ("zebra",)}]
+    for sampling in samplings:
+        request = replace(_request(**sampling), output_ids=np.array(ids[:3], np.int32))
+        stream = ContinuedStream(tokenizer, request, TextRules(held_tokens=held_tokens))
+        assert not stream.is_plain, "the first delta has what was known"
+        _pushed(stream, _outputs(ids[3:], [1], logprobs="logprobs" in sampling)[:-1])
+        is_plain.append(stream.is_plain)
+    assert is_plain == [True, False, False]

@@ -11,11 +11,11 @@ import pytest
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.prefill.continued_first import (
-    MAX_IN_A_ROW,
     MAX_STEPS,
     MIN_TOGETHER,
     REST_STEPS,
     STEPS_TO_EARN,
+    TOGETHER_STEPS,
 )
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
@@ -92,15 +92,48 @@ def test_prompts_that_are_new_change_nothing() -> None:
     harness.check_end()
 
 
-def test_the_others_have_every_fourth_step_however_many_continue() -> None:
-    harness = started(max_num_seqs=128)
+def test_after_many_one_is_enough_until_fewer_come() -> None:
+    harness = started()
+    add(harness, MIN_TOGETHER)
+    harness.step()
     has_old = []
-    for number in range(12):
-        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
+    for number, after in enumerate((1, TOGETHER_STEPS - 2, 1)):
+        for _ in range(after):
+            harness.step()
+        add(harness, 1, first=100 + number)
+        num_old = len(harness.tokens["old0"])
+        harness.step()
+        has_old.append(len(harness.tokens["old0"]) > num_old)
+        assert len(harness.tokens[f"new{100 + number}"]) == 1
+    assert has_old == [False, True, True]
+    harness.drain()
+    harness.check_end()
+
+
+def test_many_may_come_one_after_the_other() -> None:
+    harness = started()
+    has_old = []
+    for number in range(MIN_TOGETHER + 2):
+        add(harness, 1, first=number)
+        num_old = len(harness.tokens["old0"])
+        harness.step()
+        has_old.append(len(harness.tokens["old0"]) > num_old)
+    assert has_old == [True] * (MIN_TOGETHER - 1) + [False] * 3
+    harness.drain()
+    harness.check_end()
+
+
+@pytest.mark.parametrize(("known", "num_own"), [(9, 3), (1, 9)])
+def test_the_others_have_a_step_after_some_however_many_continue(known: int, num_own: int) -> None:
+    """Each has the tokens of a whole step, or a third of them."""
+    harness = started(max_num_seqs=256, num_blocks=2000)
+    has_old = []
+    for number in range(2 * (num_own + 1)):
+        add(harness, MIN_TOGETHER, known, first=number * MIN_TOGETHER)
         before = len(harness.tokens["old0"])
         harness.step()
         has_old.append(len(harness.tokens["old0"]) > before)
-    assert has_old == 3 * ([False] * MAX_IN_A_ROW + [True])
+    assert has_old == 2 * ([False] * num_own + [True])
     harness.drain()
     harness.check_end()
 
@@ -109,12 +142,13 @@ def test_the_others_rarely_stand_back_where_streams_continue_all_the_time() -> N
     harness = started(max_num_seqs=128, max_model_len=400)
     harness.add(make_request("long", [1, 2], max_tokens=300))
     harness.step()
-    num_steps = 2 * MAX_STEPS
+    num_steps = 2 * int(MAX_STEPS)
     for number in range(num_steps):
-        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
+        add(harness, MIN_TOGETHER, known=9, first=number * MIN_TOGETHER)
         harness.step()
     num_with = len(harness.tokens["long"]) - 1
-    assert num_steps - num_with == MAX_STEPS + (num_steps + 3) // STEPS_TO_EARN
+    num_own = num_steps - num_with
+    assert MAX_STEPS <= num_own <= MAX_STEPS + (num_steps + 3) // STEPS_TO_EARN
     harness.drain()
     harness.check_end()
 

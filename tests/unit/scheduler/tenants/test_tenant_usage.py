@@ -70,6 +70,18 @@ def test_a_full_tenant_queue_rejects_only_that_tenant() -> None:
     found.check_end()
 
 
+def test_as_many_streams_that_continue_may_wait_beside_a_full_tenant_queue() -> None:
+    found = harness(limits(a={"max_running": 1, "max_queued": 2}))
+    for number in range(3):
+        add(found, f"a-{number}", 3)
+    request = make_request("r", [1, 2], max_tokens=4, tenant="a")
+    request = replace(request, output_ids=np.array([5], np.int32))
+    for number in range(2):
+        found.scheduler.add(replace(request, request_id=f"c-{number}", group_id=f"c-{number}"))
+    with pytest.raises(TenantLimit, match="5 requests of tenant a are waiting, at most 4"):
+        found.scheduler.add(request)
+
+
 def test_more_choices_than_the_limits_are_rejected_permanently() -> None:
     found = harness(limits(a={"max_running": 1, "max_queued": 2}))
     request = make_request("r", [1], max_tokens=2, tenant="a")
