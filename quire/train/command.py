@@ -43,7 +43,11 @@ class Task:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return the arguments that all trainings have."""
-    made = argparse.ArgumentParser(allow_abbrev=False, description=description)
+    made = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("--model", default="", help="a directory or ORG/NAME; default: built in")
     made.add_argument("--prompts", type=Path, required=True, help="a file with one prompt per line")
     made.add_argument(
