@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.api.generation.foreign_fields import BREAKPOINT, check_options
 from quire.api.generation.request_context import RequestContext, encode
-from quire.base.errors import InvalidParameter
+from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.show import show
 from quire.base.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
 
@@ -27,7 +27,17 @@ async def speculation_params(request: RequestContext) -> SpeculationParams:
             param="prediction",
         )
     text = _predicted_text(given["prediction"])
-    ids = await encode(request, text, add_special_tokens=False, param="prediction")
+    try:
+        ids = await encode(
+            request, text, add_special_tokens=False, min_output=0, param="prediction"
+        )
+    except ContextTooLong as error:
+        most = request.engine.card.max_model_len
+        raise InvalidParameter(
+            f"prediction has more tokens than the {most} of the model's context, so that no answer "
+            "is that text; shorten it to what the answer will repeat, or leave it out",
+            param="prediction",
+        ) from error
     return SpeculationParams(is_on=is_on, max_drafts=max_drafts, prediction_ids=tuple(ids))
 
 

@@ -153,6 +153,14 @@ def test_a_wrong_number_of_drafts_is_refused_with_the_limit_of_the_server() -> N
     assert '{"max_draft_tokens": 1 to 8} is allowed' in reply.json["error"]["message"]
 
 
+def test_a_prediction_longer_than_the_context_is_refused_as_such() -> None:
+    text = "x" * (CARD.max_model_len + 1)
+    reply, engine = post({**CHAT, "prediction": {"type": "content", "content": text}})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
+    assert reply.json["error"]["message"].startswith("prediction has more tokens than the")
+    assert not engine.asked
+
+
 def test_a_prediction_is_a_field_of_chats() -> None:
     reply, _ = post({"prompt": "x", "prediction": PREDICTION}, "/v1/completions")
     assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
