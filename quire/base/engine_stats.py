@@ -71,7 +71,7 @@ class EngineStats:
     tier_bad_blocks_total: int = 0  # read back with other bytes than saved: recomputed
     tier_failures_total: int = 0  # 1 where the tier is out of use
     row_errors_total: int = 0
-    proposer: str = ""  # of the engine, once it had drafts: the name of its kind
+    proposer: str = ""  # of the engine: the name of its kind
     drafting_ms_total: float = 0.0  # computing drafts, beside the steps
     # Decode steps that accepted drafts saved, and what steps took longer for drafts.
     draft_saved_ms_total: float = 0.0

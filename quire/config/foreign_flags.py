@@ -63,11 +63,25 @@ _DRAFT = (
     f"speculative decoding is set by --speculate {any_of(('off', *PROPOSERS))}, with "
     "--draft-model and --max-draft-tokens"
 )
+# Of the JSON of vLLM's flag, which may also be written as flags with a dot.
+_DRAFT_CONFIG = (
+    f"{_DRAFT}: method ngram is --speculate ngram, draft_model --speculate draft, eagle3 "
+    "--speculate eagle, medusa --speculate medusa; model is --draft-model, num_speculative_tokens "
+    "--max-draft-tokens; other methods and keys are not served"
+)
 _DRAFT_MODEL = (
     "a draft model or draft heads are given by --draft-model, with --speculate "
     f"{any_of(WITH_FILES)}"
 )
 _DRAFT_TOKENS = "the maximum number of draft tokens is --max-draft-tokens"
+_DRAFT_LENGTH = (
+    "the number of draft tokens is chosen in each step by what they gain, up to --max-draft-tokens"
+)
+_DRAFT_LIKE_MODEL = "a draft model is computed as the model is; leave it out"
+_DRAFT_HISTORY = (
+    "earlier answers are kept in memory and proposed with --speculate ngram and "
+    "--speculate-history-tokens"
+)
 _LORA = "there are no LoRA adapters yet: merge the adapter into the model's weights"
 _CHUNKS = "chunked prefill is always on; leave it out"
 _TOOLS = "tool calls are parsed in every answer to a request with tools; leave it out"
@@ -150,7 +164,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--all2all-backend": _TRANSPORT,
         "--disable-custom-all-reduce": _TRANSPORT,
         "--max-parallel-loading-workers": "each rank loads its own weights; leave it out",
-        "--speculative-config": _DRAFT,
+        "--speculative-config": _DRAFT_CONFIG,
         "--num-speculative-tokens": _DRAFT_TOKENS,
         "--speculative-num-draft-tokens": _DRAFT_TOKENS,
         "--speculative-model": _DRAFT_MODEL,
@@ -232,6 +246,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--grammar-backend": _GRAMMARS,
         "--speculative-algorithm": _DRAFT,
         "--speculative-draft-model-path": _DRAFT_MODEL,
+        "--speculative-num-steps": _DRAFT_LENGTH,
+        "--speculative-eagle-topk": "drafts are chains of tokens, not trees; leave it out",
         "--lora-paths": _LORA,
         "--enable-metrics": _METRICS,
         "--log-requests": _LOGS,
@@ -329,7 +345,31 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--reasoning-effort": _EFFORT,
         "--model-draft": _DRAFT_MODEL,
         "-md": _DRAFT_MODEL,
+        "-hfd": _DRAFT_MODEL,
+        "-hfrd": _DRAFT_MODEL,
+        "--hf-repo-draft": _DRAFT_MODEL,
+        "--spec-type": _DRAFT,
+        "--draft": _DRAFT_TOKENS,
+        "--draft-n": _DRAFT_TOKENS,
         "--draft-max": _DRAFT_TOKENS,
+        "--draft-min": _DRAFT_LENGTH,
+        "--draft-n-min": _DRAFT_LENGTH,
+        "--draft-p-min": _DRAFT_LENGTH,
+        "-cd": _DRAFT_LIKE_MODEL,
+        "--ctx-size-draft": _DRAFT_LIKE_MODEL,
+        "-ngld": _DRAFT_LIKE_MODEL,
+        "--gpu-layers-draft": _DRAFT_LIKE_MODEL,
+        "--n-gpu-layers-draft": _DRAFT_LIKE_MODEL,
+        "-devd": _DRAFT_LIKE_MODEL,
+        "--device-draft": _DRAFT_LIKE_MODEL,
+        "-ctkd": _DRAFT_LIKE_MODEL,
+        "--cache-type-k-draft": _DRAFT_LIKE_MODEL,
+        "-ctvd": _DRAFT_LIKE_MODEL,
+        "--cache-type-v-draft": _DRAFT_LIKE_MODEL,
+        "-lcs": _DRAFT_HISTORY,
+        "--lookup-cache-static": _DRAFT_HISTORY,
+        "-lcd": _DRAFT_HISTORY,
+        "--lookup-cache-dynamic": _DRAFT_HISTORY,
         "--lora": _LORA,
         "--lora-scaled": _LORA,
         "--mmproj": _TEXT_ONLY,
@@ -501,8 +541,9 @@ def alternative(flag: str, known: Iterable[str] = ()) -> str:
     """Return what to use in place of an unknown flag; empty if nothing is near.
 
     known: the existing flags, of which the nearest is suggested for a flag of no other engine.
+    A key of a JSON value may follow a flag's name, as in --speculative-config.method.
     """
-    if hint := INSTEAD.get(flag) or begun_with(flag, known):
+    if hint := INSTEAD.get(flag.partition(".")[0]) or begun_with(flag, known):
         return hint
     by_name = {name.lstrip("-"): name for name in sorted(known) if name.startswith("--")}
     near = (

@@ -50,7 +50,7 @@ def head_box_path(kind: str) -> Path:
     if not (heads / "config.json").is_file():
         raise ConfigError(
             f"{heads}: this installation has no {kind} heads for the built-in model; give some "
-            "with --draft-model"
+            f"with --draft-model (python -m quire.train.{kind} trains some)"
         )
     return heads
 

@@ -219,8 +219,7 @@ def _tier_counters(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
 
 
 def _drafts(stats: EngineStats) -> Iterable[Metric]:
-    """Yield drafts by proposer: the engine's once it had some, and the texts that requests
-    predict."""
+    """Yield drafts by proposer: the engine's, and the texts that requests predict."""
     seconds = CounterMetricFamily(
         "quire_drafting_seconds",
         "Time in which drafts were computed, between steps: by a draft model, draft heads, or the "

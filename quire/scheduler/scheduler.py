@@ -319,7 +319,7 @@ class Scheduler:
             held=self._backpressure.num_held if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
-            **({} if self._drafts is None or not self._drafts.was_used else self._drafts.fields),
+            **({} if self._drafts is None else self._drafts.fields),
             last_step_ms=self._last_step_ms,
         )
 

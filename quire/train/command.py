@@ -43,7 +43,11 @@ class Task:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return the arguments that all trainings have."""
-    made = argparse.ArgumentParser(allow_abbrev=False, description=description)
+    made = argparse.ArgumentParser(
+        allow_abbrev=False,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("--model", default="", help="a directory or ORG/NAME; default: built in")
     made.add_argument("--prompts", type=Path, required=True, help="a file with one prompt per line")
     made.add_argument(
@@ -53,21 +57,24 @@ def parser(description: str) -> argparse.ArgumentParser:
         help="chat: prompts are messages of a user; both: in turn",
     )
     made.add_argument("--out", type=Path, required=True, help="directory of head and checkpoints")
-    made.add_argument("--tokens", type=_positive, default=200_000, help="to generate, of answers")
-    made.add_argument("--answer-tokens", type=_positive, default=256, help="most of an answer")
+    made.add_argument("--tokens", type=positive, default=200_000, help="to generate, of answers")
+    made.add_argument("--answer-tokens", type=positive, default=256, help="most of an answer")
     made.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.6, 0.0])
-    made.add_argument("--max-num-seqs", type=_positive, default=64, help="answers at once")
-    made.add_argument(
-        "--max-tokens", type=_positive, default=512, help="of a text, prompt included"
-    )
-    made.add_argument("--steps", type=_positive, default=2_000)
-    made.add_argument("--batch", type=_positive, default=4, help="texts of a step")
+    made.add_argument("--max-num-seqs", type=positive, default=64, help="answers at once")
+    made.add_argument("--max-tokens", type=positive, default=512, help="of a text, prompt included")
+    made.add_argument("--steps", type=positive, default=2_000)
+    made.add_argument("--batch", type=positive, default=4, help="texts of a step")
     made.add_argument("--lr", type=float, default=1e-3)
-    made.add_argument("--checkpoint-steps", type=_positive, default=200)
-    made.add_argument("--threads", type=_positive, help="default: all cores")
+    made.add_argument("--checkpoint-steps", type=positive, default=200)
+    made.add_argument("--threads", type=positive, help="default: all cores")
     made.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="bf16")
     made.add_argument("--seed", type=int, default=1)
     return made
+
+
+def model_of(args: argparse.Namespace) -> Path:
+    """Return the model's directory. Raises SettingError or ModelError."""
+    return local_model(args.model) if args.model else box_path()
 
 
 def prepared(args: argparse.Namespace) -> Task:
@@ -75,7 +82,7 @@ def prepared(args: argparse.Namespace) -> Task:
     progress = Progress()
     out = user_path(str(args.out))
     out.mkdir(parents=True, exist_ok=True)
-    model = local_model(args.model) if args.model else box_path()
+    model = model_of(args)
     num_threads = num_compute_threads(args.threads)
     torch.manual_seed(args.seed)
     torch.set_num_threads(num_threads)
@@ -127,7 +134,8 @@ def write_head(task: Task, tensors: Mapping[str, Array], config: Mapping[str, An
 MIN_ANSWER_TOKENS = 8
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Return an argument as a whole number above 0."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")

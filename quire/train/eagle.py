@@ -39,7 +39,7 @@ from quire.models.registry import open_model
 from quire.models.spec import ModelSpec
 from quire.program.forms import IdSource
 from quire.program.ops import Embed
-from quire.train.command import Task, parser, prepared, write_head
+from quire.train.command import Task, model_of, parser, positive, prepared, write_head
 from quire.train.loop import train
 from quire.train.teacher import Lesson, Teacher
 from quire.train.tensor_file import as_stored
@@ -265,10 +265,10 @@ def _arguments(arguments: list[str] | None) -> Any:
     made = parser(__doc__ or "")
     made.add_argument("--taps", type=int, nargs=NUM_TAPS, help="layers read before they run")
     made.add_argument("--rounds", type=int, choices=range(1, 9), default=4, metavar="1-8")
-    made.add_argument("--draft-vocab-size", type=int, help="default: at most 32000")
-    made.add_argument("--intermediate-size", type=int, help="default: the model's")
-    made.add_argument("--num-heads", type=int, help="default: the model's")
-    made.add_argument("--num-kv-heads", type=int, help="default: the model's")
+    made.add_argument("--draft-vocab-size", type=positive, help="default: at most 32000")
+    made.add_argument("--intermediate-size", type=positive, help="default: the model's")
+    made.add_argument("--num-heads", type=positive, help="default: the model's")
+    made.add_argument("--num-kv-heads", type=positive, help="default: the model's")
     return made.parse_args(arguments)
 
 
@@ -317,12 +317,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, and write the head; returns the exit code."""
     args = _arguments(arguments)
     try:
+        model = model_of(args)  # what does not fit it is refused before texts are generated
+        taps, shape = taps_of(args.taps, model), _shape(args, open_model(model))
         task = prepared(args)
-        taps = taps_of(args.taps, task.model)
         teacher = Teacher(
             task.model, max_tokens=task.max_tokens, num_threads=task.num_threads, layers=taps
         )
-        shape = _shape(args, teacher.spec)
         vocab_size = teacher.program.vocab_size
         num_ids = min(args.draft_vocab_size or 32_000, vocab_size)
         head = EagleHead(

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.api.generation.foreign_fields import BREAKPOINT, check_options
 from quire.api.generation.request_context import RequestContext, encode
-from quire.base.errors import InvalidParameter
+from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.base.show import show
 from quire.base.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
 
@@ -18,7 +18,7 @@ from quire.base.speculation_params import MAX_DRAFT_TOKENS, SpeculationParams
 async def speculation_params(request: RequestContext) -> SpeculationParams:
     """Return what a request says of draft tokens. Raises InvalidParameter naming the field."""
     given = request.given
-    is_on, max_drafts = _speculation(given)
+    is_on, max_drafts = _speculation(given, request.engine.card.max_draft_tokens)
     if "prediction" not in given:
         return SpeculationParams(is_on=is_on, max_drafts=max_drafts)
     if is_on is False:
@@ -27,24 +27,37 @@ async def speculation_params(request: RequestContext) -> SpeculationParams:
             param="prediction",
         )
     text = _predicted_text(given["prediction"])
-    ids = await encode(request, text, add_special_tokens=False, param="prediction")
+    try:
+        ids = await encode(
+            request, text, add_special_tokens=False, min_output=0, param="prediction"
+        )
+    except ContextTooLong as error:
+        most = request.engine.card.max_model_len
+        raise InvalidParameter(
+            f"prediction has more tokens than the {most} of the model's context, so that no answer "
+            "is that text; shorten it to what the answer will repeat, or leave it out",
+            param="prediction",
+        ) from error
     return SpeculationParams(is_on=is_on, max_drafts=max_drafts, prediction_ids=tuple(ids))
 
 
-def _speculation(given: Mapping[str, Any]) -> tuple[bool | None, int | None]:
-    """Return whether drafts are wanted, None where not said, and how many at most."""
+def _speculation(given: Mapping[str, Any], most: int) -> tuple[bool | None, int | None]:
+    """Return whether drafts are wanted, None where not said, and how many at most.
+
+    most: what the server allows, which is checked later; 0: it verifies none.
+    """
     value = given.get("speculation")
     if value is None:
         return None, None
     if value in ("off", "auto"):
         return value == "auto", None
     if isinstance(value, dict) and value.keys() == {"max_draft_tokens"}:
-        most = value["max_draft_tokens"]
-        if type(most) is int and 1 <= most <= MAX_DRAFT_TOKENS:
-            return True, most
+        num = value["max_draft_tokens"]
+        if type(num) is int and num >= 1:
+            return True, num
     raise InvalidParameter(
         f'speculation is {show(value)}; "off", "auto" or {{"max_draft_tokens": 1 to '
-        f"{MAX_DRAFT_TOKENS}}} is allowed",
+        f"{most or MAX_DRAFT_TOKENS}}} is allowed",
         param="speculation",
     )
 

@@ -176,9 +176,12 @@ class DraftRows(StepExtension):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Counters of drafts, as fields of EngineStats."""
+        """Counters of drafts, as fields of EngineStats; before there were any, only the name."""
+        name: dict[str, Any] = {"proposer": self._source.proposer_name}
+        if not self.was_used:
+            return name
         return {
-            "proposer": self._source.proposer_name,
+            **name,
             "drafting_ms_total": self._source.drafting_ms,
             "draft_saved_ms_total": self._saved_ms,
             "draft_added_ms_total": self._added_ms,

@@ -125,7 +125,6 @@ async def _posted(engine: FakeEngine, body: dict[str, Any]) -> Reply:
         ({"speculation": {}}, "speculation"),
         ({"speculation": {"max_draft_tokens": 0}}, "speculation"),
         ({"speculation": {"max_draft_tokens": 2.0}}, "speculation"),
-        ({"speculation": {"max_draft_tokens": 65}}, "speculation"),
         ({"speculation": {"max_draft_tokens": 2, "more": 1}}, "speculation"),
         ({"prediction": "text"}, "prediction"),
         ({"prediction": {"type": "text", "content": "x"}}, "prediction"),
@@ -146,6 +145,19 @@ async def _posted(engine: FakeEngine, body: dict[str, Any]) -> Reply:
 def test_other_values_are_rejected_by_name(fields: dict[str, Any], param: str) -> None:
     reply, engine = post({**CHAT, **fields})
     assert (reply.status, reply.json["error"]["param"]) == (400, param)
+    assert not engine.asked
+
+
+def test_a_wrong_number_of_drafts_is_refused_with_the_limit_of_the_server() -> None:
+    reply, _ = post({**CHAT, "speculation": {"max_draft_tokens": -1}})
+    assert '{"max_draft_tokens": 1 to 8} is allowed' in reply.json["error"]["message"]
+
+
+def test_a_prediction_longer_than_the_context_is_refused_as_such() -> None:
+    text = "x" * (CARD.max_model_len + 1)
+    reply, engine = post({**CHAT, "prediction": {"type": "content", "content": text}})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
+    assert reply.json["error"]["message"].startswith("prediction has more tokens than the")
     assert not engine.asked
 
 
@@ -184,6 +196,7 @@ def test_a_request_speculates_as_it_asks_and_as_the_server_is_set(
         (CARD, {"is_on": True}, "speculation is given, and this server verifies no draft tokens"),
         (CARD, {"prediction_ids": (1,)}, "prediction is given, and this server verifies no"),
         (ABLE, {"is_on": True, "max_drafts": 9}, "this server allows at most 8"),
+        (ABLE, {"is_on": True, "max_drafts": 2**70}, "this server allows at most 8"),
     ],
 )
 def test_what_a_server_does_not_offer_is_refused(

@@ -301,6 +301,7 @@ def test_replacements_of_subcommands_exist() -> None:
             ["serve", "--ctx-size=3"],
             "; the maximum length of prompt and output together is --max-model-len",
         ),
+        (["serve", "--speculative-config.method", "x"], ": method ngram is --speculate ngram"),
         (["chat", "--max-queued-tokens", "3"], "--max-queued-tokens is a flag of quire serve"),
     ],
 )

@@ -145,6 +145,7 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_draft_saved_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.07),
     ("quire_draft_added_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.011),
     ("quire_draft_rows_total{proposer=eagle}", engine(**DRAFTED), 4),
+    ("quire_draft_rows_total{proposer=ngram}", engine(proposer="ngram"), 0),
     ("quire_draft_rows_total{proposer=prediction}", engine(**DRAFTED), 3),
     ("quire_draft_tokens_total{position=1,proposer=eagle}", engine(**DRAFTED), 4),
     ("quire_draft_tokens_total{position=2,proposer=eagle}", engine(**DRAFTED), 5),

@@ -158,6 +158,12 @@ class ManySlots(Case):
     spare = 2
 
 
+def test_the_proposer_has_a_name_before_its_first_draft() -> None:
+    case = Case(1, Repeats(finds=False))
+    assert case.num_drafts == 0
+    assert case.scheduler.stats().proposer == Repeats.name
+
+
 def test_a_request_for_which_nothing_is_found_costs_next_to_nothing() -> None:
     plain, proposer = Case(1, None).calls_per_turn(), Repeats(finds=False)
     idle = Case(1, proposer)

@@ -189,5 +189,6 @@ def test_what_cannot_be_trained_is_refused(
     assert "cannot be read" in capsys.readouterr().err
     assert trained("eagle", deep_model, prompts, tmp_path, 3, "--taps", "1", "2", "4") == 1
     assert "three different numbers from 1 to 3" in capsys.readouterr().err
+    assert not (tmp_path / "texts.jsonl").exists()  # refused before anything is generated
     assert trained("eagle", deep_model, prompts, tmp_path, 3, "--num-kv-heads", "2") == 1
     assert "--num-heads 5 is no multiple of 2 KV heads" in capsys.readouterr().err
