@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from quire.base.clock import Clock
 from quire.base.engine_stats import EngineStats
 from quire.base.records import Request, StepOutputs
@@ -22,8 +24,8 @@ from quire.base.scheduling_params import DEFAULT_SCHEDULING
 from quire.engine.client.request_builder import make_requests
 from quire.engine.model_card import ModelCard
 
-# Requests begin in so many groups, so that they do not all end in one step.
-NUM_GROUPS = 4
+# Draws when the first requests end.
+SEED = 11
 # Steps in turn that may yield nothing.
 MAX_IDLE_STEPS = 1000
 
@@ -109,6 +111,7 @@ class Stream:
         self._side, self._tasks, self._batch = side, tasks, batch
         self._before = 0, 0.0  # tokens and seconds before the last step that yielded some
         self._num_begun = 0
+        self._phases = np.random.default_rng(SEED)
         self._running: dict[str, tuple[int, list[int]]] = {}  # task and its tokens, by request id
         self._drafted = Drafted(side.core.stats())
 
@@ -174,15 +177,16 @@ class Stream:
             self._before = before
 
     def _next(self) -> tuple[Request, ...]:
-        """Return the next request. Those of the first batch are shorter, a group more than another,
-        so that later ones begin at different times."""
-        begun, num_groups = self._num_begun, min(NUM_GROUPS, self._batch)
+        """Return the next request. Those of the first batch end anywhere in their answers: requests
+        that begin and take blocks in the same steps cost less, and only without drafts do they
+        stay together."""
+        begun = self._num_begun
         number = begun % len(self._tasks)
         task = self._tasks[number]
         sampling = task.sampling
         if begun < self._batch and task.expected:
-            length = -(-(sampling.max_tokens or 1) * (begun % num_groups + 1) // num_groups)
-            sampling = replace(sampling, max_tokens=length)
+            length = self._phases.integers(1, sampling.max_tokens or 1, endpoint=True)
+            sampling = replace(sampling, max_tokens=int(length))
         self._num_begun += 1
         requests = make_requests(
             self._side.card,
