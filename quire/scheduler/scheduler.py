@@ -257,9 +257,7 @@ class Scheduler:
                 began_ms = self._last_step_ms
             ms, num_heads = now_ms - began_ms, len(result.token_ids) + num_scores
             drafts = self._drafts
-            if drafts is not None and (
-                plan.step >= drafts.noted_from or (drafts.is_resting and plan.admissions)
-            ):
+            if drafts is not None and plan.step >= drafts.noted_from:
                 ms = drafts.took(plan, ms, follows=submitted_ms < self._last_step_ms)
             self.speed.note(plan, num_heads, ms)
         if self._cache.settle(plan.step):

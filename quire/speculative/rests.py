@@ -3,7 +3,7 @@ that there are steps without drafts to judge them against.
 
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, and are halved by each step
-in which drafts pay; of two rests in turn at most one is cut short by requests that begin.
+in which drafts pay; of two rests in turn at most one ends early.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ import math
 # milliseconds and within these numbers of steps: being asked takes a part of a millisecond, which
 # is much of the step of a small model and little of that of a large one.
 MAX_REST_MS, MIN_REST_STEPS, MAX_REST_STEPS = 80.0, 4, 192
-# When another request begins beside others, it is asked after such a share of the longest rest at
-# most. When one begins alone, it is asked at once. Either comes once in a rest: where many short
-# requests begin, each would be an ask.
-SHARE_BESIDE = 8
 # Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
 # steps without. It comes sooner where drafts gain little, so that such a step loses little: such a
 # share of the time at most. The first comes at once.
@@ -33,8 +29,7 @@ class DraftRests:
         self.last = self.left = 0
         self._whole = 0  # steps of the present rest, less those that were cut off
         self._kept = 0  # what the last rest counts for still
-        self._longest = MIN_REST_STEPS
-        self._may_cut, self._was_cut = True, False
+        self._may_end, self._ended_early = True, False
         self._until_plain = STEPS_BEFORE_PLAIN
 
     @property
@@ -42,13 +37,12 @@ class DraftRests:
         """Return the steps since the control was asked last."""
         return 1 + self._whole - self.left
 
-    def begin(self, *, is_alone: bool) -> None:
-        """Note that another request begins."""
-        most = 0 if is_alone else max(self._longest // SHARE_BESIDE, 1)
-        if self.left > most and self._may_cut:
-            self._whole -= self.left - most
-            self.left = most
-            self._may_cut, self._was_cut = False, True
+    def end_early(self) -> None:
+        """Ask in the next step, as the requests are others; not after each of two rests in turn:
+        where many short requests begin, each would be an ask."""
+        if self.left and self._may_end:
+            self._whole -= self.left
+            self.left, self._ended_early = 0, True
 
     def takes_plain_step(self) -> bool:
         """Return whether this step has no drafts, to judge others against it; asked once a step."""
@@ -62,7 +56,7 @@ class DraftRests:
 
         speedup: that drafts promise.
         """
-        self._may_cut, self._was_cut = pays or not self._was_cut, False
+        self._may_end, self._ended_early = pays or not self._ended_early, False
         if pays:
             self.last = self.left = self._whole = 0
             self._kept //= 2
@@ -71,7 +65,7 @@ class DraftRests:
             self._until_plain = max(min(self._until_plain, steps) - 1, 0)
             return
         steps = int(MAX_REST_MS / max(step_ms, 1e-3))
-        self._longest = min(max(steps, MIN_REST_STEPS), MAX_REST_STEPS)
-        self._kept = min(max(2 * self._kept, 1), self._longest)
+        longest = min(max(steps, MIN_REST_STEPS), MAX_REST_STEPS)
+        self._kept = min(max(2 * self._kept, 1), longest)
         self.last = self.left = self._whole = self._kept
         self._until_plain = STEPS_PER_PLAIN

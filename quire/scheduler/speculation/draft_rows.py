@@ -5,8 +5,8 @@ they never displace a row or preempt a request. A row with k drafts computes k +
 these only the first counts as computed until the result is known; then as many as the answer
 confirms. Knows no proposers and no tokens' meaning. Always holds: a request with drafts in flight
 has no row in a later plan; `computed` and `scheduled` count accepted positions only, so that no
-block with a rejected token becomes findable; while the source rests, no hook is called, and which
-requests came and went is found out afterwards.
+block with a rejected token becomes findable; while the source rests, no hook of a step is called,
+and which requests came and went is found out afterwards.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class DraftRows(StepExtension):
     """Of one scheduler. is_active: a request that speculates may be live, and the source does not
     rest.
 
-    is_resting: the source rests. noted_from: `took` must be called for plans from this step on, and
-    in a rest for those that admit requests. was_used: whether drafts were computed or verified.
-    rejected: by row of the last plan with drafts, how many of them were not accepted.
+    is_resting: the source rests. noted_from: `took` must be called for plans from this step on.
+    was_used: whether drafts were computed or verified. rejected: by row of the last plan with
+    drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -195,13 +195,15 @@ class DraftRows(StepExtension):
 
     def note(self, sequence: SequenceState) -> None:
         """Note a new request that speculates."""
-        if _predicts(sequence):  # it may have drafts at once
-            self._may_predict = True
-            if self.is_resting:
-                self._source.rested(self._requests.in_flight.step - self._rest_from)
-                self.is_resting = False
-        if not self.is_resting:
-            self.is_active, self.noted_from = True, 0
+        source, step = self._source, self._requests.in_flight.step
+        if self.is_resting:
+            source.rested(max(step - self._rest_from, 0))
+            self._rest_from = max(step, self._rest_from)
+        source.note_arrival(len(self._requests.sequences) + 1)
+        predicts = _predicts(sequence)  # then it may have drafts at once
+        self._may_predict |= predicts
+        if not self.is_resting or predicts or not source.rest_steps:
+            self.is_resting, self.is_active, self.noted_from = False, True, 0
 
     def begin_step(self, step: Step) -> None:
         """Let requests that will speculate wait until their last token is known."""
@@ -317,16 +319,10 @@ class DraftRows(StepExtension):
             self.noted_from = 0
 
     def _note_rest(self, plan: StepPlan) -> None:
-        """Note that the rest has come to `plan`; it ends where its steps are over, and sooner if
-        requests begin."""
+        """Note that the rest has come to `plan`; it ends where its steps are over."""
         source = self._source
         source.rested(max(plan.step - self._rest_from, 0))
         self._rest_from = max(plan.step, self._rest_from)
-        if plan.admissions:
-            live = self._requests.sequences
-            begun = [live.get(one.request_id) for one in plan.admissions]
-            if any(one is not None and one.request.speculation is not None for one in begun):
-                source.note_arrival(is_alone=len(begun) == len(self._batch.active))
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:

@@ -233,17 +233,14 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
             rests[-1] += 1
     assert rests == [1, 2, 4, 8, 8, 8, 8]  # steps are long
     case.propose(0)
-    case.begin(2, [1, 2, 3], 3)  # a new request beside another is tried soon
-    assert [case.drafter.skips_step(case.tokens) for _ in range(2)] == [True, False]
-    case.propose(0)
-    case.begin(3, [1, 2, 3], 3)  # but not one after the other
-    assert [case.drafter.skips_step(case.tokens) for _ in range(9)] == [True] * 8 + [False]
-    case.propose(0)
-    case.drafter.end(0)
-    case.drafter.end(3)
-    case.drafter.end(2)
-    case.begin(2, [1, 2, 3], 3)  # and at once if it is alone
-    assert not case.drafter.skips_step(case.tokens)
+    skipped = []
+    for num_live in (2, 2, 1, *[1] * 9, 2, 1):  # one that begins alone is asked at once
+        case.drafter.note_arrival(num_live)
+        skipped.append(case.drafter.skips_step(case.tokens))
+        if not skipped[-1]:
+            case.propose(0)
+    # But not at the end of each of two rests in turn.
+    assert skipped == [True, True, False, *[True] * 8, False, True, False]
     case.drafter.close()
     assert model.is_closed
 
@@ -283,10 +280,11 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
     assert all(case.drafter.skips_step(case.tokens) for _ in range(MANY_MISSES + 80))
     assert len(asked) == MANY_MISSES + 80 // (1 + MAX_MISS_STEPS)
     case.drafter.skips_step(case.tokens)
-    case.begin(1, [1, 2, 3], 3)  # a request that begins may repeat its prompt
-    asked.clear()
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
-    assert len(asked) == 8
+    for num_live, num_asked in ((2, 1), (2, 8)):  # requests that begin may repeat their prompts
+        case.drafter.note_arrival(num_live)
+        asked.clear()
+        assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
+        assert len(asked) == num_asked
 
 
 def test_lookups_are_asked_only_where_the_last_tokens_occurred_before() -> None:

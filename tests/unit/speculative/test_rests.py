@@ -30,20 +30,19 @@ def test_rests_double_up_to_about_as_many_milliseconds(step_ms: float, lengths: 
     assert found == lengths
 
 
-def test_a_request_that_begins_is_tried_soon_and_once_in_two_rests() -> None:
+def test_of_two_rests_in_turn_one_ends_early() -> None:
     rests = DraftRests()
     for _ in range(9):
         rests.note_choice(pays=False, step_ms=0.1)
     rests.left -= 10
-    rests.begin(is_alone=True)
-    assert (rests.left, rests.num_steps) == (0, 11)  # at once
+    rests.end_early()
+    assert (rests.left, rests.num_steps) == (0, 11)
     rests.note_choice(pays=False, step_ms=0.1)
-    rests.begin(is_alone=True)
-    assert rest(rests) == MAX_REST_STEPS  # one was cut short
+    rests.end_early()
+    assert rest(rests) == MAX_REST_STEPS
     rests.note_choice(pays=False, step_ms=0.1)
-    for _ in range(3):
-        rests.begin(is_alone=False)
-    assert rest(rests) == MAX_REST_STEPS // 8  # beside others, soon
+    rests.end_early()
+    assert rest(rests) == 0
     rests.note_choice(pays=True, step_ms=0.1)
     assert (rest(rests), rests.last, rests.num_steps) == (0, 0, 1)
 
