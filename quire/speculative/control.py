@@ -191,28 +191,27 @@ class AdaptiveControl:
         single one may never pay: drafts that are looked up are longer then, if that costs little.
         """
         share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
-        needed, most = 1.01 * cost.probe_ms(1) / max(cost.step_ms, 1e-9), MAX_PROBE_STEPS
-        is_dear = needed > most
-        if is_dear:
-            most = max(self._probe_steps, needed)
+        step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
+        one_ms = cost.probe_ms(1)
+        if one_ms > most * step_ms:
+            longest = 1 if cost.passes is not None else self._max_drafts
+            while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
+                length += 1
+            most = max(self._probe_steps, 1.01 * cost.probe_ms(1, length) / step_ms)
         self._probe_steps = min(self._probe_steps + share * cost.num_steps, most)
-        left_ms = self._probe_steps * cost.step_ms
-        if cost.probe_ms(1) > left_ms:
+        left_ms = self._probe_steps * step_ms
+        if cost.probe_ms(1, length) > left_ms:
             return
         can = ((limits > 0) & (cost.draft_ms == 0.0)).nonzero()[0]
         num = len(can)
-        while num and cost.probe_ms(num) > left_ms:
+        while num and cost.probe_ms(num, length) > left_ms:
             num -= 1
         if num:
             trials = self._trials[slots[can]]
             self._has_new = int(np.minimum.reduce(trials)) < NEW_TRIALS
-            chosen, length = can[np.argsort(trials, kind="stable")[:num]], 1
-            if is_dear and cost.passes is None:
-                longest_ms = min(LONGER_TIMES * cost.probe_ms(num), left_ms)
-                while length < self._max_drafts and cost.probe_ms(num, length + 1) <= longest_ms:
-                    length += 1
+            chosen = can[np.argsort(trials, kind="stable")[:num]]
             lengths[chosen] = np.minimum(limits[chosen], np.int32(length))
-            self._probe_steps -= cost.probe_ms(num, length) / cost.step_ms
+            self._probe_steps -= cost.probe_ms(num, length) / step_ms
             self.probes = True
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:

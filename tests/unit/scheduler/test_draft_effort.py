@@ -92,7 +92,7 @@ class Case:
         self.now_ms, self.calls, self.num_rows, self.num_drafts = 0.0, 0, 0, 0
         self.num_tokens = 0
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
-        self.num_added = 0
+        self.num_added = self.num_ended = 0
         for number in range(running):
             self.add([number, TOKEN, TOKEN], max_total_tokens=4000)
         for _ in range(4):
@@ -129,7 +129,8 @@ class Case:
         result = StepResult(
             step=plan.step, token_counts=counts, token_ids=np.full(counts.sum(), token, np.int32)
         )
-        self._counted(lambda: self.scheduler.update(plan, result, self.now_ms))
+        outputs = self._counted(lambda: self.scheduler.update(plan, result, self.now_ms))
+        self.num_ended += sum(output.finish_reason is not None for output in outputs)
         self.num_rows += len(plan.slots)
         self.num_drafts += plan.draft_ids.size
         self.num_tokens += int(counts.sum())
@@ -158,6 +159,22 @@ class ManySlots(Case):
     spare = 2
 
 
+class Arrivals(Case):
+    """A request begins in nearly every step, where another has ended."""
+
+    num_tokens_each = 16
+
+    def add(self, prompt: list[int], *, max_total_tokens: int) -> None:
+        length = len(prompt) + 1 + self.num_added % self.num_tokens_each
+        super().add(prompt, max_total_tokens=length)
+
+    def turn(self) -> None:
+        super().turn()
+        for _ in range(self.num_ended):
+            self._counted(lambda: self.add([1, TOKEN, TOKEN], max_total_tokens=0))
+        self.num_ended = 0
+
+
 def test_the_proposer_has_a_name_before_its_first_draft() -> None:
     case = Case(1, Repeats(finds=False))
     assert case.num_drafts == 0
@@ -181,6 +198,21 @@ def test_where_no_draft_pays_a_step_costs_next_to_nothing(running: int) -> None:
     assert not case.num_drafts
     assert proposer.asked <= NUM_TURNS // 8
     assert case.calls_per_turn(512) <= plain + 4  # once rests are long
+
+
+def test_where_requests_begin_in_every_step_drafts_rest_as_long_as_without() -> None:
+    plain, proposer = Arrivals(16, None).calls_per_turn(512), Repeats(finds=True)
+    case, control = Arrivals(16, proposer, FixedControl(0)), Repeats(finds=True)
+    case.calls_per_turn(256)
+    began, asked = case.num_added, proposer.asked
+    calls = case.calls_per_turn(512)
+    assert case.num_added - began >= 512
+    steady = Case(16, control, FixedControl(0))
+    steady.calls_per_turn(256)
+    steady_asked = control.asked
+    steady.calls_per_turn(512)
+    assert proposer.asked - asked <= control.asked - steady_asked + 1
+    assert calls <= plain + 12 * (case.num_added - began) / 512
 
 
 def test_a_request_that_begins_while_drafts_rest_is_noted_when_they_are_asked_for() -> None:
