@@ -28,7 +28,7 @@ SHORT, LONG = 64, 256  # tokens of an answer
 BATCHES = (1, 4, 16, 64)
 NUM_REQUESTS = {
     **{(SHORT, 1): 16, (SHORT, 4): 32, (SHORT, 16): 80, (SHORT, 64): 256},
-    **{(LONG, 1): 16, (LONG, 4): 16, (LONG, 16): 48, (LONG, 64): 160},
+    **{(LONG, 1): 16, (LONG, 4): 16, (LONG, 16): 48, (LONG, 64): 192},
 }
 FIXED = (1, 2, 4, 8)
 MAX_LOST, MIN_OF_BEST = 0.025, 0.97
