@@ -99,9 +99,9 @@ class DraftSource(Protocol):
     def rested(self, num_steps: int) -> None:
         """Note that so many steps have passed for which `skips_step` was not asked."""
 
-    def note_arrival(self, num_live: int) -> None:
-        """Note that another request has come, as one of so many; `begin` is called once it runs.
-        It may end the steps in which nothing is proposed."""
+    def note_arrivals(self, num_new: int, num_running: int) -> None:
+        """Note that so many requests of those that run have begun in such steps; `begin` is called
+        for them afterwards, if they run still. One that is alone may end such steps."""
 
     def takes_plain_step(self) -> bool:
         """Return whether a step without drafts is due, to judge others against it; asked once in a

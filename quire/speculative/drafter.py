@@ -99,7 +99,7 @@ class Drafter:
         self._step_ms = 0.0  # of the step for which the control was asked last
         self._num_misses = 0  # lookups in turn that found nothing
         self._miss_steps = 0  # until the next one
-        self._num_predicting = 0  # requests that bring a prediction
+        self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         self._num_new = 0  # that began since what is known was doubted
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
@@ -119,7 +119,9 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
+        self.note_arrivals(1, self._num_asking + self._num_predicting + 1)
         self._asks_proposer[slot] = speculation.uses_proposer
+        self._num_asking += speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
         self._num_predicting += len(speculation.prediction_ids) > 0
         self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
@@ -195,13 +197,13 @@ class Drafter:
         else:
             self._miss_steps = max(self._miss_steps - num_steps, 0)
 
-    def note_arrival(self, num_live: int) -> None:
-        """See DraftSource. One that is alone is asked at once. What was found of others is doubted
-        once as many began as there are: beside many, one changes little."""
-        if num_live == 1:
+    def note_arrivals(self, num_new: int, num_running: int) -> None:
+        """See DraftSource. What was found is doubted once as many began as run: beside many, one
+        changes little."""
+        if num_running == 1:
             self._control.rests.end_early()
-        self._num_new += 1
-        if self._num_new < num_live:
+        self._num_new += num_new
+        if self._num_new < num_running:
             return
         self._num_new = self._num_misses = self._miss_steps = 0
         if self._control.balance is not None:
@@ -478,4 +480,5 @@ class Drafter:
 
     def _asks_nothing(self, slot: int) -> None:
         self._num_predicting -= int(self._asks_prediction[slot])
+        self._num_asking -= int(self._asks_proposer[slot])
         self._asks_proposer[slot] = self._asks_prediction[slot] = False

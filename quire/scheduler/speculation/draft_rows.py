@@ -195,15 +195,19 @@ class DraftRows(StepExtension):
 
     def note(self, sequence: SequenceState) -> None:
         """Note a new request that speculates."""
-        source, step = self._source, self._requests.in_flight.step
-        if self.is_resting:
-            source.rested(max(step - self._rest_from, 0))
-            self._rest_from = max(step, self._rest_from)
-        source.note_arrival(len(self._requests.sequences) + 1)
-        predicts = _predicts(sequence)  # then it may have drafts at once
+        source, predicts = self._source, _predicts(sequence)  # it may have drafts at once
         self._may_predict |= predicts
-        if not self.is_resting or predicts or not source.rest_steps:
-            self.is_resting, self.is_active, self.noted_from = False, True, 0
+        if self.is_resting:
+            is_alone = not self._requests.sequences
+            if not (predicts or is_alone):
+                return
+            source.rested(max(self._requests.in_flight.step - self._rest_from, 0))
+            self._rest_from = self._requests.in_flight.step
+            if is_alone:
+                source.note_arrivals(1, 1)
+            if source.rest_steps and not predicts:
+                return
+        self.is_resting, self.is_active, self.noted_from = False, True, 0
 
     def begin_step(self, step: Step) -> None:
         """Let requests that will speculate wait until their last token is known."""
@@ -323,6 +327,8 @@ class DraftRows(StepExtension):
         source = self._source
         source.rested(max(plan.step - self._rest_from, 0))
         self._rest_from = max(plan.step, self._rest_from)
+        if plan.admissions:
+            source.note_arrivals(len(plan.admissions), len(self._batch.active))
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:

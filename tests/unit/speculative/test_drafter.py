@@ -235,7 +235,7 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
     case.propose(0)
     skipped = []
     for num_live in (2, 2, 1, *[1] * 9, 2, 1):  # one that begins alone is asked at once
-        case.drafter.note_arrival(num_live)
+        case.drafter.note_arrivals(1, num_live)
         skipped.append(case.drafter.skips_step(case.tokens))
         if not skipped[-1]:
             case.propose(0)
@@ -281,7 +281,7 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
     assert len(asked) == MANY_MISSES + 80 // (1 + MAX_MISS_STEPS)
     case.drafter.skips_step(case.tokens)
     for num_live, num_asked in ((2, 1), (2, 8)):  # requests that begin may repeat their prompts
-        case.drafter.note_arrival(num_live)
+        case.drafter.note_arrivals(1, num_live)
         asked.clear()
         assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
         assert len(asked) == num_asked
