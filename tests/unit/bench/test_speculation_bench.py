@@ -134,11 +134,13 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     assert found["tokens"] == len(found["rounds"]) * CELL.round_tokens
     assert len(found["rounds"]) == MIN_ROUNDS
     assert all(set(seconds) == {"off", "auto", "k2"} for seconds in found["rounds"])
-    assert found["speedups"] == {"auto": 2.0, "k2": pytest.approx(2 / 1.1, abs=0.002)}
+    # Answers that are no multiple of the tokens of a step end with a shorter one.
+    assert found["speedups"] == pytest.approx({"auto": 2.0, "k2": 2 / 1.1}, rel=0.003)
     assert found["best_fixed"] == "k2"
     assert found["acceptance"] == found["acceptance_of_fixed"] == 1.0
     num_tokens = found["tokens"] + measure.SMALL_RUN_IN_ROUNDS * CELL.round_tokens
-    assert found["drafted"] == 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))  # whole steps
+    whole = 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))
+    assert whole <= found["drafted"] <= 1.02 * whole
     assert found["disturbed"] == found["clipped"] == 0
 
 
@@ -256,7 +258,7 @@ def test_wrong_tokens_of_an_answer_that_has_not_ended_are_found() -> None:
 
 def test_a_stream_keeps_its_batch_full_and_divides_steps_that_yield_more() -> None:
     core = FakeCore(8)
-    stream = Stream(side("auto", core), [TASK], 4)
+    stream = Stream(side("auto", core), [replace(TASK, expected=())], 4)
     assert stream.until(16) == 0.5  # of a step with 32 tokens
     assert stream.until(33) == pytest.approx(1 + 1 / 32)
     stream.for_steps(200)
@@ -267,11 +269,13 @@ def test_a_stream_keeps_its_batch_full_and_divides_steps_that_yield_more() -> No
 
 def test_requests_of_the_first_batch_end_at_different_times() -> None:
     core = FakeCore()
-    stream = Stream(side("off", core), [TASK], 4)
-    stream.for_steps(CELL.num_tokens // 4)
-    assert len(core._running) == 3
-    stream.for_steps(1)
-    assert len(core._running) == 4
+    stream = Stream(side("off", core), [TASK], 16)
+    num_ended = []
+    for _ in range(CELL.num_tokens):
+        stream.for_steps(1)
+        num_ended.append(16 - len(core._running))
+    assert max(num_ended) <= 4
+    assert np.count_nonzero(num_ended) >= 12
 
 
 def test_answers_are_those_of_the_side_without_drafts() -> None:
