@@ -286,7 +286,7 @@ class Scheduler:
         last, cache, slots = self._last_plan, self._cache, self._slot_allocator
         pins = slots.pins
         num_running, num_free = len(self._batch.active), cache.num_free
-        in_flight = self._requests.in_flight
+        in_flight, drafts = self._requests.in_flight, self._drafts
         return EngineStats(
             running=num_running,
             waiting=len(self._queue),
@@ -317,7 +317,8 @@ class Scheduler:
             held=self._backpressure.num_held if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
-            **({} if self._drafts is None else self._drafts.fields),
+            proposer="" if drafts is None else drafts.proposer,
+            **({} if drafts is None or not drafts.was_used else drafts.fields),
             last_step_ms=self._last_step_ms,
         )
 
