@@ -61,14 +61,17 @@ def add(harness: Continuing, count: int, known: int = 5, first: int = 0) -> None
         harness.add(harness.continued(f"new{number}", [7, number % 50, 9], known))
 
 
-def test_the_others_stand_back_for_one_step_of_all_that_continue() -> None:
-    harness = started()
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_the_others_stand_back_for_one_step_of_all_that_continue(plans_in_flight: int) -> None:
+    """Also where the next plan is made before its result is there."""
+    harness = started(plans_in_flight=plans_in_flight)
+    num_before = len(harness.plans)
     add(harness, MIN_TOGETHER)
     harness.step()
-    assert harness.last_rows == MIN_TOGETHER
-    assert all(len(harness.tokens[f"new{number}"]) == 1 for number in range(MIN_TOGETHER))
     harness.step()
-    assert harness.last_rows == MIN_TOGETHER + NUM_OLD
+    assert all(len(harness.tokens[f"new{number}"]) >= 1 for number in range(MIN_TOGETHER))
+    own, both = harness.plans[num_before : num_before + 2]
+    assert (len(own.slots), len(both.slots)) == (MIN_TOGETHER, MIN_TOGETHER + NUM_OLD)
     harness.drain()
     harness.check_end()
 
@@ -123,16 +126,18 @@ def test_many_may_come_one_after_the_other() -> None:
     harness.check_end()
 
 
-@pytest.mark.parametrize(("known", "num_own"), [(9, 3), (1, 9)])
-def test_the_others_have_a_step_after_some_however_many_continue(known: int, num_own: int) -> None:
+@pytest.mark.parametrize(("known", "num_own", "plans_in_flight"), [(9, 3, 1), (9, 3, 2), (1, 9, 1)])
+def test_the_others_have_a_step_after_some_however_many_continue(
+    known: int, num_own: int, plans_in_flight: int
+) -> None:
     """Each has the tokens of a whole step, or a third of them."""
-    harness = started(max_num_seqs=256, num_blocks=2000)
-    has_old = []
+    harness = started(max_num_seqs=256, num_blocks=2000, plans_in_flight=plans_in_flight)
+    num_before = len(harness.plans)
     for number in range(2 * (num_own + 1)):
         add(harness, MIN_TOGETHER, known, first=number * MIN_TOGETHER)
-        before = len(harness.tokens["old0"])
         harness.step()
-        has_old.append(len(harness.tokens["old0"]) > before)
+    slot = harness.scheduler._requests.sequences["old0"].slot
+    has_old = [slot in plan.slots for plan in harness.plans[num_before:]]
     assert has_old == 2 * ([False] * num_own + [True])
     harness.drain()
     harness.check_end()
