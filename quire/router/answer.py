@@ -149,7 +149,7 @@ class Answer:
         body = attempt.early + await exchange.body()
         status, error = exchange.status, read_error(body) or ErrorBody()
         code = error.code if isinstance(error.code, str) else ""
-        # Where a client would come again, a stream that has begun waits.
+        # 429: a client sends a new request again later; a stream that has begun waits here.
         has_no_room = request.form.is_overloaded(status) or (client.started and status == 429)
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
