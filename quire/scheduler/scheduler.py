@@ -133,8 +133,6 @@ class Scheduler:
         if request.background:
             self._background.note(sequence)
             self.add_gate(self._background)
-        if len(request.output_ids) and self._continued is not None:
-            self._continued.note(sequence)
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None
         if waiting is sequence:
@@ -150,6 +148,8 @@ class Scheduler:
                 self.predictor.note(sequence)
         if has_objective or limits.queue_timeout_ms:
             self._expiry.note(sequence, waiting)
+        if len(request.output_ids) and self._continued is not None:
+            self._continued.note(sequence)
 
     def predict_ttft_ms(self, request_id: str) -> float | None:
         """Return the predicted time from a waiting request's arrival to its first token.

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from quire.base.errors import DeadlineMissed
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.prefill.continued_first import (
@@ -17,6 +18,7 @@ from quire.scheduler.prefill.continued_first import (
     STEPS_TO_EARN,
     TOGETHER_STEPS,
 )
+from quire.scheduler.slo.ttft_prediction import MIN_STEPS
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -81,6 +83,20 @@ def test_few_that_continue_run_beside_the_others() -> None:
     add(harness, MIN_TOGETHER - 1)
     harness.step()
     assert harness.last_rows == MIN_TOGETHER - 1 + NUM_OLD
+    harness.drain()
+    harness.check_end()
+
+
+def test_requests_that_are_refused_do_not_count() -> None:
+    harness = started()
+    harness.scheduler.speed.num_steps = MIN_STEPS  # so that first tokens are predicted
+    for number in range(MIN_TOGETHER - 1):
+        request = harness.continued(f"late{number}", [7, number, 9], 5)
+        with pytest.raises(DeadlineMissed):
+            harness.scheduler.add(replace(request, ttft_slo_ms=1e-3))
+    add(harness, 1)
+    harness.step()
+    assert harness.last_rows == 1 + NUM_OLD
     harness.drain()
     harness.check_end()
 
