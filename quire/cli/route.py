@@ -26,6 +26,7 @@ from quire.router.settings import AUTO, ROUTING_POLICIES, BacklogTokens, RouterS
 from quire.routing.block_sets import BlockSets
 
 if TYPE_CHECKING:
+    from quire.router.redis_link import RedisLink
     from quire.router.role_balance import MovableServers
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8080
@@ -245,6 +246,7 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
     has_addresses = bool(arguments.replicas or arguments.replicas_file)
     quotas, buckets = None, None
     leases: Discovery | None = None
+    link: RedisLink | None = None
     if file.redis is not None:
         from quire.router.redis_buckets import RedisBuckets
         from quire.router.redis_leases import RedisLeases
@@ -276,8 +278,7 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
         discovery = KubernetesEndpoints(file.kubernetes, log)
     else:
         discovery = _discovery(list(file.replicas), file.replicas_file, log)
-    is_down = None if buckets is None or quotas is None else (lambda: buckets.is_down)
-    features = features_of(file, quotas, is_down)
+    features = features_of(file, quotas, None if link is None else (lambda: link.is_down))
     if file.kv_events is not None:
         _follow_events(features, file.kv_events)
     return discovery, features

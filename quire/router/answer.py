@@ -69,8 +69,9 @@ class Answer:
             try:
                 sleepers = self._features.sleepers
                 if sleepers is not None and replica.state == ASLEEP:
-                    async with before_deadline(request):
-                        await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+                    with self._admission.waiting(request.expected_tokens):
+                        async with before_deadline(request):
+                            await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
                 request.waited(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
@@ -148,7 +149,7 @@ class Answer:
         body = attempt.early + await exchange.body()
         status, error = exchange.status, read_error(body) or ErrorBody()
         code = error.code if isinstance(error.code, str) else ""
-        # Where a client would come again, a stream that has begun waits.
+        # 429: a client sends a new request again later; a stream that has begun waits here.
         has_no_room = request.form.is_overloaded(status) or (client.started and status == 429)
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
@@ -166,9 +167,10 @@ class Answer:
         if self._choice.is_changed_by(status, error, body):
             self._begin_anew()
             return False
-        if status == 200 and request.route.generates:
-            attempt.has_answer()
+        if status == 200 and not request.route.is_free:
             self._admission.drained(request.expected_tokens, self._loop.time())
+            if request.route.generates:
+                attempt.has_answer()
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True

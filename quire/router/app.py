@@ -71,7 +71,7 @@ class RouterApp:
                 watch(f"{tier}_open", f"Open {what}", partial(tiers.num_open, tier))
                 watch(f"{tier}_waiting", f"Waiting {what}", partial(tiers.num_waiting, tier))
         if is_down is not None:
-            watch("redis_down", "Whether quotas are local", lambda: float(is_down()))
+            watch("redis_down", "Whether Redis did not answer", lambda: float(is_down()))
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

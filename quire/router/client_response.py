@@ -7,6 +7,7 @@ stream ends without its end marker, as those of a replica do.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ class ClientResponse:
             return
         headers = [(b"content-type", b"application/json")]
         if refusal.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(round(refusal.retry_after_s + 0.5), 1)))
+            headers.append((b"retry-after", b"%d" % max(math.ceil(refusal.retry_after_s), 1)))
         body = self._form.error_body(refusal)
         await self.whole(self._form.status_of(refusal), headers, body)
 

@@ -20,7 +20,8 @@ class RedisDown(QuireError):
 
 
 class RedisLink:
-    """Connections to one server, each command within `timeout_s`."""
+    """Connections to one server, each command within `timeout_s`. is_down: whether the last one had
+    no answer."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         try:
@@ -44,6 +45,7 @@ class RedisLink:
             ) from error
         self._errors = (redis.RedisError, OSError, TimeoutError)
         self._timeout_s = timeout_s
+        self.is_down = False
 
     def script(self, text: str) -> Callable[[str, list[str]], Awaitable[Any]]:
         """Return a script as a function of one key and its arguments. Raises RedisDown."""
@@ -77,7 +79,10 @@ class RedisLink:
     async def _within(self, doing: Awaitable[_T]) -> _T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await doing
+                result = await doing
         except self._errors as error:
+            self.is_down = True
             reason = str(error) or type(error).__name__
             raise RedisDown(f"Redis did not answer: {reason}") from error
+        self.is_down = False
+        return result

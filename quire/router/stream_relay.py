@@ -99,13 +99,13 @@ class StreamRelay:
         client, request, exchange = self._client, self._request, attempt.exchange
         start = b"" if request.path == RESPONSES else None
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
-        counts_usage, responses = self._features.counts_usage, self._state.parts.responses
+        counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
             attempt.replica.progressed(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
                 if id_ := created_id(start):
-                    responses.note(self._state.client_key, id_, attempt.replica)
+                    parts.responses.note(self._state.client_key, id_, attempt.replica)
                 start = None if id_ or len(start) > MAX_START_BYTES else start
             if not client.started:
                 await client.start(200, exchange.headers)
@@ -119,6 +119,7 @@ class StreamRelay:
         used = None if request.counts_apart else request.form.used_tokens(b"".join(last))
         if used is not None:
             request.used_prompt_tokens, request.used_output_tokens = used
+        parts.admission.drained(request.expected_tokens, self._loop.time())
         await client.finish()
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:

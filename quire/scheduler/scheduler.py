@@ -133,8 +133,6 @@ class Scheduler:
         if request.background:
             self._background.note(sequence)
             self.add_gate(self._background)
-        if len(request.output_ids) and self._continued is not None:
-            self._continued.note(sequence)
         waiting = requests.add(sequence)
         has_objective = request.deadline_ms is not None or request.ttft_slo_ms is not None
         if waiting is sequence:
@@ -150,6 +148,8 @@ class Scheduler:
                 self.predictor.note(sequence)
         if has_objective or limits.queue_timeout_ms:
             self._expiry.note(sequence, waiting)
+        if len(request.output_ids) and self._continued is not None:
+            self._continued.note(sequence)
 
     def predict_ttft_ms(self, request_id: str) -> float | None:
         """Return the predicted time from a waiting request's arrival to its first token.
@@ -286,7 +286,7 @@ class Scheduler:
         last, cache, slots = self._last_plan, self._cache, self._slot_allocator
         pins = slots.pins
         num_running, num_free = len(self._batch.active), cache.num_free
-        in_flight = self._requests.in_flight
+        in_flight, drafts = self._requests.in_flight, self._drafts
         return EngineStats(
             running=num_running,
             waiting=len(self._queue),
@@ -317,7 +317,8 @@ class Scheduler:
             held=self._backpressure.num_held if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
-            **({} if self._drafts is None else self._drafts.fields),
+            proposer="" if drafts is None else drafts.proposer,
+            **({} if drafts is None or not drafts.was_used else drafts.fields),
             last_step_ms=self._last_step_ms,
         )
 

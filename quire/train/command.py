@@ -59,16 +59,24 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True, help="directory of head and checkpoints")
     made.add_argument("--tokens", type=positive, default=200_000, help="to generate, of answers")
     made.add_argument("--answer-tokens", type=positive, default=256, help="most of an answer")
-    made.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.6, 0.0])
+    made.add_argument(
+        "--temperature", type=float, nargs="+", default=[1.0, 0.6, 0.0], help="of answers, in turn"
+    )
     made.add_argument("--max-num-seqs", type=positive, default=64, help="answers at once")
     made.add_argument("--max-tokens", type=positive, default=512, help="of a text, prompt included")
-    made.add_argument("--steps", type=positive, default=2_000)
+    made.add_argument(
+        "--steps", type=positive, default=2_000, help="updates in all, those of a checkpoint too"
+    )
     made.add_argument("--batch", type=positive, default=4, help="texts of a step")
-    made.add_argument("--lr", type=float, default=1e-3)
-    made.add_argument("--checkpoint-steps", type=positive, default=200)
+    made.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    made.add_argument(
+        "--checkpoint-steps", type=positive, default=200, help="between two checkpoints"
+    )
     made.add_argument("--threads", type=positive, help="default: all cores")
-    made.add_argument("--dtype", choices=("f32", "f16", "bf16"), default="bf16")
-    made.add_argument("--seed", type=int, default=1)
+    made.add_argument(
+        "--dtype", choices=("f32", "f16", "bf16"), default="bf16", help="of the head's file"
+    )
+    made.add_argument("--seed", type=int, default=1, help="of texts, first weights and order")
     return made
 
 

@@ -264,7 +264,14 @@ def taps_of(given: Sequence[int] | None, folder: Path) -> tuple[int, ...]:
 def _arguments(arguments: list[str] | None) -> Any:
     made = parser(__doc__ or "")
     made.add_argument("--taps", type=int, nargs=NUM_TAPS, help="layers read before they run")
-    made.add_argument("--rounds", type=int, choices=range(1, 9), default=4, metavar="1-8")
+    made.add_argument(
+        "--rounds",
+        type=int,
+        choices=range(1, 9),
+        default=4,
+        metavar="1-8",
+        help="drafts in a row that it is trained for",
+    )
     made.add_argument("--draft-vocab-size", type=positive, help="default: at most 32000")
     made.add_argument("--intermediate-size", type=positive, help="default: the model's")
     made.add_argument("--num-heads", type=positive, help="default: the model's")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WeightsError
 from quire.train.progress import Progress
 from quire.train.teacher import Lesson, Teacher
 from quire.train.tensor_file import read_tensors, write_tensors
@@ -134,11 +134,17 @@ def _resume(
     optimizer: torch.optim.Optimizer,
     own: str,
 ) -> int:
-    """Take over a checkpoint; return its steps, 0 without one. Raises SettingError if it is of
-    another training."""
+    """Take over a checkpoint; return its steps, 0 without one. Raises SettingError if it is damaged
+    or of another training."""
     if not path.exists():
         return 0
-    tensors, metadata = read_tensors(path)
+    try:
+        tensors, metadata = read_tensors(path)
+    except WeightsError as error:
+        raise SettingError(
+            f"{path} cannot be read, or is damaged, so that no training continues from it; delete "
+            "the file to begin anew with the same texts"
+        ) from error
     expected = {
         f"{kind}.{name}": tuple(value.shape)
         for name, value in parameters.items()

@@ -103,8 +103,17 @@ def model_head(teacher: Teacher) -> torch.Tensor:
 def main(arguments: list[str] | None = None) -> int:
     """Train, and write the heads; returns the exit code."""
     made = parser(__doc__ or "")
-    made.add_argument("--heads", type=int, choices=range(1, 17), default=4, metavar="1-16")
-    made.add_argument("--layers", type=int, choices=range(1, 5), default=1, metavar="1-4")
+    made.add_argument(
+        "--heads",
+        type=int,
+        choices=range(1, 17),
+        default=4,
+        metavar="1-16",
+        help="most drafts in a row",
+    )
+    made.add_argument(
+        "--layers", type=int, choices=range(1, 5), default=1, metavar="1-4", help="of each head"
+    )
     args = made.parse_args(arguments)
     try:
         task = prepared(args)

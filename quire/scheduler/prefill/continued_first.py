@@ -6,10 +6,10 @@ continue, and the API process, which still has to accept most of them, must pass
 row. So the others stand back for some steps and then go on. Requests that continue arrive a few at
 a time: while MIN_TOGETHER have come within TOGETHER_STEPS, one is enough for such a step. A single
 request with output_ids changes nothing. Clients may send output_ids as well, so what they can take
-from others is bounded, in steps; one with few tokens counts as a part. Always holds: after
-MAX_IN_A_ROW without them there is one with the rows of all, and after MAX_STEPS the others stand
-back for one in STEPS_TO_EARN; a request stands back for its own tenant's only; where a running
-request has a target for the time between two tokens, none stands back.
+from others is bounded in steps, of which one with few tokens counts as MIN_SHARE of a full one.
+Always holds: after MAX_IN_A_ROW full steps without the others, one has the rows of all; after
+MAX_STEPS there is one more for each STEPS_TO_EARN; a request stands back for its own tenant's only;
+where a running request has a target for the time between two tokens, none stands back.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_IN_A_ROW = 3.0
 # How many steps they stand back at once, as for a failed engine, and the steps that earn one more.
 MAX_STEPS = 64.0
 STEPS_TO_EARN = 16
-# A step counts as the share of the tokens of a step that it computes, and as this at least.
+# A step counts as its tokens' share of the most that a step may have, and as this at least.
 MIN_SHARE = 0.25
 # After a step that could compute less than half of them or of MIN_TOGETHER, for lack of blocks or
 # because their prompts are long, they do not stand back for so many.
@@ -86,12 +86,12 @@ class ContinuedFirst(StepExtension):
         """Note what the step took, and whether it was worth it."""
         if not self._is_own:
             return
-        slots, batch = self._slots(), self._batch
-        num_tokens = batch.scheduled[slots] - batch.computed[slots]
-        share = max(float(num_tokens.sum()) / self._max_step_tokens, MIN_SHARE)
+        index, _, starts, counts, *_ = step.builder.joined_rows()
+        continues = np.isin(index, self._slots())
+        share = max(float(counts[continues].sum()) / self._max_step_tokens, MIN_SHARE)
         self._in_a_row += share
         self._left -= share
-        num_rows = np.count_nonzero(num_tokens > 0)
+        num_rows = np.count_nonzero(continues & (starts < self._batch.tokens.lengths[index]))
         self._num_to_rest = 0 if 2 * num_rows >= self._num_wanted else REST_STEPS
 
     def _earn(self, step: int) -> None:
@@ -113,7 +113,10 @@ class ContinuedFirst(StepExtension):
             return None
         slots = self._slots()
         num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
-        num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
+        # Where all known tokens are in plans in flight, the first output is on its way.
+        num_unscheduled = int(
+            np.count_nonzero(batch.tokens.lengths[slots] > batch.scheduled[slots])
+        )
         self._num_wanted = min(num_waiting + num_unscheduled, MIN_TOGETHER)
         if self._num_wanted < num_needed:
             return None

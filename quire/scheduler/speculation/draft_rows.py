@@ -70,8 +70,8 @@ class DraftRows(StepExtension):
     rest.
 
     is_resting: the source rests. noted_from: `took` must be called for plans from this step on.
-    was_used: whether drafts were computed or verified. rejected: by row of the last plan with
-    drafts, how many of them were not accepted.
+    proposer: the name of its kind. was_used: whether drafts were computed or verified. rejected: by
+    row of the last plan with drafts, how many of them were not accepted.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DraftRows(StepExtension):
         self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
-        self.was_used = False
+        self.proposer, self.was_used = source.proposer_name, False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
         self._saved_ms = self._added_ms = 0.0  # by accepted drafts, and to steps with drafts
@@ -176,12 +176,8 @@ class DraftRows(StepExtension):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Counters of drafts, as fields of EngineStats; before there were any, only the name."""
-        name: dict[str, Any] = {"proposer": self._source.proposer_name}
-        if not self.was_used:
-            return name
+        """Counters of drafts, as fields of EngineStats."""
         return {
-            **name,
             "drafting_ms_total": self._source.drafting_ms,
             "draft_saved_ms_total": self._saved_ms,
             "draft_added_ms_total": self._added_ms,

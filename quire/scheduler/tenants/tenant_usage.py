@@ -40,7 +40,8 @@ class TenantLimits:
     """What one tenant's requests may have; None for no limit.
 
     name: as requests carry it; "" is the tenant of those that carry none, and shown is its name in
-    messages. max_queued: that wait, beside those that could run at once.
+    messages. max_queued: that wait, beside those that could run at once; twice as many with streams
+    that continue.
     """
 
     name: str

@@ -307,6 +307,12 @@ def test_a_router_with_a_file_finds_replicas_and_shares_quotas(tmp_path: Path) -
         assert features.quotas is not None
         assert features.is_redis_down is not None
         assert not features.is_redis_down()
+        await fake.stop()
+        assert not await discovery.read()
+        assert features.is_redis_down(), "also while no request has a quota"
+        await fake.start()
+        await discovery.read()
+        assert not features.is_redis_down()
         assert await features.quotas.reserve(b"key", 50) is not None
         with pytest.raises(Refusal, match="60 a minute"):
             await features.quotas.reserve(b"key", 50)

@@ -10,6 +10,7 @@ import pytest
 
 from quire.router.features import Features
 from quire.router.route_file import TiersTable
+from quire.router.routed_request import RoutedRequest
 from quire.router.tiers import LIMITED, PRESETS, Tiers
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
@@ -142,3 +143,25 @@ def test_retry_after_is_the_time_of_open_and_waiting_tokens_at_the_rate_of_whole
         assert router.admission.retry_after_s() == 1.0, "nothing is open or waits"
 
     run([replica], story, Features(tiers=tiers))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"tokens": [1] * 300, "max_tokens": 200}),
+        ("/generate", {**STREAM, "prompt_logprobs": 1}),  # a stream without cursors
+        ("/v1/embeddings", {"input": "a" * 4000}),
+    ],
+)
+def test_answers_of_each_kind_count_for_the_rate(path: str, body: dict[str, Any]) -> None:
+    tokens = RoutedRequest(path, [], json.dumps(body).encode()).expected_tokens
+
+    async def story(router: Router) -> None:
+        assert (await router.post(path, body))[0] == 200
+        seconds = []
+        for num_answers in (0.02, 2, 200):  # as many again in 10 s each
+            with router.admission.waiting(round(num_answers * tokens)):
+                seconds.append(router.admission.retry_after_s())
+        assert seconds == [1.0, 20.0, 60.0]
+
+    run([FakeReplica()], story)

@@ -77,6 +77,22 @@ def test_a_training_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert "checkpoint of a training with other settings" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_is_cut_short_is_refused_with_what_to_do(
+    deep_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained("medusa", deep_model, prompts, tmp_path, 3) == 0
+    path = tmp_path / "training.safetensors"
+    for length in (path.stat().st_size // 2, 4):
+        path.write_bytes(path.read_bytes()[:length])
+        capsys.readouterr()
+        assert trained("medusa", deep_model, prompts, tmp_path, 6) == 1
+        said = capsys.readouterr().err
+        assert f"{path} cannot be read, or is damaged" in said
+        assert "delete the file to begin anew" in said
+    path.unlink()
+    assert trained("medusa", deep_model, prompts, tmp_path, 6) == 0
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_head_learns_and_is_served(
     kind: str, deep_model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

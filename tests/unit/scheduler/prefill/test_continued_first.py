@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from quire.base.errors import DeadlineMissed
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.prefill.continued_first import (
@@ -17,6 +18,7 @@ from quire.scheduler.prefill.continued_first import (
     STEPS_TO_EARN,
     TOGETHER_STEPS,
 )
+from quire.scheduler.slo.ttft_prediction import MIN_STEPS
 from tests.unit.scheduler.fake_worker import make_request
 from tests.unit.scheduler.harness import Harness, Setup
 
@@ -61,14 +63,17 @@ def add(harness: Continuing, count: int, known: int = 5, first: int = 0) -> None
         harness.add(harness.continued(f"new{number}", [7, number % 50, 9], known))
 
 
-def test_the_others_stand_back_for_one_step_of_all_that_continue() -> None:
-    harness = started()
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_the_others_stand_back_for_one_step_of_all_that_continue(plans_in_flight: int) -> None:
+    """Also where the next plan is made before its result is there."""
+    harness = started(plans_in_flight=plans_in_flight)
+    num_before = len(harness.plans)
     add(harness, MIN_TOGETHER)
     harness.step()
-    assert harness.last_rows == MIN_TOGETHER
-    assert all(len(harness.tokens[f"new{number}"]) == 1 for number in range(MIN_TOGETHER))
     harness.step()
-    assert harness.last_rows == MIN_TOGETHER + NUM_OLD
+    assert all(len(harness.tokens[f"new{number}"]) >= 1 for number in range(MIN_TOGETHER))
+    own, both = harness.plans[num_before : num_before + 2]
+    assert (len(own.slots), len(both.slots)) == (MIN_TOGETHER, MIN_TOGETHER + NUM_OLD)
     harness.drain()
     harness.check_end()
 
@@ -78,6 +83,20 @@ def test_few_that_continue_run_beside_the_others() -> None:
     add(harness, MIN_TOGETHER - 1)
     harness.step()
     assert harness.last_rows == MIN_TOGETHER - 1 + NUM_OLD
+    harness.drain()
+    harness.check_end()
+
+
+def test_requests_that_are_refused_do_not_count() -> None:
+    harness = started()
+    harness.scheduler.speed.num_steps = MIN_STEPS  # so that first tokens are predicted
+    for number in range(MIN_TOGETHER - 1):
+        request = harness.continued(f"late{number}", [7, number, 9], 5)
+        with pytest.raises(DeadlineMissed):
+            harness.scheduler.add(replace(request, ttft_slo_ms=1e-3))
+    add(harness, 1)
+    harness.step()
+    assert harness.last_rows == 1 + NUM_OLD
     harness.drain()
     harness.check_end()
 
@@ -123,16 +142,18 @@ def test_many_may_come_one_after_the_other() -> None:
     harness.check_end()
 
 
-@pytest.mark.parametrize(("known", "num_own"), [(9, 3), (1, 9)])
-def test_the_others_have_a_step_after_some_however_many_continue(known: int, num_own: int) -> None:
+@pytest.mark.parametrize(("known", "num_own", "plans_in_flight"), [(9, 3, 1), (9, 3, 2), (1, 9, 1)])
+def test_the_others_have_a_step_after_some_however_many_continue(
+    known: int, num_own: int, plans_in_flight: int
+) -> None:
     """Each has the tokens of a whole step, or a third of them."""
-    harness = started(max_num_seqs=256, num_blocks=2000)
-    has_old = []
+    harness = started(max_num_seqs=256, num_blocks=2000, plans_in_flight=plans_in_flight)
+    num_before = len(harness.plans)
     for number in range(2 * (num_own + 1)):
         add(harness, MIN_TOGETHER, known, first=number * MIN_TOGETHER)
-        before = len(harness.tokens["old0"])
         harness.step()
-        has_old.append(len(harness.tokens["old0"]) > before)
+    slot = harness.scheduler._requests.sequences["old0"].slot
+    has_old = [slot in plan.slots for plan in harness.plans[num_before:]]
     assert has_old == 2 * ([False] * num_own + [True])
     harness.drain()
     harness.check_end()
