@@ -458,7 +458,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "model_path", lambda _: "model")
     monkeypatch.setattr(llama, "_prompts", lambda *_: [[1], [2]])
     drafts = {"speculate": "draft", "draft_model": "draft"}
-    monkeypatch.setattr(llama, "proposer_settings", lambda _: drafts)  # those read data from outside
+    monkeypatch.setattr(llama, "proposer_settings", lambda _: drafts)  # not data from outside
     monkeypatch.setattr(FakePeer, "others", ())
 
 
