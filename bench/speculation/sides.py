@@ -101,14 +101,18 @@ class Drafted:
 class Stream:
     """Keeps `batch` requests running on a side: `tasks` in turn, again from the first.
 
-    tokens, seconds, steps: so far. answers: of the tasks that ended in full, by their number.
+    ends_anywhere: the answers of the first batch do. tokens, seconds, steps: so far. answers: of
+    the tasks that have ended, by their number.
     """
 
-    def __init__(self, side: Side, tasks: Sequence[Task], batch: int) -> None:
+    def __init__(
+        self, side: Side, tasks: Sequence[Task], batch: int, *, ends_anywhere: bool = True
+    ) -> None:
         self.tokens = self.steps = 0
         self.seconds = 0.0
         self.answers: dict[int, tuple[int, ...]] = {}
         self._side, self._tasks, self._batch = side, tasks, batch
+        self._num_cut = batch if ends_anywhere else 0
         self._before = 0, 0.0  # tokens and seconds before the last step that yielded some
         self._num_begun = 0
         self._phases = np.random.default_rng(SEED)
@@ -177,14 +181,14 @@ class Stream:
             self._before = before
 
     def _next(self) -> tuple[Request, ...]:
-        """Return the next request. Those of the first batch end anywhere in their answers: requests
-        that begin and take blocks in the same steps cost less, and only without drafts do they
-        stay together."""
+        """Return the next request. Those of the first batch may end anywhere in their answers:
+        requests that begin and take blocks in the same steps cost less, and only without drafts do
+        they stay together."""
         begun = self._num_begun
         number = begun % len(self._tasks)
         task = self._tasks[number]
         sampling = task.sampling
-        if begun < self._batch and task.expected:
+        if begun < self._num_cut:
             length = self._phases.integers(1, sampling.max_tokens or 1, endpoint=True)
             sampling = replace(sampling, max_tokens=int(length))
         self._num_begun += 1
@@ -209,8 +213,8 @@ class Stream:
 
 
 def answers_of(side: Side, tasks: Sequence[Task], batch: int) -> list[Task]:
-    """Return `tasks` with their answers on a side without drafts."""
-    stream = Stream(side, tasks, min(batch, len(tasks)))
+    """Return `tasks` with their whole answers on a side; any that are expected are compared."""
+    stream = Stream(side, tasks, min(batch, len(tasks)), ends_anywhere=False)
     while len(stream.answers) < len(tasks):
         stream.for_steps(1)
     stream.end()

@@ -258,7 +258,7 @@ def test_wrong_tokens_of_an_answer_that_has_not_ended_are_found() -> None:
 
 def test_a_stream_keeps_its_batch_full_and_divides_steps_that_yield_more() -> None:
     core = FakeCore(8)
-    stream = Stream(side("auto", core), [replace(TASK, expected=())], 4)
+    stream = Stream(side("auto", core), [replace(TASK, expected=())], 4, ends_anywhere=False)
     assert stream.until(16) == 0.5  # of a step with 32 tokens
     assert stream.until(33) == pytest.approx(1 + 1 / 32)
     stream.for_steps(200)
@@ -281,6 +281,12 @@ def test_requests_of_the_first_batch_end_at_different_times() -> None:
 def test_answers_are_those_of_the_side_without_drafts() -> None:
     unknown = [replace(TASK, expected=()), replace(TASK, prompt=(3,), expected=())]
     assert [one.expected for one in answers_of(side("off", FakeCore()), unknown, 8)] == 2 * [ANSWER]
+
+
+def test_an_engine_answers_in_full_what_another_has_answered() -> None:
+    core = FakeCore(cost_s=0.0)
+    assert answers_of(side("auto", core), 8 * [TASK], 8) == 8 * [TASK]
+    assert core.num_rows == 8 * CELL.num_tokens
 
 
 def test_a_synthetic_proposer_is_right_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
