@@ -34,6 +34,12 @@ class Interval(NamedTuple):
     high: float
     coverage: float
 
+    def widened(self, times: float) -> Interval:
+        """Return an interval that reaches so many times as far."""
+        low = self.value - times * (self.value - self.low)
+        high = self.value + times * (self.high - self.value)
+        return self._replace(low=low, high=high)
+
     @property
     def half_width(self) -> float:
         """Return half of the width, relative to the value."""

@@ -215,6 +215,20 @@ def test_a_cell_that_noise_leaves_open_has_so_many_rounds_at_most(
     assert len(measured(off=FakeCore(), auto=FakeCore())["rounds"]) == MIN_ROUNDS + 3
 
 
+@pytest.mark.parametrize(("half_width", "ends"), [(0.017, False), (0.013, True)])
+def test_a_cell_ends_early_where_its_goals_are_clearly_decided(
+    half_width: float, ends: bool
+) -> None:
+    one = measurement(off=FakeCore(), auto=FakeCore())
+    apart = half_width * MIN_ROUNDS**0.5 / 2.0
+    one.rounds = [
+        {"off": [1.0 + (apart if at % 2 else -apart)], "auto": [1.0]} for at in range(MIN_ROUNDS)
+    ]
+    assert one.speed.half_width == pytest.approx(half_width, rel=0.1)
+    assert verdict(0.98, one.speed.shown()) == "met"
+    assert one.has_ended == ends
+
+
 def test_a_cell_can_be_measured_further() -> None:
     cores = {"off": FakeCore(), "auto": FakeCore(cost_s=1.01)}
     one = measurement(off=cores["off"], auto=cores["auto"])
