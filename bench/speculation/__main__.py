@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.speculation.cells import NUM_ENGINES, Cell, all_cells, quick_cells
-from bench.speculation.intervals import MIN_COVERAGE
-from bench.speculation.summary import summary_lines
+from bench.speculation.summary import is_measured, summary_lines
 from quire.base.errors import QuireError
 from quire.base.heap import freeze_heap
 from quire.bench.machine import machine_card
@@ -78,6 +77,8 @@ def main() -> None:
         return
     if not cells:
         sys.exit(f"no cell has a name with {args.only}; --list prints the names")
+    if not args.out.parent.is_dir():
+        sys.exit(f"{args.out.parent} is no folder; give another --out, or make it")
     known, card = _earlier(args.out), machine_card()
     wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
     minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
@@ -85,9 +86,12 @@ def main() -> None:
     run = Run(quick=args.quick, left_s=lambda: end_s - time.monotonic())
     load = card["load_at_start"]
     for cell, found in run.measured(wanted):
-        if "refused" in found and "speedups" in known.get(cell.name, {}):
-            continue  # it was measured before
-        known[cell.name] = found | {"quick": args.quick, "load_at_start": load}
+        new, before = found | {"quick": args.quick, "load_at_start": load}, known.get(cell.name, {})
+        if ("refused" in new and "speedups" in before) or (
+            is_measured(before) and not is_measured(new)
+        ):
+            continue  # it was measured before, and now not at all, or the end of the run cut it
+        known[cell.name] = new
         loads = [one.get("load_at_start", load) for one in known.values()]
         _write(args.out, {"machine": card | {"load_at_start": max(loads)}, "cells": known})
     print("\n".join(summary_lines(cells, known)))
@@ -126,9 +130,7 @@ def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
         return False
     if cell.part == "small" and "engines" not in found:
         return False
-    if quick:
-        return True
-    return not found.get("quick") and found["speedup_interval"]["coverage"] >= MIN_COVERAGE
+    return quick or (not found.get("quick") and is_measured(found))
 
 
 class Run:
@@ -137,14 +139,15 @@ class Run:
     def __init__(self, *, quick: bool, left_s: Callable[[], float]) -> None:
         self._left_s, self._fixed = left_s, QUICK_FIXED if quick else FIXED
         self._num_engines = QUICK_ENGINES if quick else NUM_ENGINES
-        self._cells_s = self._starts_s = 0.0  # of the cells and groups that are to come
+        self._coming: list[Cell] = []
+        self._starts_s = 0.0  # of the groups that are to come
 
     def measured(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Yield each cell with what was found, while there is time; again where more was."""
         from bench.speculation.engines import Loads
 
         groups = [list(group) for _, group in groupby(cells, key=lambda cell: cell.engine)]
-        self._cells_s = sum(cell.seconds for cell in cells)
+        self._coming = list(cells)
         self._starts_s = sum(self._start_s(group[0]) for group in groups)
         loads, last_s = Loads(), time.monotonic()
         taken_s: defaultdict[str, float] = defaultdict(float)
@@ -215,7 +218,7 @@ class Run:
                 yield cell, {"refused": str(error)}
         finally:
             gc.unfreeze()
-        self._cells_s -= sum(cell.seconds for cell in missing)
+        self._coming = [cell for cell in self._coming if cell not in missing]
 
     def _start_s(self, cell: Cell) -> float:
         """Return how long the engines of a group take to start."""
@@ -223,8 +226,8 @@ class Run:
 
     def _take(self, cell: Cell) -> float:
         """Return the seconds of the next cell: at most its share of what is left."""
-        share = (self._left_s() - self._starts_s) / max(self._cells_s, 1e-9)
-        self._cells_s -= cell.seconds
+        share = (self._left_s() - self._starts_s) / sum(one.seconds for one in self._coming)
+        self._coming.remove(cell)
         return cell.seconds * max(share if share < math.inf else 1.0, 0.2)
 
 

@@ -13,7 +13,15 @@ from math import exp, log, sqrt
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
-from bench.speculation.intervals import COVERAGE, VERDICTS, Interval, Verdict, spread, verdict
+from bench.speculation.intervals import (
+    COVERAGE,
+    MIN_COVERAGE,
+    VERDICTS,
+    Interval,
+    Verdict,
+    spread,
+    verdict,
+)
 
 Found = Mapping[str, Any]
 
@@ -34,8 +42,8 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
         if cell.goal > GOAL_LEAST or cell.part == "llama.cpp"
     }
     yield from _lines("goals of single cells", goals)
-    if ours:
-        half = [100 * half_width(known[cell.name]) for cell in ours]
+    half = [100 * half_width(known[cell.name]) for cell in ours if is_measured(known[cell.name])]
+    if half:
         yield (
             f"half of the interval of the speed: median {statistics.median(half):.1f} %, "
             f"widest {max(half):.1f} %"
@@ -47,8 +55,15 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
             f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %"
         )
     for part in dict.fromkeys(cell.part for cell in ours):
-        of_part = [known[cell.name] for cell in ours if cell.part == part]
-        speed, share = mean_of(of_part, "speedup_interval"), mean_of(of_part, "control_interval")
+        groups: dict[tuple[str, ...], list[Found]] = {}
+        for cell in ours:
+            if cell.part == part and is_measured(known[cell.name]):
+                groups.setdefault(cell.engine, []).append(known[cell.name])
+        if not groups:
+            continue
+        speed, share = (
+            mean_of(groups.values(), of) for of in ("speedup_interval", "control_interval")
+        )
         yield (
             f"mean of {part}: {speed.value:.3f}x ({speed.low:.3f} to {speed.high:.3f}), "
             f"{share.value:.3f} of the best fixed ({share.low:.3f} to {share.high:.3f})"
@@ -81,15 +96,23 @@ def noise_floors(found: Iterable[Found]) -> list[float]:
     return [spread(one["off_of_off"]) for one in found if one.get("off_of_off")]
 
 
-def mean_of(found: Sequence[Found], interval: str) -> Interval:
-    """Return the geometric mean of a ratio over cells. Its interval is that of independent
-    errors of these cells."""
-    half, logs = 0.0, []
-    for one in found:
-        low, high = (max(one[interval][end], 1e-3) for end in ("low", "high"))
-        logs.append(log((low + high) / 2.0))
-        half += ((high - low) / (high + low)) ** 2
-    mean, half = sum(logs) / len(logs), sqrt(half) / len(logs)
+def is_measured(found: Found) -> bool:
+    """Return whether there are enough rounds of a cell for its interval to say anything."""
+    return "speedup_interval" in found and found["speedup_interval"]["coverage"] >= MIN_COVERAGE
+
+
+def mean_of(groups: Iterable[Sequence[Found]], interval: str) -> Interval:
+    """Return the geometric mean of a ratio over all cells of all groups. Those of a group have the
+    same engines, so that their errors are taken to be the same; groups have independent ones."""
+    variance, logs = 0.0, []
+    for group in groups:
+        half = 0.0
+        for one in group:
+            low, high = (max(one[interval][end], 1e-3) for end in ("low", "high"))
+            logs.append(log((low + high) / 2.0))
+            half += (high - low) / (high + low)
+        variance += half * half
+    mean, half = sum(logs) / len(logs), sqrt(variance) / len(logs)
     return Interval(exp(mean - half), exp(mean), exp(mean + half), COVERAGE)
 
 
