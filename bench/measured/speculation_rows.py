@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, NUM_ENGINES, Cell, all_cells
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell, all_cells
 from bench.speculation.intervals import VERDICTS, Verdict
 from bench.speculation.summary import control_verdict, half_width, noise_floors, speed_verdict
 
@@ -29,7 +29,6 @@ _PARTS = {
     "history": "answers that repeat earlier ones, forced on random weights",
 }
 _MODELS = {"box": "built-in model"}
-_ENGINES = {"quire": "Quire", "llama.cpp": "llama.cpp"}
 
 
 def speculation_rows(result: dict[str, Any]) -> list[str]:
@@ -112,10 +111,12 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
         )
     floors = noise_floors(measured.values())
     if floors:
+        sizes = {one["engines"]["auto"] for one in measured.values() if one.get("off_of_off")}
+        num_engines = " or ".join(map(str, sorted(sizes)))
         yield (
             f"| speeds of equal engines without drafts, small models | standard deviation: median "
             f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %; the "
-            f"intervals include it, of {NUM_ENGINES} engines a side | |"
+            f"intervals include it, of {num_engines} engines a side | |"
         )
     earlier = sum("tokens" not in one for one in known.values())
     if earlier:
@@ -139,17 +140,24 @@ def _over_all(
 
 
 def _llama_row(cell: Cell, one: dict[str, Any]) -> str:
-    what = f"| {_PROPOSERS[cell.proposer]}, {cell.model}, one request, beside llama.cpp's: speed "
+    weights = "" if cell.is_small else " with random weights"
+    what = (
+        f"| {_PROPOSERS[cell.proposer]}, {cell.model}{weights}, one request, beside llama.cpp's: "
+        "speed over llama.cpp"
+    )
     if "refused" in one:
-        return f"{what}over llama.cpp | not measured: {one['refused']} | 1x |"
-    gains = ", ".join(f"{shown} {_gain(one, name)}" for name, shown in _ENGINES.items())
+        return f"{what} | not measured: {one['refused']} | 1x |"
+    gains = ", ".join(f"{engine} {_gain(one, engine.lower())}" for engine in ("Quire", "llama.cpp"))
     return (
-        f"{what}over llama.cpp's fastest setting; gain of each (accepted) | "
+        f"{what}'s fastest setting, with drafts or without; gain of each by drafts (accepted) | "
         f"{one['over_llama']:.2f}x; {gains} | 1x |"
     )
 
 
-def _gain(one: dict[str, Any], name: str) -> str:
+def _gain(one: dict[str, Any], engine: str) -> str:
+    """Return what drafts gain in the fastest setting of an engine that has them."""
+    speeds: dict[str, float] = one["speedups"]
+    name = max((name for name in speeds if name.startswith(engine)), key=lambda name: speeds[name])
     rate = one["acceptance"].get(name)
     accepted = "no drafts" if rate is None else f"{100 * rate:.0f} %"
-    return f"{one['speedups'][name]:.2f}x ({accepted})"
+    return f"{speeds[name]:.2f}x ({accepted})"

@@ -32,7 +32,7 @@ SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
 NUM_ENGINES, NUM_FIXED_ENGINES = 8, 3
 # Seconds of a cell, with its warm-up: by part, and of a shape by batch. Steps of the second shape
 # take twice as long.
-CELL_S = {"small": 20.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 45.0}
+CELL_S = {"small": 20.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
 SHAPE_CELL_S = {1: 30.0, 4: 20.0, 16: 24.0, 64: 32.0}
 SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with

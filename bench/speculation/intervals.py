@@ -3,8 +3,7 @@
 A ratio of times is that of the sums over all rounds: what happens rarely, such as a probe of the
 control, counts as much as it takes. Its interval has the spread of the rounds, with Student's t,
 and is wider where neighbouring rounds are alike. Where each side is several engines, it has their
-spread as well: engines and rounds are both drawn (two crossed factors). A median of few ratios has
-the interval of order statistics. Knows no benchmark.
+spread as well: engines and rounds are both drawn (two crossed factors). Knows no benchmark.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import comb, sqrt
+from math import sqrt
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 # Probability that the interval covers what it is of, where there are values enough: six are.
 COVERAGE, MIN_VALUES = 0.95, 6
-# Of an interval that decides anything: three values of order statistics have it.
+# Of an interval that decides anything.
 MIN_COVERAGE = 0.75
 Z = statistics.NormalDist().inv_cdf(0.5 + COVERAGE / 2.0)
 Verdict = Literal["met", "missed", "not decided"]
@@ -110,20 +109,6 @@ def spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) / statistics.fmean(values)
 
 
-def median_interval(values: Sequence[float]) -> Interval:
-    """Return the narrowest interval of ordered values with COVERAGE, or all of them if few."""
-    ordered, num = sorted(values), len(values)
-    left_out = 0  # on each side
-    while num > 2 * (left_out + 1) and _coverage(num, left_out + 1) >= COVERAGE:
-        left_out += 1
-    return Interval(
-        low=ordered[left_out],
-        value=statistics.median(ordered),
-        high=ordered[num - 1 - left_out],
-        coverage=_coverage(num, left_out),
-    )
-
-
 def verdict(goal: float, interval: Mapping[str, float]) -> Verdict:
     """Return whether a goal is met: not decided if it lies within the interval, or if that is of
     too few values to say anything."""
@@ -142,8 +127,3 @@ def _student(freedom: float) -> float:
     second = (5.0 * Z**5 + 16.0 * Z**3 + 3.0 * Z) / 96.0
     third = (3.0 * Z**7 + 19.0 * Z**5 + 17.0 * Z**3 - 15.0 * Z) / 384.0
     return Z + first / freedom + second / freedom**2 + third / freedom**3
-
-
-def _coverage(num: int, left_out: int) -> float:
-    """Return the probability that more than `left_out` of `num` values lie on each side."""
-    return 1.0 - 2.0 * sum(comb(num, below) for below in range(left_out + 1)) / 2.0**num

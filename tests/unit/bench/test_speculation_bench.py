@@ -21,7 +21,6 @@ from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
 from bench.speculation.intervals import (
     engines_interval,
-    median_interval,
     ratio_interval,
     spread,
     verdict,
@@ -29,6 +28,7 @@ from bench.speculation.intervals import (
 from bench.speculation.measure import FIRST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
+from bench.speculation.summary import mean_of, summary_lines
 from bench.speculation.texts import word_ids
 from quire.base.engine_stats import EngineStats
 from quire.base.records import NO_INTS, Request, RequestOutput, StepOutputs
@@ -313,19 +313,6 @@ def test_a_synthetic_proposer_is_right_as_often_as_it_says(monkeypatch: pytest.M
         assert np.count_nonzero(proposer._drafts[0] == ANSWER) == round(rate * len(ANSWER))
 
 
-@pytest.mark.parametrize(
-    ("num", "left_out", "coverage"), [(1, 0, 0.0), (3, 0, 0.75), (6, 0, 0.97), (9, 1, 0.96)]
-)
-def test_an_interval_leaves_out_as_many_values_as_its_coverage_allows(
-    num: int, left_out: int, coverage: float
-) -> None:
-    values = [1.0 + 0.1 * at for at in range(num)]
-    found = median_interval(values[::-1])
-    assert (found.low, found.high) == (values[left_out], values[num - 1 - left_out])
-    assert found.coverage == pytest.approx(coverage, abs=0.01)
-    assert (num >= 6) == (found.coverage >= 0.95)
-
-
 def test_a_ratio_of_sums_has_an_interval_that_covers_it() -> None:
     rng, covered, num = random.Random(3), 0, 400
     for _ in range(num):
@@ -435,6 +422,8 @@ def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
         second: one | {"quick": False, "load_at_start": 1.0},
     }
     assert found["machine"]["load_at_start"] == 9.0  # of a cell that was kept
+    cut = one | {"speedup_interval": interval | {"coverage": 0.0}}
+    assert run({first: cut}, 1.0)["cells"][first] == found["cells"][first]
     written = json.loads((tmp_path / "out.json").read_text())
     written["cells"]["small/box/ngram/t9/b1"] = one  # no longer in the table
     (tmp_path / "out.json").write_text(json.dumps(written))
@@ -476,6 +465,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama, "is_installed", lambda _: True)
     monkeypatch.setattr(llama, "converted", lambda *_: Path("model"))
     monkeypatch.setattr(llama, "model_path", lambda _: "model")
+    monkeypatch.setattr(llama, "proposer_settings", lambda _: {"draft_model": "draft"})
     monkeypatch.setattr(llama, "_prompts", lambda *_: [[1], [2]])
     drafts = {"speculate": "draft", "draft_model": "draft"}
     monkeypatch.setattr(llama, "proposer_settings", lambda _: drafts)  # not data from outside
@@ -500,8 +490,10 @@ def test_llama_cpp_is_compared_by_its_own_time_and_its_tokens_are_counted(
     num = len(ANSWER)
     assert found["equal_tokens"]["llama.cpp plain"] == pytest.approx((num - 1) / num, abs=1e-4)
     assert found["equal_tokens"]["llama.cpp"] == 1.0
-    [line] = speculation_rows({"cells": {LLAMA_CELL.name: found | {"acceptance": {"quire": 0.4}}}})
-    assert line.endswith("| 2.00x; Quire 1.67x (40 %), llama.cpp 2.00x (no drafts) | 1x |")
+    found["speedups"]["llama.cpp, drafts as quire"] = 2.5  # the fastest one is shown
+    found["acceptance"] = {"quire": 0.4, "llama.cpp": 0.3}
+    [line] = speculation_rows({"cells": {LLAMA_CELL.name: found}})
+    assert line.endswith("| 2.00x; Quire 1.67x (40 %), llama.cpp 2.50x (no drafts) | 1x |")
 
 
 @pytest.mark.usefixtures("peers")
@@ -523,6 +515,36 @@ def test_words_of_a_text_keep_their_ids() -> None:
     assert ids[0] == ids[3]
     assert len(set(ids)) == 4
     assert all(256 <= token_id < 1000 for token_id in ids)
+
+
+def test_errors_of_cells_with_the_same_engines_do_not_cancel() -> None:
+    one = {"speedup_interval": {"low": 0.98, "high": 1.02, "coverage": 0.95}}
+    cells = all_cells()[:3]
+    assert len({cell.engine for cell in cells}) == 1
+    for groups, times in (
+        ([[one] * 4], 1.0),
+        ([[one]] * 4, 0.5),
+        ([[one] * 3, [one]], 10**0.5 / 4),
+    ):
+        found = mean_of(groups, "speedup_interval")
+        assert found.value == pytest.approx(1.0)
+        assert found.half_width == pytest.approx(0.02 * times, rel=1e-3)
+
+
+def test_cells_that_the_end_of_a_run_cut_are_no_part_of_the_mean() -> None:
+    first, other = all_cells()[:2]
+
+    def found(speed: float, coverage: float) -> dict[str, Any]:
+        interval = {"low": speed, "high": speed, "coverage": coverage}
+        ratios = {"speedups": {"auto": speed}, "control_of_best": 1.0}
+        return ratios | {"speedup_interval": interval, "control_interval": interval}
+
+    lines = list(
+        summary_lines([first, other], {first.name: found(1.1, 0.95), other.name: found(9.0, 0.0)})
+    )
+    assert lines[0] == "2 of 2 cells measured, 0 refused"
+    [mean] = [line for line in lines if line.startswith("mean of small")]
+    assert mean.startswith("mean of small: 1.100x (1.100 to 1.100)")
 
 
 def test_cells_of_a_line_are_together_whatever_their_order() -> None:
@@ -585,10 +607,13 @@ def test_lines_say_what_was_measured_in_an_earlier_way_and_how_sure_intervals_ar
         {
             "cells": {
                 first.name: found(0.75),
-                other.name: found(0.95, tokens=128, off_of_off=[0.99, 1.01]),
+                other.name: found(
+                    0.95, tokens=128, off_of_off=[0.99, 1.01], engines={"off": 2, "auto": 2}
+                ),
             }
         }
     )
     assert "(probability 75 to 95 %) | half of its width" in lines[-3]
     assert "standard deviation: median 1.4 %, largest 1.4 %" in lines[-2]
+    assert "of 2 engines a side" in lines[-2]
     assert lines[-1].endswith("in one engine | 1 of 2 cells | |")
