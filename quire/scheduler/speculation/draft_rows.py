@@ -198,7 +198,7 @@ class DraftRows(StepExtension):
             if not (predicts or is_alone):
                 return
             source.rested(max(self._requests.in_flight.step - self._rest_from, 0))
-            self._rest_from = self._requests.in_flight.step
+            self._rest_from = max(self._requests.in_flight.step, self._rest_from)
             if is_alone:
                 source.note_arrivals(1, 1)
             if source.rest_steps and not predicts:
