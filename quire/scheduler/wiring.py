@@ -180,7 +180,7 @@ def _continued_first(
     """Return steps for streams that continue, where nothing else says which rows stand back."""
     if limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption:
         return None
-    return ContinuedFirst(batch, limits.max_num_batched_tokens)
+    return ContinuedFirst(batch)
 
 
 def _hand_overs(

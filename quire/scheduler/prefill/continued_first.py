@@ -2,20 +2,16 @@
 
 Another engine has failed then, and each of its streams has been interrupted for as long as that
 took to be noticed. A step with rows of all that run takes much longer than the rows of those that
-continue, and the API process, which still has to accept most of them, must pass on a token of each
-row. So the others stand back for some steps and then go on. Requests that continue arrive a few at
-a time: while MIN_TOGETHER have come within TOGETHER_STEPS, one is enough for such a step. A single
-request with output_ids changes nothing. Clients may send output_ids as well, so what they can take
-from others is bounded in steps, of which one with few tokens counts as MIN_SHARE of a full one.
-Always holds: after MAX_IN_A_ROW full steps without the others, one has the rows of all; after
-MAX_STEPS there is one more for each STEPS_TO_EARN; a request stands back for its own tenant's only;
+continue, so the others stand back for a few steps and then go on. A single request with output_ids
+changes nothing. Clients may send output_ids as well, so what they can take from others is bounded.
+Always holds: of MAX_IN_A_ROW + 1 steps one has the rows of all, and after MAX_STEPS without the
+others these stand back once in STEPS_TO_EARN; a request stands back for its own tenant's only;
 where a running request has a target for the time between two tokens, none stands back.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import numpy as np
 
@@ -27,17 +23,13 @@ from quire.scheduler.sequence import NO_SLOT, SequenceState
 # So many continue at once where an engine has failed, and hardly ever otherwise.
 MIN_TOGETHER = 8
 # How many steps in a row the others stand back.
-MAX_IN_A_ROW = 3.0
+MAX_IN_A_ROW = 3
 # How many steps they stand back at once, as for a failed engine, and the steps that earn one more.
-MAX_STEPS = 64.0
+MAX_STEPS = 64
 STEPS_TO_EARN = 16
-# A step counts as its tokens' share of the most that a step may have, and as this at least.
-MIN_SHARE = 0.25
-# After a step that could compute less than half of them or of MIN_TOGETHER, for lack of blocks or
-# because their prompts are long, they do not stand back for so many.
+# After a step that could compute fewer, for lack of blocks or because their prompts are long, they
+# do not stand back for so many.
 REST_STEPS = 16
-# So many steps after one another those of a failed engine come.
-TOGETHER_STEPS = 8
 
 
 class ContinuedFirst(StepExtension):
@@ -45,27 +37,19 @@ class ContinuedFirst(StepExtension):
 
     is_active = False
 
-    def __init__(self, batch: RunningBatch, max_step_tokens: int) -> None:
-        self._batch, self._max_step_tokens = batch, max_step_tokens
+    def __init__(self, batch: RunningBatch) -> None:
+        self._batch = batch
         self._pending: list[SequenceState] = []
-        self._is_own = False  # this step is
-        self._in_a_row = 0.0
-        self._num_to_rest = 0
-        self._left, self._earned_until = MAX_STEPS, 0
-        self._num_new = 0  # since the last step
-        self._came: deque[int] = deque(maxlen=MIN_TOGETHER)  # the steps before which the last came
-        self._num_wanted = 0  # rows of those that continue, in this step
+        self._num_in_a_row = self._num_to_rest = 0
+        self._num_left, self._earned_until = MAX_STEPS, 0
 
     def note(self, sequence: SequenceState) -> None:
         """Note a request that continues an answer."""
         self._pending.append(sequence)
-        self._num_new += 1
         self.is_active = True
 
     def begin_step(self, step: Step) -> None:
         """Leave out the others where enough of those that continue can be computed now."""
-        self._came.extend([step.builder.step] * min(self._num_new, MIN_TOGETHER))
-        self._num_new = 0
         self._pending = [
             one for one in self._pending if one.alive and math.isnan(one.times.first_token_ms)
         ]
@@ -74,51 +58,41 @@ class ContinuedFirst(StepExtension):
         others = None
         if self._num_to_rest:
             self._num_to_rest -= 1
-        elif self._in_a_row < MAX_IN_A_ROW and self._left > 0:
-            others = self._others(step.builder.step)
-        self._is_own = others is not None
+        elif self._num_in_a_row < MAX_IN_A_ROW and self._num_left:
+            others = self._others()
         if others is None:
-            self._in_a_row = 0.0
-        else:
-            step.deferred += others
+            self._num_in_a_row = 0
+            return
+        self._num_in_a_row += 1
+        self._num_left -= 1
+        step.deferred += others
 
     def end_step(self, step: Step) -> None:
-        """Note what the step took, and whether it was worth it."""
-        if not self._is_own:
-            return
-        index, _, starts, counts, *_ = step.builder.joined_rows()
-        continues = np.isin(index, self._slots())
-        share = max(float(counts[continues].sum()) / self._max_step_tokens, MIN_SHARE)
-        self._in_a_row += share
-        self._left -= share
-        num_rows = np.count_nonzero(continues & (starts < self._batch.tokens.lengths[index]))
-        self._num_to_rest = 0 if 2 * num_rows >= self._num_wanted else REST_STEPS
+        """Note whether the step was worth it."""
+        slots, batch = self._slots(), self._batch
+        if self._num_in_a_row:
+            num_rows = np.count_nonzero(batch.scheduled[slots] > batch.computed[slots])
+            self._num_to_rest = 0 if num_rows >= MIN_TOGETHER else REST_STEPS
 
     def _earn(self, step: int) -> None:
         """Let the others stand back again for some of the steps since the last time."""
         num_earned = (step - self._earned_until) // STEPS_TO_EARN
         self._earned_until += num_earned * STEPS_TO_EARN
-        self._left = min(self._left + num_earned, MAX_STEPS)
+        self._num_left = min(self._num_left + num_earned, MAX_STEPS)
 
     def _slots(self) -> Index:
         """Return the slots of those that continue and have no output yet."""
         return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
 
-    def _others(self, step: int) -> list[int] | None:
+    def _others(self) -> list[int] | None:
         """Return the slots that stand back; None for none, or where too few continue."""
         batch, active = self._batch, self._batch.active
-        are_many = len(self._came) == MIN_TOGETHER and step - self._came[0] < TOGETHER_STEPS
-        num_needed = 1 if are_many else MIN_TOGETHER
-        if len(self._pending) < num_needed or not len(active):
+        if len(self._pending) < MIN_TOGETHER or not len(active):
             return None
         slots = self._slots()
         num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
-        # Where all known tokens are in plans in flight, the first output is on its way.
-        num_unscheduled = int(
-            np.count_nonzero(batch.tokens.lengths[slots] > batch.scheduled[slots])
-        )
-        self._num_wanted = min(num_waiting + num_unscheduled, MIN_TOGETHER)
-        if self._num_wanted < num_needed:
+        num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
+        if num_waiting + num_unscheduled < MIN_TOGETHER:
             return None
         others = active[~np.isin(active, slots)]
         if np.isfinite(batch.tpot_slo_ms[others]).any():

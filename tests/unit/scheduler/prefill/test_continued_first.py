@@ -12,11 +12,11 @@ from quire.base.errors import DeadlineMissed
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.prefill.continued_first import (
+    MAX_IN_A_ROW,
     MAX_STEPS,
     MIN_TOGETHER,
     REST_STEPS,
     STEPS_TO_EARN,
-    TOGETHER_STEPS,
 )
 from quire.scheduler.slo.ttft_prediction import MIN_STEPS
 from tests.unit.scheduler.fake_worker import make_request
@@ -63,17 +63,14 @@ def add(harness: Continuing, count: int, known: int = 5, first: int = 0) -> None
         harness.add(harness.continued(f"new{number}", [7, number % 50, 9], known))
 
 
-@pytest.mark.parametrize("plans_in_flight", [1, 2])
-def test_the_others_stand_back_for_one_step_of_all_that_continue(plans_in_flight: int) -> None:
-    """Also where the next plan is made before its result is there."""
-    harness = started(plans_in_flight=plans_in_flight)
-    num_before = len(harness.plans)
+def test_the_others_stand_back_for_one_step_of_all_that_continue() -> None:
+    harness = started()
     add(harness, MIN_TOGETHER)
     harness.step()
+    assert harness.last_rows == MIN_TOGETHER
+    assert all(len(harness.tokens[f"new{number}"]) == 1 for number in range(MIN_TOGETHER))
     harness.step()
-    assert all(len(harness.tokens[f"new{number}"]) >= 1 for number in range(MIN_TOGETHER))
-    own, both = harness.plans[num_before : num_before + 2]
-    assert (len(own.slots), len(both.slots)) == (MIN_TOGETHER, MIN_TOGETHER + NUM_OLD)
+    assert harness.last_rows == MIN_TOGETHER + NUM_OLD
     harness.drain()
     harness.check_end()
 
@@ -111,50 +108,15 @@ def test_prompts_that_are_new_change_nothing() -> None:
     harness.check_end()
 
 
-def test_after_many_one_is_enough_until_fewer_come() -> None:
-    harness = started()
-    add(harness, MIN_TOGETHER)
-    harness.step()
+def test_the_others_have_every_fourth_step_however_many_continue() -> None:
+    harness = started(max_num_seqs=128)
     has_old = []
-    for number, after in enumerate((1, TOGETHER_STEPS - 2, 1)):
-        for _ in range(after):
-            harness.step()
-        add(harness, 1, first=100 + number)
-        num_old = len(harness.tokens["old0"])
+    for number in range(12):
+        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
+        before = len(harness.tokens["old0"])
         harness.step()
-        has_old.append(len(harness.tokens["old0"]) > num_old)
-        assert len(harness.tokens[f"new{100 + number}"]) == 1
-    assert has_old == [False, True, True]
-    harness.drain()
-    harness.check_end()
-
-
-def test_many_may_come_one_after_the_other() -> None:
-    harness = started()
-    has_old = []
-    for number in range(MIN_TOGETHER + 2):
-        add(harness, 1, first=number)
-        num_old = len(harness.tokens["old0"])
-        harness.step()
-        has_old.append(len(harness.tokens["old0"]) > num_old)
-    assert has_old == [True] * (MIN_TOGETHER - 1) + [False] * 3
-    harness.drain()
-    harness.check_end()
-
-
-@pytest.mark.parametrize(("known", "num_own", "plans_in_flight"), [(9, 3, 1), (9, 3, 2), (1, 9, 1)])
-def test_the_others_have_a_step_after_some_however_many_continue(
-    known: int, num_own: int, plans_in_flight: int
-) -> None:
-    """Each has the tokens of a whole step, or a third of them."""
-    harness = started(max_num_seqs=256, num_blocks=2000, plans_in_flight=plans_in_flight)
-    num_before = len(harness.plans)
-    for number in range(2 * (num_own + 1)):
-        add(harness, MIN_TOGETHER, known, first=number * MIN_TOGETHER)
-        harness.step()
-    slot = harness.scheduler._requests.sequences["old0"].slot
-    has_old = [slot in plan.slots for plan in harness.plans[num_before:]]
-    assert has_old == 2 * ([False] * num_own + [True])
+        has_old.append(len(harness.tokens["old0"]) > before)
+    assert has_old == 3 * ([False] * MAX_IN_A_ROW + [True])
     harness.drain()
     harness.check_end()
 
@@ -163,13 +125,12 @@ def test_the_others_rarely_stand_back_where_streams_continue_all_the_time() -> N
     harness = started(max_num_seqs=128, max_model_len=400)
     harness.add(make_request("long", [1, 2], max_tokens=300))
     harness.step()
-    num_steps = 2 * int(MAX_STEPS)
+    num_steps = 2 * MAX_STEPS
     for number in range(num_steps):
-        add(harness, MIN_TOGETHER, known=9, first=number * MIN_TOGETHER)
+        add(harness, MIN_TOGETHER, first=number * MIN_TOGETHER)
         harness.step()
     num_with = len(harness.tokens["long"]) - 1
-    num_own = num_steps - num_with
-    assert MAX_STEPS <= num_own <= MAX_STEPS + (num_steps + 3) // STEPS_TO_EARN
+    assert num_steps - num_with == MAX_STEPS + (num_steps + 3) // STEPS_TO_EARN
     harness.drain()
     harness.check_end()
 
