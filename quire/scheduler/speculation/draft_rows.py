@@ -197,8 +197,7 @@ class DraftRows(StepExtension):
             is_alone = not self._requests.sequences
             if not (predicts or is_alone):
                 return
-            source.rested(max(self._requests.in_flight.step - self._rest_from, 0))
-            self._rest_from = max(self._requests.in_flight.step, self._rest_from)
+            self._pass_rest(self._requests.in_flight.step)
             if is_alone:
                 source.note_arrivals(1, 1)
             if source.rest_steps and not predicts:
@@ -321,14 +320,19 @@ class DraftRows(StepExtension):
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""
         source = self._source
-        source.rested(max(plan.step - self._rest_from, 0))
-        self._rest_from = max(plan.step, self._rest_from)
+        self._pass_rest(plan.step)
         if plan.admissions:
             source.note_arrivals(len(plan.admissions), len(self._batch.active))
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:
             self.is_resting, self.is_active = False, True
+
+    def _pass_rest(self, step: int) -> None:
+        """Let the source know of the steps of its rest up to `step`."""
+        if step > self._rest_from:
+            self._source.rested(step - self._rest_from)
+            self._rest_from = step
 
     def verify(self, plan: StepPlan, result: StepResult, outcome: PlanOutcome) -> VerifiedRows:
         """Compare the runs of a plan with its drafts, before the runs are appended in full."""
