@@ -1,7 +1,8 @@
 """SchedulerLimits: the numbers the scheduler must keep to.
 
-A record without knowledge; the engine fills it from flags and from what the cache can hold. Always
-holds: each number lies within its limits, so it is not checked again.
+A record without knowledge, but for what limits of queues mean for streams that continue; the engine
+fills it from flags and from what the cache can hold. Always holds: each number lies within its
+limits, so it is not checked again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from quire.base.errors import InvalidParameter
+from quire.base.records import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +61,9 @@ class SchedulerLimits:
                 raise InvalidParameter(
                     f"{field.name} is {value}; it must be at least {least}", param=field.name
                 )
+
+
+def queue_factor(request: Request) -> int:
+    """Return how many times the room of a queue `request` may use: a stream that continues was
+    admitted elsewhere, so as many again may wait."""
+    return 2 if len(request.output_ids) else 1

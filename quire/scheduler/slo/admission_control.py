@@ -18,7 +18,7 @@ from quire.base.records import Request
 from quire.cache.manager import CacheManager
 from quire.scheduler.admission.slot_allocation import find_kv_source
 from quire.scheduler.beam.beam_groups import check_beam_blocks
-from quire.scheduler.limits import SchedulerLimits
+from quire.scheduler.limits import SchedulerLimits, queue_factor
 from quire.scheduler.running_batch import RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.sequence_parts import Prediction
@@ -88,8 +88,7 @@ def check_queue_room(
     request: Request,
 ) -> None:
     """Raise OverloadedError where the queue has no place for `request`."""
-    # A stream that continues was admitted elsewhere: as many again may wait.
-    factor = 2 if len(request.output_ids) else 1
+    factor = queue_factor(request)
     most = factor * limits.max_queued_requests
     if len(queue) >= most + num_free_slots:
         raise OverloadedError(

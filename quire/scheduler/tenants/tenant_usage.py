@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from quire.base.errors import InvalidParameter, SettingError, TenantLimit
 from quire.base.records import Request
 from quire.cache.manager import CacheManager
+from quire.scheduler.limits import queue_factor
 from quire.scheduler.running_batch import Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.step_budget import BlockShares
@@ -120,8 +121,7 @@ class TenantUsage(BlockShares):
                 param=param,
             )
         could_run = min(len(self._batch.free_slots), max(max_running - self.running[number], 0))
-        # A stream that continues was admitted elsewhere: as many again may wait.
-        max_queued = (2 if len(request.output_ids) else 1) * one.max_queued
+        max_queued = queue_factor(request) * one.max_queued
         if self.waiting[number] >= max_queued + could_run:
             raise TenantLimit(
                 f"{self.waiting[number]} requests of tenant {one.shown} are waiting, at most "
