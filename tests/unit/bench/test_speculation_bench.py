@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from bench.measured.speculation_rows import speculation_rows
-from bench.speculation import llama, measure, sides
+from bench.speculation import llama, measure, sides, turns
 from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
 from bench.speculation.intervals import (
@@ -25,8 +25,10 @@ from bench.speculation.intervals import (
     spread,
     verdict,
 )
-from bench.speculation.measure import FIRST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
+from bench.speculation.measure import FIRST_ROUNDS, Measurement, min_rounds
 from bench.speculation.proposers import FixedAcceptance
+from bench.speculation.race import SOME_ROUNDS
+from bench.speculation.rounds import MAX_TIMES, clipped
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from bench.speculation.summary import mean_of, summary_lines
 from bench.speculation.texts import word_ids
@@ -93,7 +95,7 @@ class FakeCore:
 @pytest.fixture(autouse=True)
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sides, "time", SimpleNamespace(perf_counter=lambda: FakeCore.now_s))
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: False)
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: False)
 
 
 def side(name: str, core: FakeCore) -> Side:
@@ -138,7 +140,7 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     assert found["speedups"] == pytest.approx({"auto": 2.0, "k2": 2 / 1.1}, rel=0.003)
     assert found["best_fixed"] == "k2"
     assert found["acceptance"] == found["acceptance_of_fixed"] == 1.0
-    num_tokens = found["tokens"] + measure.SMALL_RUN_IN_ROUNDS * CELL.round_tokens
+    num_tokens = found["tokens"] + turns.SMALL_RUN_IN_ROUNDS * CELL.round_tokens
     whole = 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))
     assert whole <= found["drafted"] <= 1.02 * whole
     assert found["disturbed"] == found["clipped"] == 0
@@ -241,20 +243,20 @@ def test_a_cell_can_be_measured_further() -> None:
 
 def test_rounds_that_others_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False, True] + [False] * 100)
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: next(answers))
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: next(answers))
     found = measured(off=FakeCore(), auto=FakeCore())
     assert (found["disturbed"], len(found["rounds"])) == (2, MIN_ROUNDS)
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: True)
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: True)
     found = measured(off=FakeCore(), auto=FakeCore())
     assert len(found["rounds"]) == MIN_ROUNDS
-    assert found["disturbed"] == measure.MAX_DISTURBED_TIMES * MIN_ROUNDS
+    assert found["disturbed"] == turns.MAX_DISTURBED_TIMES * MIN_ROUNDS
 
 
 def test_a_single_slow_turn_counts_as_a_few() -> None:
     rounds = [{"off": [1.0], "auto": [1.0, 2.0]} for _ in range(9)]
     rounds.append({"off": [1.0], "auto": [50.0, 50.0]})
-    most = [measure.MAX_TIMES, 2.0 * measure.MAX_TIMES]
-    assert measure._clipped(rounds)[-1] == {"off": [1.0], "auto": most}
+    most = [MAX_TIMES, 2.0 * MAX_TIMES]
+    assert clipped(rounds)[-1] == {"off": [1.0], "auto": most}
 
 
 def test_wrong_tokens_are_not_reported() -> None:

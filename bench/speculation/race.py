@@ -1,0 +1,30 @@
+"""The race of fixed numbers of drafts: which are clearly slower than the best one.
+
+Reads rounds and measures nothing. Always holds: the best one and the side without drafts stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.speculation.cells import GOAL_CONTROL
+from bench.speculation.rounds import Round, best_side, clipped, side_ratio
+
+# A fixed k is left out after so many rounds if its share of the best one's speed is less; later,
+# if its interval is below what the control must reach.
+POOR_SHARES = {1: 0.6, 2: 0.8}
+SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
+
+
+def slower_sides(all_rounds: Sequence[Round], names: Sequence[str]) -> list[str]:
+    """Return those of `names` that are clearly not the best of them."""
+    rounds = clipped(all_rounds)
+    best = best_side(rounds, names)
+    poor = POOR_SHARES[min(len(rounds), max(POOR_SHARES))]
+    slower = []
+    for name in names:
+        share = side_ratio(rounds, best, name)
+        is_low = share.high < LOW_SHARE and len(rounds) >= SOME_ROUNDS
+        if name not in ("off", best) and (share.value < poor or is_low):
+            slower.append(name)
+    return slower
