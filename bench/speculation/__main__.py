@@ -80,7 +80,9 @@ def main() -> None:
     if not args.out.parent.is_dir():
         sys.exit(f"{args.out.parent} is no folder; give another --out, or make it")
     known, card = _earlier(args.out), machine_card()
-    wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
+    missing = [cell for cell in cells if not _is_done(known, cell, quick=args.quick)]
+    first = {cell.engine for cell in missing}
+    wanted = sorted(cells if args.again else missing, key=lambda cell: cell.engine not in first)
     minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
     end_s = time.monotonic() + 60.0 * minutes if minutes else float("inf")
     run = Run(quick=args.quick, left_s=lambda: end_s - time.monotonic())
@@ -123,12 +125,14 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
     """Return whether a cell is measured, with its intervals. A quick measurement is not enough for
-    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of one
-    engine a side or of whole generations, as they were measured once; a refusal is none."""
+    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of other
+    lengths or with one engine a side, as they were measured once; a refusal is none."""
     found = known.get(cell.name, {})
     if "speedup_interval" not in found or "tokens" not in found:
         return False
-    if cell.part == "small" and "engines" not in found:
+    if cell.part != "llama.cpp" and (
+        "engines" not in found or found["tokens"] != found["rounds"] * cell.round_tokens
+    ):
         return False
     return quick or (not found.get("quick") and is_measured(found))
 

@@ -182,7 +182,8 @@ class Measurement:
 
     def _leave_out(self, rounds: Sequence[Round], names: Sequence[str]) -> None:
         """Take the sides out of later rounds that are clearly not the best of `names`."""
-        for name in slower_sides(rounds, [name for name in names if name in self._names]):
+        left = [name for name in names if name in self._names]
+        for name in slower_sides(self._cell, rounds, left):
             self._names.remove(name)
 
     def summary(self) -> dict[str, Any]:

@@ -22,9 +22,6 @@ Turn = tuple[str, int]  # a side and the number of its engine
 # and such a share of the time besides; but in so many times as many rounds as count at most.
 MAX_DISTURBED_TIMES = 3
 FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
-# So many rounds do not count at first, of small models more: prompts are computed, and the first
-# steps are slow.
-RUN_IN_ROUNDS, SMALL_RUN_IN_ROUNDS = 1, 4
 SEED = 11
 
 
@@ -37,9 +34,9 @@ class Turns:
         self._random = random.Random(SEED)
 
     def rounds(self, streams: Mapping[Turn, Stream], names: Sequence[str]) -> Iterator[Round]:
-        """Yield rounds of the sides that are in `names` when each begins."""
-        num_run_in = SMALL_RUN_IN_ROUNDS if self._cell.is_small else RUN_IN_ROUNDS
-        target = num_run_in * self._cell.round_tokens
+        """Yield rounds of the sides that are in `names` when each begins. The first tokens of all
+        do not count: prompts are looked up, and the first steps are slow."""
+        target = self._cell.run_in_tokens
         reached = {turn: stream.until(target) for turn, stream in streams.items()}
         order: list[Turn] = []
         num = 0
