@@ -33,7 +33,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.speculation.cells import NUM_ENGINES, Cell, all_cells, quick_cells
+from bench.speculation.cells import NUM_ENGINES, SHAPE_TIMES, Cell, all_cells, quick_cells
 from bench.speculation.summary import is_measured, summary_lines
 from quire.base.errors import QuireError
 from quire.base.heap import freeze_heap
@@ -50,8 +50,9 @@ QUICK_MINUTES, QUICK_ENGINES = 4.0, 3
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
 # Engines of a group start, and answer what they must, within about so many seconds, which its cells
-# do not have; with --minutes these are set apart. In part small it is for each engine of a side.
-START_S = {"small": 7.0, "shapes": 40.0, "repeats": 40.0, "history": 30.0, "llama.cpp": 0.0}
+# do not have; with --minutes these are set apart. In part small it is for each engine of a side;
+# those of the second shape take as much longer as its steps.
+START_S = {"small": 7.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
 # What is left of a group is spent on undecided cells, in turns of so many times their first time.
 FURTHER_TIMES = 0.6
 
@@ -226,7 +227,8 @@ class Run:
 
     def _start_s(self, cell: Cell) -> float:
         """Return how long the engines of a group take to start."""
-        return START_S[cell.part] * (self._num_engines if cell.part == "small" else 1)
+        times = self._num_engines if cell.part == "small" else SHAPE_TIMES.get(cell.model, 1.0)
+        return START_S[cell.part] * times
 
     def _take(self, cell: Cell) -> float:
         """Return the seconds of the next cell: at most its share of what is left."""
