@@ -33,7 +33,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.speculation.cells import NUM_ENGINES, Cell, all_cells, quick_cells
+from bench.speculation.cells import NUM_ENGINES, SHAPE_TIMES, Cell, all_cells, quick_cells
 from bench.speculation.summary import is_measured, summary_lines
 from quire.base.errors import QuireError
 from quire.base.heap import freeze_heap
@@ -50,8 +50,9 @@ QUICK_MINUTES, QUICK_ENGINES = 4.0, 3
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
 # Engines of a group start, and answer what they must, within about so many seconds, which its cells
-# do not have; with --minutes these are set apart. In part small it is for each engine of a side.
-START_S = {"small": 7.0, "shapes": 40.0, "repeats": 40.0, "history": 30.0, "llama.cpp": 0.0}
+# do not have; with --minutes these are set apart. In part small it is for each engine of a side;
+# those of the second shape take as much longer as its steps.
+START_S = {"small": 7.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
 # What is left of a group is spent on undecided cells, in turns of so many times their first time.
 FURTHER_TIMES = 0.6
 
@@ -80,7 +81,9 @@ def main() -> None:
     if not args.out.parent.is_dir():
         sys.exit(f"{args.out.parent} is no folder; give another --out, or make it")
     known, card = _earlier(args.out), machine_card()
-    wanted = [cell for cell in cells if args.again or not _is_done(known, cell, quick=args.quick)]
+    missing = [cell for cell in cells if not _is_done(known, cell, quick=args.quick)]
+    first = {cell.engine for cell in missing}
+    wanted = sorted(cells if args.again else missing, key=lambda cell: cell.engine not in first)
     minutes = args.minutes or (QUICK_MINUTES if args.quick else None)
     end_s = time.monotonic() + 60.0 * minutes if minutes else float("inf")
     run = Run(quick=args.quick, left_s=lambda: end_s - time.monotonic())
@@ -123,12 +126,14 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
     """Return whether a cell is measured, with its intervals. A quick measurement is not enough for
-    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of one
-    engine a side or of whole generations, as they were measured once; a refusal is none."""
+    a whole run, and neither are the rounds of a cell that the end of a run cut, or those of other
+    lengths or with one engine a side, as they were measured once; a refusal is none."""
     found = known.get(cell.name, {})
     if "speedup_interval" not in found or "tokens" not in found:
         return False
-    if cell.part == "small" and "engines" not in found:
+    if cell.part != "llama.cpp" and (
+        "engines" not in found or found["tokens"] != found["rounds"] * cell.round_tokens
+    ):
         return False
     return quick or (not found.get("quick") and is_measured(found))
 
@@ -222,7 +227,8 @@ class Run:
 
     def _start_s(self, cell: Cell) -> float:
         """Return how long the engines of a group take to start."""
-        return START_S[cell.part] * (self._num_engines if cell.part == "small" else 1)
+        times = self._num_engines if cell.part == "small" else SHAPE_TIMES.get(cell.model, 1.0)
+        return START_S[cell.part] * times
 
     def _take(self, cell: Cell) -> float:
         """Return the seconds of the next cell: at most its share of what is left."""

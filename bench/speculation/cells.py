@@ -22,6 +22,9 @@ TOKENS, SHAPE_TOKENS = 128, 64
 # half an answer: in a few tokens the number of right drafts varies more than the speed.
 ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
 SHAPE_ROUND_STEPS = {**ROUND_STEPS, 1: SHAPE_TOKENS // 2}
+# Rounds of a small model that do not count at first. Of a shape it is one of as many steps: its
+# longer rounds would take a quarter of a cell's time.
+RUN_IN_ROUNDS = 4
 # Steps of the control before it is measured, by batch.
 WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
 SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
@@ -87,6 +90,11 @@ class Cell:
     def round_tokens(self) -> int:
         """Return the tokens of all requests in a round."""
         return self.batch * (ROUND_STEPS if self.is_small else SHAPE_ROUND_STEPS)[self.batch]
+
+    @property
+    def run_in_tokens(self) -> int:
+        """Return the tokens of all requests before the first round."""
+        return self.batch * ROUND_STEPS[self.batch] * (RUN_IN_ROUNDS if self.is_small else 1)
 
     @property
     def warm_up_steps(self) -> int:

@@ -1,9 +1,7 @@
 """Measure one cell: engines without drafts, with the control, and with fixed k, in short turns.
 
-In a round each engine generates the same number of tokens of the same answers, in an order that is
-drawn, and turned round in every second round; so neither a drift of the machine nor the text
-counts. Equal engines differ, as their memory lies elsewhere, and in a small model by as much as the
-goals leave: there a side is several engines, the ratio of two sides is that of the means of their
+Equal engines differ, as their memory lies elsewhere, and in a small model by as much as the goals
+leave: there a side is several engines, the ratio of two sides is that of the means of their
 engines' sums, and its interval is that of engines and of rounds. In large models a side is one
 engine, and the interval that of rounds. Rounds go on until both goals are clearly decided or the
 intervals are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly
@@ -16,20 +14,23 @@ FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
 
 from __future__ import annotations
 
-import os
-import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, NUM_FIXED_ENGINES, Cell
-from bench.speculation.intervals import Interval, engines_interval, ratio_interval, verdict
+from bench.speculation.intervals import Interval, verdict
+from bench.speculation.race import SOME_ROUNDS, slower_sides
+from bench.speculation.rounds import (
+    Round,
+    best_side,
+    clipped,
+    num_clipped,
+    off_of_off,
+    side_ratio,
+)
 from bench.speculation.sides import Side, Stream, Task
-from quire.bench.cpu_use import CpuWatch
+from bench.speculation.turns import Turn, Turns
 
-Turn = tuple[str, int]  # a side and the number of its engine
-Round = dict[str, list[float]]  # seconds by side, of each of its engines
 Ready = Callable[[str, int], Sequence[Side]]
 # Rounds that a cell has before its time ends it, until it may end before its time, and at most.
 FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
@@ -43,24 +44,9 @@ NARROW, DECIDED = 0.005, 0.03
 # rounds: by the interval itself 14 % of the cells on a goal would have a verdict at some time (5 %
 # so), and 69 % of their intervals would cover it (90 % so).
 EARLY_TIMES = 1.4
-# A fixed k is left out after so many rounds if its share of the best one's speed is less; later,
-# if its interval is below what the control must reach.
-POOR_SHARES = {1: 0.6, 2: 0.8}
-SOME_ROUNDS, LOW_SHARE = 4, GOAL_CONTROL
-# A turn counts as so many times the median one of its engine at most: something else took the
-# processor. How many there were is part of the result.
-MAX_TIMES = 3.0
-# A round does not count in which other programs, or machines, took so many seconds of a processor
-# and such a share of the time besides; but in so many times as many rounds as count at most.
-MAX_DISTURBED_TIMES = 3
-FOREIGN_S, FOREIGN_SHARE = 0.03, 0.05
-# So many rounds do not count at first, of small models more: prompts are computed, and the first
-# steps are slow.
-RUN_IN_ROUNDS, SMALL_RUN_IN_ROUNDS = 1, 4
 # A cell of a small model does not end before its time until each request has so many tokens, in
 # answers: the first ones of a stream are no fair sample.
 MIN_ANSWERS = 2
-SEED = 11
 
 
 class Measurement:
@@ -79,9 +65,9 @@ class Measurement:
         self._cell, self._ready, self._tasks = cell, ready, tasks
         self._all, self._names, self._num_engines = list(names), list(names), num_engines
         self._race: list[Round] = []  # of one engine each, before a side has several
-        self._tokens = self._warm_up_steps = self._num_disturbed = 0
+        self._turns = Turns(cell)
+        self._tokens = self._warm_up_steps = 0
         self._drafted: dict[str, list[int]] = {name: [0, 0, 0] for name in names}
-        self._random = random.Random(SEED)
 
     @property
     def has_ended(self) -> bool:
@@ -104,18 +90,18 @@ class Measurement:
     def best_fixed(self) -> str:
         """Return the side with a fixed number of drafts, or none, that is fastest, of those that
         were not left out."""
-        return _best(_clipped(self.rounds), self._names)
+        return best_side(clipped(self.rounds), self._names)
 
     @property
     def speed(self) -> Interval:
         """Return the speed of the control over that without drafts."""
-        return _ratio(_clipped(self.rounds), "off", "auto")
+        return side_ratio(clipped(self.rounds), "off", "auto")
 
     @property
     def share(self) -> Interval:
         """Return the speed of the control over that of the best fixed number. Of equal ones the
         luckiest is the best: this is rather too low than too high."""
-        return _ratio(_clipped(self.rounds), self.best_fixed, "auto")
+        return side_ratio(clipped(self.rounds), self.best_fixed, "auto")
 
     @property
     def width(self) -> float:
@@ -169,7 +155,7 @@ class Measurement:
                 stream.end()
 
     def _take_race(self, names: list[str], streams: Mapping[Turn, Stream]) -> None:
-        for found in self._rounds_of(streams):
+        for found in self._turns.rounds(streams, self._names):
             self._race.append(found)
             self._leave_out(self._race, names)
             if len(self._race) >= SOME_ROUNDS:
@@ -182,7 +168,7 @@ class Measurement:
         has_more: Callable[[], bool],
     ) -> None:
         check = 0.0
-        for found in self._rounds_of(streams):
+        for found in self._turns.rounds(streams, self._names):
             self._tokens += self._cell.round_tokens
             self.rounds.append(found)
             num = len(self.rounds)
@@ -194,68 +180,29 @@ class Measurement:
             if not (has_time() or (num < FIRST_ROUNDS and has_more())):
                 return
 
-    def _rounds_of(self, streams: Mapping[Turn, Stream]) -> Iterator[Round]:
-        """Yield rounds of the sides that are left, but those that others disturb."""
-        num = SMALL_RUN_IN_ROUNDS if self._cell.is_small else RUN_IN_ROUNDS
-        target = num * self._cell.round_tokens
-        reached = {turn: stream.until(target) for turn, stream in streams.items()}
-        order: list[Turn] = []
-        num = 0
-        while True:
-            target += self._cell.round_tokens
-            if num % 2:
-                order.reverse()
-            else:
-                order = list(streams)
-                self._random.shuffle(order)
-            order = [turn for turn in order if turn[0] in self._names]
-            seconds: Round = {name: [0.0] * at for name, at in _num_by_name(order).items()}
-            watch, began_s = CpuWatch([os.getpid()]), time.monotonic()
-            for turn in order:
-                before_s, reached[turn] = reached[turn], streams[turn].until(target)
-                seconds[turn[0]][turn[1]] = round(reached[turn] - before_s, 7)
-            num += 1
-            most = MAX_DISTURBED_TIMES * (len(self.rounds) + 1)
-            if self._num_disturbed < most and _is_disturbed(watch, began_s):
-                self._num_disturbed += 1
-                continue
-            yield seconds
-
-    def _leave_out(self, all_rounds: Sequence[Round], names: Sequence[str]) -> None:
+    def _leave_out(self, rounds: Sequence[Round], names: Sequence[str]) -> None:
         """Take the sides out of later rounds that are clearly not the best of `names`."""
-        names = [name for name in names if name in self._names]
-        rounds = _clipped(all_rounds)
-        best = _best(rounds, names)
-        poor = POOR_SHARES[min(len(rounds), max(POOR_SHARES))]
-        for name in names:
-            share = _ratio(rounds, best, name)
-            is_poor = share.value < poor
-            is_low = share.high < LOW_SHARE and len(rounds) >= SOME_ROUNDS
-            if name not in ("off", best) and (is_poor or is_low):
-                self._names.remove(name)
+        left = [name for name in names if name in self._names]
+        for name in slower_sides(self._cell, rounds, left):
+            self._names.remove(name)
 
     def summary(self) -> dict[str, Any]:
         """Return ratios of speed with the intervals of those of the control, and what they are of:
         tokens of each engine, how many engines and rounds, and how equal engines differ."""
-        rounds = _clipped(self.rounds)
+        rounds = clipped(self.rounds)
         rows, drafted, accepted = self._drafted["auto"]
         fixed = [counts for name, counts in self._drafted.items() if name.startswith("k")]
         tried, right = (sum(one[place] for one in fixed) for place in (1, 2))
-        race = _clipped(self._race)
+        race = clipped(self._race)
         return {
             "rounds": len(self.rounds),
             "tokens": self._tokens,
             "engines": {name: len(values) for name, values in self.rounds[0].items()},
             "warm_up_steps": self._warm_up_steps,
-            "disturbed": self._num_disturbed,
-            "clipped": sum(
-                one != other
-                for name in self.rounds[0]
-                for clipped, taken in zip(rounds, self.rounds, strict=True)
-                for one, other in zip(clipped.get(name, ()), taken.get(name, ()), strict=True)
-            ),
+            "disturbed": self._turns.num_disturbed,
+            "clipped": num_clipped(self.rounds, rounds),
             "speedups": {
-                name: round(_ratio(rounds if name in rounds[0] else race, "off", name).value, 3)
+                name: round(side_ratio(rounds if name in rounds[0] else race, "off", name).value, 3)
                 for name in self._all
                 if name != "off"
             },
@@ -264,7 +211,7 @@ class Measurement:
             "control_of_best": round(self.share.value, 3),
             "control_interval": self.share.shown(),
             "half_width": round(self.width, 4),
-            "off_of_off": _off_of_off(rounds),
+            "off_of_off": off_of_off(rounds),
             "drafted": drafted,
             "acceptance": round(accepted / drafted, 4) if drafted else None,
             "acceptance_of_fixed": round(right / tried, 4) if tried else None,
@@ -276,59 +223,3 @@ def min_rounds(cell: Cell) -> int:
     """Return the rounds until a cell may end before its time."""
     answers = MIN_ANSWERS * cell.num_tokens * cell.batch if cell.is_small else 0
     return max(MIN_ROUNDS, -(-answers // cell.round_tokens))
-
-
-def _is_disturbed(watch: CpuWatch, began_s: float) -> bool:
-    """Return whether others took the processor since the watch began."""
-    use, seconds = watch.use(), time.monotonic() - began_s
-    foreign_s = ((use.foreign_cores or 0.0) + (use.stolen_cores or 0.0)) * seconds
-    return foreign_s > FOREIGN_S + FOREIGN_SHARE * seconds
-
-
-def _num_by_name(turns: Sequence[Turn]) -> dict[str, int]:
-    """Return the number of engines of each side."""
-    names = [name for name, _ in turns]
-    return {name: names.count(name) for name in names}
-
-
-def _best(rounds: Sequence[Round], names: Sequence[str]) -> str:
-    """Return the fastest of `names` but the control."""
-    return max(
-        (name for name in names if name != "auto"),
-        key=lambda name: _ratio(rounds, "off", name).value,
-    )
-
-
-def _ratio(rounds: Sequence[Round], over: str, under: str) -> Interval:
-    """Return the seconds of side `over` by those of `under`, in the rounds that have both."""
-    overs, unders = zip(
-        *((one[over], one[under]) for one in rounds if over in one and under in one), strict=True
-    )
-    if len(overs[0]) == len(unders[0]) == 1:
-        return ratio_interval([one for [one] in overs], [one for [one] in unders])
-    return engines_interval(overs, unders)
-
-
-def _off_of_off(rounds: Sequence[Round]) -> list[float]:
-    """Return the speed of each engine without drafts, relative to their mean; of one: nothing."""
-    sums = _sums([one["off"] for one in rounds])
-    return [round(statistics.fmean(sums) / one, 4) for one in sums] if len(sums) > 1 else []
-
-
-def _sums(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Return the sum of each engine over rounds."""
-    return [sum(one) for one in zip(*rounds, strict=True)]
-
-
-def _clipped(rounds: Sequence[Round]) -> list[Round]:
-    """Return rounds without what is beyond MAX_TIMES the median of an engine."""
-    clipped: list[Round] = [{} for _ in rounds]
-    for name in {name: None for one in rounds for name in one}:
-        there = [place for place, one in enumerate(rounds) if name in one]
-        by_engine = list(zip(*(rounds[place][name] for place in there), strict=True))
-        most = [MAX_TIMES * statistics.median(one) for one in by_engine]
-        for place in there:
-            clipped[place][name] = [
-                min(one, limit) for one, limit in zip(rounds[place][name], most, strict=True)
-            ]
-    return clipped

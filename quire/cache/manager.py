@@ -328,7 +328,7 @@ class CacheManager:
         busy = last_steps > self._settled_step
         if not np.count_nonzero(busy):
             return self._operations.free(slots)
-        for step in np.unique(last_steps[busy]).tolist():
+        for step in sorted(set(last_steps[busy].tolist())):
             self.holds.append((step, self._operations.clear(slots[last_steps == step])))
         return self._operations.free(slots[~busy])
 

@@ -125,7 +125,6 @@ def _add_load(section: argparse._ArgumentGroup) -> None:
     )
     section.add_argument(
         "--draft-acceptance",
-        default="",
         metavar="LIST",
         help="probability that the first, second, ... draft token of a row is accepted, as in "
         "0.8,0.7,0.6, or a file of --record-plans to take it from; with --max-draft-tokens "
@@ -164,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (goals.ttft_s > 0 and goals.tpot_s > 0):
         raise SettingError(f"the goals are {goals.ttft_s} s and {goals.tpot_s} s; both must be > 0")
     acceptance = None
-    if arguments.draft_acceptance:
+    if arguments.draft_acceptance is not None:
         most = config.speculation.max_draft_tokens
         acceptance = draft_acceptance(arguments.draft_acceptance, most)
     path = Path(arguments.trace) if arguments.trace else EXAMPLE_TRACE

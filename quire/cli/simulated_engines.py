@@ -251,7 +251,7 @@ def check_engines(arguments: argparse.Namespace, num_stages: int) -> None:
         flag
         for flag, is_given in (
             ("--light", arguments.light),
-            ("--draft-acceptance", arguments.draft_acceptance),
+            ("--draft-acceptance", arguments.draft_acceptance is not None),
             ("--png", arguments.png),
             ("several --policy", len(arguments.policy) > 1),
             ("several --speed", len(arguments.speed) > 1),

@@ -82,7 +82,11 @@ _POOLING = (
 )
 # Of layers that predict further tokens (MTP), on which no answer depends: binding.py passes these
 # layers over, too.
-_DRAFTING = ("num_nextn_predict_layers",)
+_DRAFTING = (
+    "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
+    "num_nextn_predict_layers",
+)
 PASSED_OVER = (*_BOOKKEEPING, *_TRAINING, *_TOKENIZING, *_POOLING, *_DRAFTING)
 
 # Keys with one supported value (null and absence count as that value), and why.

@@ -312,6 +312,12 @@ def _notes(planner: Planner, sized: SizedModel) -> Iterator[str]:
     """Yield lines on what may be unexpected."""
     if sized.plan is not None:
         yield from sized.plan.notes
+        draft = sized.needs.draft
+        if draft.name == "draft model" and draft.max_model_len < sized.plan.max_model_len:
+            yield (
+                f"The draft model's context is {draft.max_model_len} tokens: requests have no "
+                "drafts beyond it."
+            )
     if planner.spec.dtype == "f16" and _dtype(planner, sized) == DType.F32:
         yield (
             "The checkpoint is float16, which is computed in float32; --dtype bfloat16 halves "

@@ -161,8 +161,11 @@ def _some(rows: RowReader, first: int, count: int) -> Piece:
     )
 
 
-# Weights that only such layers have: of what joins a hidden state and an embedding.
+# Weights that only layers have which predict further tokens (multi-token prediction): of what joins
+# a hidden state and an embedding. They follow the model's layers, as in DeepSeek-V3, or have a name
+# of their own, as in Qwen3-Next (mtp.layers.0) and MiMo (model.mtp_layers.0).
 MTP_PARTS = (".eh_proj.weight", ".enorm.weight")
+_MTP_NAME = re.compile(r"(?:model\.)?mtp(?:_\w+)?\.")
 # The number of a layer in a weight's name, as in model.layers.3.mlp, h.3.attn or blk.3.attn_q.
 _LAYER = re.compile(r"(?:[\w-]+\.)*?(?:layers|h|blk|blocks)\.(\d{1,6})\.")
 
@@ -174,7 +177,7 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
     names = _names(shapes, checkpoint)
     expected = {names[source]: shape for source, shape in shapes.items()}
     present = set(checkpoint.names)
-    mtp_layers = _mtp_layers(set(expected), present)
+    mtp = _mtp_names(set(expected), present)
     tied_source = names.get(_tied_source(program) or "")
     problems = [
         f"{name} is missing (shape {list(shape)} is needed){_missing_reason(name)}"
@@ -197,10 +200,9 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
                     f"{TIED_COPY} differs from {tied_source}, but config.json ties them; "
                     "set tie_word_embeddings to false, or remove it"
                 )
-        elif not (BUFFERS.fullmatch(name) or program.is_part or _layer_of(name) in mtp_layers):
+        elif not (BUFFERS.fullmatch(name) or program.is_part or name in mtp):
             problems.append(f"{name} (shape {list(shape)}) is not part of {program.name}")
-    own = {name for name in present if _layer_of(name) not in mtp_layers}
-    cause, layers = _other_layers(set(expected), own, checkpoint.described_by)
+    cause, layers = _other_layers(set(expected), present - mtp, checkpoint.described_by)
     left = [one for one in problems if _layer_of(one) not in layers]
     if len(left) < len(problems) - 1:  # a layer has several weights
         problems = [cause, *left]
@@ -212,14 +214,21 @@ def bind(program: Program, checkpoint: Checkpoint) -> Binding:
     return Binding(checkpoint, names)
 
 
-def _mtp_layers(expected: Set[str], present: Set[str]) -> frozenset[int]:
-    """Return the layers that predict further tokens (multi-token prediction, as in DeepSeek-V3).
+def ignored_mtp(program: Program, checkpoint: Checkpoint) -> list[str]:
+    """Return the weights of layers that predict further tokens: the program has none of them, and
+    no answer depends on them."""
+    names = _names(program.source_shapes(), checkpoint)
+    return sorted(_mtp_names(set(names.values()), set(checkpoint.names)))
 
-    They follow those of the model, which computes no answer with them.
-    """
+
+def _mtp_names(expected: Set[str], present: Set[str]) -> frozenset[str]:
+    """Return the names of such layers among those that are not expected."""
     asked = frozenset(map(_layer_of, expected))
     marked = frozenset(_layer_of(name) for name in present if name.endswith(MTP_PARTS))
-    return frozenset(layer for layer in marked - asked if layer is not None)
+    layers = marked - asked - {None}
+    return frozenset(
+        name for name in present - expected if _MTP_NAME.match(name) or _layer_of(name) in layers
+    )
 
 
 def _other_layers(

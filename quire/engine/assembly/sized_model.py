@@ -28,6 +28,7 @@ from quire.models.spec import ModelSpec
 from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.runner.prefault import Prefault
+from quire.weights.binding import ignored_mtp
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 from quire.weights.pack_cache import PackCache
 
@@ -56,10 +57,17 @@ class SizedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Lines about memory, and about what makes drafts."""
+        """Lines about memory, about what makes drafts, and about weights that nothing uses."""
         proposer, memory = self.proposer, self.memory
-        drafts = [] if proposer is None else proposer.notes(memory.max_model_len)
-        return [*memory.text().splitlines(), *drafts]
+        notes = memory.text().splitlines()
+        if proposer is not None:
+            notes += proposer.notes(memory.max_model_len)
+        if mtp := ignored_mtp(self.program, self.checkpoint):
+            notes.append(
+                f"ignored: {len(mtp)} weights of layers that predict further tokens (MTP), such as "
+                f"{mtp[0]}; no answer depends on them, and they make no drafts"
+            )
+        return notes
 
 
 def sized_model(config: EngineConfig) -> SizedModel:

@@ -122,7 +122,7 @@ class SpeedEstimate(StepTimes):
         times_ms = np.array([ms for _, _, ms in self._noted])
         self._noted = []
         if not self._products.any():  # the first steps: the scale, by which all prices move
-            self._prior *= float(np.median(times_ms / (features @ self._prior)))
+            self._prior *= _median(times_ms / (features @ self._prior))
             self._prices = self._prior.copy()
         # Within bounds, so that a step predicted to take next to no time outweighs no others.
         bounds = times_ms / _MAX_TIMES_PREDICTED, times_ms * _MAX_TIMES_PREDICTED
@@ -160,6 +160,13 @@ class SpeedEstimate(StepTimes):
                 multiples[free] = found
                 return multiples
             free = free[found > 0]  # never empty: sums are positive, so some price is
+
+
+def _median(values: Float64s) -> float:
+    """Return the median. The first call of np.median imports numpy.ma, which takes 10 ms: as part
+    of a step with drafts, it kept a small model from drafting for minutes."""
+    ordered = np.sort(values).tolist()
+    return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2.0
 
 
 def _layers_features(layers: PartLayers) -> Float64s:

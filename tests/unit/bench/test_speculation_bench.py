@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +17,20 @@ import numpy as np
 import pytest
 
 from bench.measured.speculation_rows import speculation_rows
-from bench.speculation import llama, measure, sides
+from bench.speculation import llama, measure, sides, turns
 from bench.speculation.__main__ import Run, _is_done, main
 from bench.speculation.cells import Cell, all_cells, quick_cells
+from bench.speculation.engines import Engines
 from bench.speculation.intervals import (
     engines_interval,
     ratio_interval,
     spread,
     verdict,
 )
-from bench.speculation.measure import FIRST_ROUNDS, SOME_ROUNDS, Measurement, min_rounds
+from bench.speculation.measure import FIRST_ROUNDS, Measurement, min_rounds
 from bench.speculation.proposers import FixedAcceptance
+from bench.speculation.race import SOME_ROUNDS, slower_sides
+from bench.speculation.rounds import MAX_TIMES, clipped
 from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from bench.speculation.summary import mean_of, summary_lines
 from bench.speculation.texts import word_ids
@@ -93,7 +97,7 @@ class FakeCore:
 @pytest.fixture(autouse=True)
 def fake_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sides, "time", SimpleNamespace(perf_counter=lambda: FakeCore.now_s))
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: False)
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: False)
 
 
 def side(name: str, core: FakeCore) -> Side:
@@ -138,7 +142,7 @@ def test_sides_generate_the_same_tokens_in_each_round_and_drafts_are_counted() -
     assert found["speedups"] == pytest.approx({"auto": 2.0, "k2": 2 / 1.1}, rel=0.003)
     assert found["best_fixed"] == "k2"
     assert found["acceptance"] == found["acceptance_of_fixed"] == 1.0
-    num_tokens = found["tokens"] + measure.SMALL_RUN_IN_ROUNDS * CELL.round_tokens
+    num_tokens = found["tokens"] + CELL.run_in_tokens
     whole = 3 * CELL.batch * -(-num_tokens // (4 * CELL.batch))
     assert whole <= found["drafted"] <= 1.02 * whole
     assert found["disturbed"] == found["clipped"] == 0
@@ -206,6 +210,17 @@ def test_a_number_of_drafts_that_is_clearly_slower_is_left_out_of_later_rounds()
     assert found["speedups"]["k8"] == 0.5
 
 
+@pytest.mark.parametrize(("batch", "slower"), [(4, []), (64, ["k2"])])
+def test_large_batches_of_large_models_need_one_round_for_what_others_need_more(
+    batch: int, slower: list[str]
+) -> None:
+    rounds = [{"off": [1.0], "k1": [1.1], "k2": [1.4]}]
+    small = Cell(part="small", model="m", proposer="ngram", batch=batch)
+    shape = Cell(part="shapes", model="qwen3-0.6b", proposer="synthetic", batch=batch)
+    assert slower_sides(shape, rounds, list(rounds[0])) == slower
+    assert slower_sides(small, rounds, list(rounds[0])) == []
+
+
 def test_a_cell_that_noise_leaves_open_has_so_many_rounds_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -241,20 +256,20 @@ def test_a_cell_can_be_measured_further() -> None:
 
 def test_rounds_that_others_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([True, False, True] + [False] * 100)
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: next(answers))
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: next(answers))
     found = measured(off=FakeCore(), auto=FakeCore())
     assert (found["disturbed"], len(found["rounds"])) == (2, MIN_ROUNDS)
-    monkeypatch.setattr(measure, "_is_disturbed", lambda *_: True)
+    monkeypatch.setattr(turns, "_is_disturbed", lambda *_: True)
     found = measured(off=FakeCore(), auto=FakeCore())
     assert len(found["rounds"]) == MIN_ROUNDS
-    assert found["disturbed"] == measure.MAX_DISTURBED_TIMES * MIN_ROUNDS
+    assert found["disturbed"] == turns.MAX_DISTURBED_TIMES * MIN_ROUNDS
 
 
 def test_a_single_slow_turn_counts_as_a_few() -> None:
     rounds = [{"off": [1.0], "auto": [1.0, 2.0]} for _ in range(9)]
     rounds.append({"off": [1.0], "auto": [50.0, 50.0]})
-    most = [measure.MAX_TIMES, 2.0 * measure.MAX_TIMES]
-    assert measure._clipped(rounds)[-1] == {"off": [1.0], "auto": most}
+    most = [MAX_TIMES, 2.0 * MAX_TIMES]
+    assert clipped(rounds)[-1] == {"off": [1.0], "auto": most}
 
 
 def test_wrong_tokens_are_not_reported() -> None:
@@ -301,6 +316,23 @@ def test_an_engine_answers_in_full_what_another_has_answered() -> None:
     core = FakeCore(cost_s=0.0)
     assert answers_of(side("auto", core), 8 * [TASK], 8) == 8 * [TASK]
     assert core.num_rows == 8 * CELL.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "num_answers"),
+    [("shapes", "off", 0), ("shapes", "k4", 0), ("history", "off", 0), ("history", "k4", 1)],
+)
+def test_an_engine_knows_all_prompts_and_has_an_answer_to_repeat(
+    monkeypatch: pytest.MonkeyPatch, part: str, name: str, num_answers: int
+) -> None:
+    core = FakeCore()
+    monkeypatch.setattr(Engines, "_start", lambda _, name: side(name, core))
+    cell = Cell(part=part, model="qwen3-0.6b", proposer="synthetic", batch=1)
+    tasks = [replace(TASK, prompt=(at,)) for at in range(3)]
+    engines_ = Engines(cell, ExitStack())
+    for _ in range(2):
+        assert engines_.ready(tasks, name, 1)[0].core is core
+        assert core.num_rows == len(tasks) + num_answers * CELL.num_tokens
 
 
 def test_a_synthetic_proposer_is_right_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,15 +414,19 @@ def test_cells_have_names_of_their_own_and_those_of_an_engine_are_together() -> 
 def test_a_quick_result_is_measured_again_by_a_whole_run_only() -> None:
     cell = all_cells()[0]
     assert not _is_done({}, cell, quick=True)
-    found = {"speedup_interval": {"coverage": 0.75}, "quick": True, "tokens": 1, "engines": {}}
+    num = cell.round_tokens
+    found = {"speedup_interval": {"coverage": 0.75}, "quick": True, "engines": {}}
+    found |= {"rounds": 2, "tokens": 2 * num}
     assert _is_done({cell.name: found}, cell, quick=True)
     assert not _is_done({cell.name: found}, cell, quick=False)
     assert _is_done({cell.name: found | {"quick": False}}, cell, quick=False)
     cut = found | {"speedup_interval": {"coverage": 0.5}, "quick": False}  # the run ended
     assert not _is_done({cell.name: cut}, cell, quick=False)
-    assert not _is_done({cell.name: {"quick": False, "tokens": 1}}, cell, quick=False)
+    assert not _is_done({cell.name: {"quick": False, "tokens": num}}, cell, quick=False)
     old = {"speedup_interval": {"coverage": 0.95}, "quick": False}  # of whole generations
     assert not _is_done({cell.name: old}, cell, quick=False)
+    longer = found | {"quick": False, "rounds": 1}  # rounds were longer once
+    assert not _is_done({cell.name: longer}, cell, quick=False)
     single = {name: value for name, value in found.items() if name != "engines"}
     assert not _is_done({cell.name: single | {"quick": False}}, cell, quick=False)
     assert not _is_done({cell.name: {"refused": "not installed"}}, cell, quick=True)
@@ -430,6 +466,29 @@ def test_a_run_keeps_earlier_cells_and_the_load_that_they_were_measured_at(
     found = run({first: one}, 2.0)
     assert found["machine"]["load_at_start"] == 2.0
     assert list(found["cells"]) == [first, second]
+
+
+def test_what_is_missing_is_measured_before_what_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = all_cells()[0].engine
+    found = {"speedup_interval": {"coverage": 0.95}, "engines": {}, "rounds": 1, "quick": False}
+    known = {
+        cell.name: found | {"tokens": cell.round_tokens}
+        for cell in all_cells()
+        if cell.engine == done
+    }
+    card, asked = {"cpu": "C", "load_at_start": 0.0}, []
+    (tmp_path / "out.json").write_text(json.dumps({"machine": card, "cells": known}))
+    monkeypatch.setattr(f"{main.__module__}.machine_card", lambda: card)
+    monkeypatch.setattr(f"{main.__module__}.summary_lines", lambda *_: [])
+    monkeypatch.setattr(Run, "measured", lambda _, cells: asked.append(cells) or ())
+    for again in ([], ["--again"]):
+        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path / "out.json"), *again])
+        main()
+    missing, all_ = asked
+    assert missing == [cell for cell in all_cells() if cell.engine != done]
+    assert all_ == missing + [cell for cell in all_cells() if cell.engine == done]
 
 
 class FakePeer:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from quire.models.model_folder import draft_box_path
 from tests.cases import each_case
 from tests.tiny_models import tiny_config
 from tests.unit.cli.command import quire_main
@@ -32,6 +34,20 @@ def test_a_draft_model_is_part_of_the_sum() -> None:
     by_name = {line["what"]: -line["bytes"] for line in json.loads(done.stdout)["memory"]}
     assert by_name["draft model: weights"] > 500_000
     assert by_name["draft model: KV cache (65 blocks of 16 tokens)"] == 65 * 16 * 2 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize(("context", "is_short"), [(64, True), (512, False)])
+def test_a_draft_model_with_a_shorter_context_is_mentioned(
+    tmp_path: Path, context: int, is_short: bool
+) -> None:
+    draft = shutil.copytree(draft_box_path(), tmp_path / "draft")
+    values = json.loads((draft / "config.json").read_text())
+    values["max_position_embeddings"] = context
+    (draft / "config.json").write_text(json.dumps(values))
+    done = quire_main("plan", *H100, "--speculate", "draft", "--draft-model", str(draft))
+    assert (done.returncode, done.stderr) == (0, "")
+    said = "The draft model's context is 64 tokens: requests have no drafts beyond it."
+    assert (said in done.stdout) == is_short
 
 
 def test_a_model_that_does_not_fit_ends_with_1_and_names_flags(tmp_path: Path) -> None:

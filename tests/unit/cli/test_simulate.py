@@ -176,9 +176,10 @@ def test_drafts_have_a_table_of_their_own(trace: str) -> None:
     plain = json.loads(quire_main("simulate", *words, "--json").stdout)
     assert "draft_acceptance" not in plain["settings"]
     assert run["summary"]["steps"] < 0.92 * plain["runs"][0]["summary"]["steps"]
-    refused = quire_main("simulate", *words, "--draft-acceptance", "1.5")
-    assert refused.returncode != 0
-    assert "from 0 to 1" in refused.stderr
+    for given, said in (("1.5", "from 0 to 1"), ("", "neither probabilities, as in 0.8,0.7")):
+        refused = quire_main("simulate", *words, "--draft-acceptance", given)
+        assert refused.returncode != 0
+        assert said in refused.stderr
 
 
 def test_roles_are_compared_with_as_many_engines_of_both(trace: str) -> None:

@@ -209,8 +209,22 @@ MTP = {
 }
 
 
-def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
-    with_layers(tmp_path / "m", MTP, num_nextn_predict_layers=1)
+NAMED_MTP = {
+    "mtp.fc.weight": np.ones((4, 8), np.float32),
+    "mtp.layers.0.self_attn.q_proj.weight": np.ones((4, 4), np.float32),
+    "model.mtp_layers.0.self_attn.q_proj.weight": np.ones((4, 4), np.float32),
+    "model.mtp_emb_norm.0.weight": np.ones(4, np.float32),
+}
+
+
+@pytest.mark.parametrize("more", [MTP, NAMED_MTP, MTP | NAMED_MTP])
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path, more: Tensors) -> None:
+    with_layers(tmp_path / "m", more, num_nextn_predict_layers=1)
+
+
+def test_a_name_that_only_begins_as_one_of_such_layers_is_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"mtpx\.fc\.weight .* not part of"):
+        with_layers(tmp_path / "m", {"mtpx.fc.weight": np.ones((4, 8), np.float32)})
 
 
 def test_a_layer_too_many_is_none_that_predicts_further_tokens(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.base.clock import Clock
@@ -18,11 +19,15 @@ from quire.config.flags import engine_config
 from quire.engine.assembly import assemble as assembling
 from quire.engine.assembly import exchange, kv_store, tier
 from quire.engine.assembly.assemble import assemble
+from quire.engine.assembly.sized_model import sized_model
 from quire.kv_store.directory import DirectoryStore
 from quire.runner.model_runner import ModelRunner
 from quire.transfer.disk import DiskStore
 from quire.transfer.links import nixl
 from quire.transfer.links.nixl import NixlAgent
+from quire.weights.checkpoint import open_checkpoint
+from tests.safetensors_writer import write_safetensors
+from tests.tiny_models import write_tiny_llama
 from tests.unit.transfer.links import fake_nixl
 
 SMALL = {"threads": 1, "kv_cache_memory": "16MiB"}
@@ -43,6 +48,18 @@ def test_the_default_step_size_is_the_efficient_one(
     engine = assemble(engine_config({**SMALL, **settings}), clock=Clock(), report=_nothing)
     with closing(engine.core.runner):
         assert engine.step_tokens == tokens
+
+
+def test_weights_that_nothing_uses_are_named(tmp_path: Path) -> None:
+    model = write_tiny_llama(tmp_path / "m")
+    settings = {**SMALL, "model": str(model), "max_model_len": 64}
+    assert not [line for line in sized_model(engine_config(settings)).notes if "ignored" in line]
+    held = {name: open_checkpoint(model).read_f32(name) for name in open_checkpoint(model).names}
+    held |= {f"mtp.{name}.weight": np.ones(4, np.float32) for name in ("fc", "norm")}
+    write_safetensors(model / "model.safetensors", held)
+    [line] = [one for one in sized_model(engine_config(settings)).notes if "ignored" in one]
+    assert line.startswith("ignored: 2 weights of layers that predict further tokens (MTP), such")
+    assert "mtp.fc.weight; no answer depends on them" in line
 
 
 @pytest.mark.parametrize("fails", ["warm_up", "model_card"])

@@ -467,6 +467,30 @@ def test_importing_quire_loads_neither_numpy_nor_the_engine() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_no_step_with_drafts_imports_anything() -> None:
+    """An import counts as time that drafts took: np.median and np.unique import numpy.ma once."""
+    script = (
+        "import sys\n"
+        "from quire import LLM, SamplingParams\n"
+        "from quire.speculative.drafter import Drafter\n"
+        "found, verified = [], Drafter.verified\n"
+        "def watched(*given): found.append(given); verified(*given)\n"
+        "Drafter.verified = watched\n"
+        "llm = LLM(threads=1, speculate='ngram')\n"
+        "llm.generate('a', SamplingParams(max_tokens=2))\n"
+        "before = set(sys.modules)\n"
+        "text = 'the cat sat on the mat and the dog sat on the rug. ' * 8\n"
+        "llm.generate(text, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))\n"
+        "assert found, 'nothing was drafted'\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
 def test_a_timed_out_prompt_is_an_error_and_the_others_are_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
