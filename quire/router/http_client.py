@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._exchange = None
             self.abort()
-            exchange.lost(f"the replica sent what is no HTTP response ({error})")
+            exchange.lost(f"the server sent what is no HTTP response ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.dropped(self)
@@ -239,9 +239,9 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         if exchange is not None:
             exchange.lost(
-                "the replica closed the connection before the response was complete"
+                "the server closed the connection before the response was complete"
                 if error is None
-                else f"the connection to the replica broke ({reason_of(error)})"
+                else f"the connection to the server broke ({reason_of(error)})"
             )
 
     # ---- the parser's callbacks
