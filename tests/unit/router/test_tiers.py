@@ -128,6 +128,30 @@ def test_streams_teach_the_controller() -> None:
     run([replica], story, Features(tiers=tiers))
 
 
+def test_the_wait_for_a_place_does_not_keep_the_limit_low() -> None:
+    replica = FakeReplica()
+    tiers = Tiers(TiersTable(ttft_ms=15, max_default=4, max_flex=4))
+    tiers.limits.update(default=1)
+
+    async def story(router: Router) -> None:
+        async def client() -> None:
+            for _ in range(PRESETS["latency-first"].window):
+                assert (await router.post("/generate", STREAM))[0] == 200
+
+        async def compute() -> None:  # each first token takes up to 10 ms at the replica
+            while True:
+                replica.gate = asyncio.Event()
+                await asyncio.sleep(0.01)
+                replica.gate.set()
+
+        computing = asyncio.ensure_future(compute())
+        await asyncio.gather(*(client() for _ in range(3)))
+        computing.cancel()
+        assert tiers.limits["default"] > 1
+
+    run([replica], story, Features(tiers=tiers))
+
+
 def _admission() -> Admission:
     fleet = SimpleNamespace(settings=RouterSettings(), replicas={})
     return Admission(fleet)  # type: ignore[arg-type]
