@@ -216,7 +216,7 @@ def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: An
         assert exchange.status == 200
         exchange.close()
         monkeypatch.setattr(loop, "create_connection", never, raising=False)
-        with pytest.raises(ReplicaFault, match="no connection .* within 2 s"):
+        with pytest.raises(ReplicaFault, match=r"no connection .* within 2 s"):
             await pool.send(b"GET", b"/health", [], b"", is_fresh=True)
         monkeypatch.undo()
 
