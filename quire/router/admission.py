@@ -2,7 +2,8 @@
 
 429 where the client's key has too many open requests: only that client should slow down. 503 where
 the router or all replicas are full or gone: any client may try again later. `Retry-After` is the
-time in which the tokens of open and waiting requests drain at the rate of the last seconds.
+time in which the tokens of open and waiting requests drain at the rate of the last seconds in which
+requests were open: time without requests says nothing about the rate.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ class Admission:
         self._fleet = fleet
         self._settings = fleet.settings
         self._per_key: Counter[bytes] = Counter()
-        self._drained_tokens = 0.0
+        self._drained_tokens = 0.0  # in _measured_s, at most _RATE_S
+        self._measured_s = 0.0
         self._since_s = 0.0
         self._waiting_tokens = 0
         self.num_open = 0
         self.is_draining = False
 
-    def admit(self, headers: list[tuple[bytes, bytes]], key: bytes) -> bytes:
+    def admit(self, headers: list[tuple[bytes, bytes]], key: bytes, now_s: float) -> bytes:
         """Count a request; return a digest of its key for `leave`. Raises Refusal.
 
         Without a key, the Authorization header identifies the client; clients with neither count as
@@ -66,6 +68,8 @@ class Admission:
                 "(--max-open-per-key); wait until one has ended",
                 retry_after_s=_SHORTEST_S,
             )
+        if not self.num_open:
+            self._since_s = now_s
         self.num_open += 1
         self._per_key[key] += 1
         return key
@@ -90,15 +94,17 @@ class Admission:
         """Note tokens that were computed; old ones fade."""
         past_s = now_s - self._since_s
         self._since_s = now_s
-        self._drained_tokens *= max(1.0 - past_s / _RATE_S, 0.0)
-        self._drained_tokens += tokens
+        kept = max(1.0 - past_s / _RATE_S, 0.0)
+        self._drained_tokens = self._drained_tokens * kept + tokens
+        self._measured_s = self._measured_s * kept + past_s
 
     def retry_after_s(self) -> float:
-        """Return in how many seconds the tokens of open and waiting requests are computed."""
+        """Return in how many seconds the tokens of open and waiting requests are computed; the
+        shortest time while no rate is known."""
         backlog = self._waiting_tokens
         backlog += sum(one.backlog_tokens for one in self._fleet.replicas.values())
-        rate = self._drained_tokens / _RATE_S
-        predicted_s = backlog / rate if rate else _SHORTEST_S
+        drained = self._drained_tokens
+        predicted_s = backlog * self._measured_s / drained if drained else _SHORTEST_S
         return min(max(predicted_s, _SHORTEST_S), _LONGEST_S)
 
     def unavailable(self, model: str, asked: str, names: Sequence[str]) -> Refusal:

@@ -122,7 +122,7 @@ class RouterApp:
     ) -> None:
         headers = _forwarded(scope)
         sent = form_of(path).key_in(headers)
-        key = self._admission.admit(headers, sent)
+        key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
         answering: asyncio.Task[None] | None = None
         reservation: Reservation | None = None
         request: RoutedRequest | None = None

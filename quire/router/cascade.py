@@ -12,7 +12,7 @@ Expressions come from the configuration and never from a request.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +35,8 @@ from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 
 _MAX_SEARCHED_CHARS = 16_384
+# Of an answer: refusals are in its beginning.
+_MAX_REFUSAL_CHARS = 300
 _encode = msgspec.json.Encoder().encode
 
 
@@ -55,6 +57,7 @@ class Cascade:
         self.small, self.large = table.small, table.large
         self._table = table
         self._patterns = [re.compile(one) for one in table.large_patterns]
+        self._refusals = [re.compile(one) for one in table.refusal_patterns]
         self._classifier = read_classifier(table.classifier) if table.classifier else None
         self._outcomes = OutcomeLog(table.outcomes) if table.outcomes else None
         self._unexplored = 0.0
@@ -114,7 +117,8 @@ class Cascade:
             return None
         table, form = self._table, JUDGED_FORMS[request.path]
         asked = form.ask(request.fields) if "low-confidence" in table.escalate else None
-        judge = Judge(table, form, request, "" if asked is None else asked[0])
+        asked_field = "" if asked is None else asked[0]
+        judge = Judge(table, form, request, asked_field, self._refusals)
         if asked is not None:
             request.change(*asked)
         return judge
@@ -133,14 +137,21 @@ class Cascade:
 
 class Judge:
     """Judges one answer. asked: the field in which log-probabilities were asked for although the
-    client did not; "" where it did. has_seen: whether it had an answer of a known form."""
+    client did not; "" where it did. refusals: expressions that an answer that is none matches.
+    has_seen: whether it had an answer of a known form."""
 
     def __init__(
-        self, table: CascadeTable, form: JudgedForm, request: RoutedRequest, asked: str
+        self,
+        table: CascadeTable,
+        form: JudgedForm,
+        request: RoutedRequest,
+        asked: str,
+        refusals: Sequence[re.Pattern[str]],
     ) -> None:
         self._table = table
         self._form = form
         self._asked = asked
+        self._refusals = refusals
         self.has_seen = True
         self._given = request.fields.get(asked)
         self._wants_json = form.wants_json(request.fields)
@@ -192,7 +203,7 @@ class Judge:
 
     def _why(self, answer: JudgedAnswer) -> str:
         escalate = self._table.escalate
-        if answer.end == "refusal" and "refusal" in escalate:
+        if "refusal" in escalate and (answer.end == "refusal" or self._refuses(answer)):
             return "refusal"
         if answer.end == "length" and "length" in escalate:
             return "length"
@@ -203,6 +214,13 @@ class Judge:
         if known and sum(known) / len(known) < self._table.min_mean_logprob:
             return "low-confidence"
         return ""
+
+    def _refuses(self, answer: JudgedAnswer) -> bool:
+        """Return whether the text of an answer says that it is none."""
+        if answer.calls_tools or not isinstance(answer.text, str):
+            return False
+        beginning = answer.text[:_MAX_REFUSAL_CHARS]
+        return any(pattern.search(beginning) for pattern in self._refusals)
 
 
 def _needs_stored(fields: Mapping[str, Any]) -> bool:

@@ -78,10 +78,12 @@ class Dispatcher:
             await self._answer(request, client, key, order)
             return
         loop, tier = asyncio.get_running_loop(), tiers.read(request)
-        came_s = loop.time()
         async with before_deadline(request):
             with shared.admission.waiting(request.expected_tokens):
                 await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
+        # The wait for a place is the limit's own effect: counted as late it would keep the limit
+        # low for ever.
+        placed_s = loop.time()
         try:
             await self._answer(request, client, key, order)
         finally:
@@ -90,7 +92,7 @@ class Dispatcher:
             others_s = loop.time() - request.first_token_s
             num_each = request.num_delivered / request.journal.num_choices
             tpot_s = others_s / max(num_each - 1, 1)
-            tiers.ended(tier, request.first_token_s - came_s, tpot_s)
+            tiers.ended(tier, request.first_token_s - placed_s, tpot_s)
 
     async def _answer(
         self,

@@ -30,6 +30,9 @@ _MAX_HEAD_BYTES = 64 << 10
 _MAX_IDLE = 64
 # A connection that was kept for less is not closed for its idleness: its end is a failure.
 _STALE_AFTER_S = 1.0
+# Of a turn of the loop, so much counts as time in which a server has not accepted a connection: a
+# router that is busy with thousands of requests reads late what came in time.
+_MAX_COUNTED_S = 0.1
 
 
 class Exchange:
@@ -231,7 +234,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._exchange = None
             self.abort()
-            exchange.lost(f"the replica sent what is no HTTP response ({error})")
+            exchange.lost(f"the server sent what is no HTTP response ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.dropped(self)
@@ -239,9 +242,9 @@ class _Connection(asyncio.Protocol):
         self._transport = None
         if exchange is not None:
             exchange.lost(
-                "the replica closed the connection before the response was complete"
+                "the server closed the connection before the response was complete"
                 if error is None
-                else f"the connection to the replica broke ({reason_of(error)})"
+                else f"the connection to the server broke ({reason_of(error)})"
             )
 
     # ---- the parser's callbacks
@@ -334,17 +337,28 @@ class ConnectionPool:
     async def _connect(self) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
         port = url.port or (443 if url.is_secure else 80)
+        opening = asyncio.ensure_future(
+            loop.create_connection(lambda: _Connection(self), url.host, port, ssl=self._tls)
+        )
         try:
-            async with asyncio.timeout(self._connect_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self), url.host, port, ssl=self._tls
-                )
-        except TimeoutError:
-            why = f"no connection to {url.shown} within {self._connect_s:g} s"
-            raise ReplicaFault(why, is_suspect=False) from None
+            left_s = self._connect_s
+            while left_s > 0 and not opening.done():
+                began_s = loop.time()
+                await asyncio.wait({opening}, timeout=min(left_s, _MAX_COUNTED_S))
+                left_s -= min(loop.time() - began_s, _MAX_COUNTED_S)
+            if not opening.done():
+                why = f"no connection to {url.shown} within {self._connect_s:g} s"
+                raise ReplicaFault(why, is_suspect=False)
+            _, connection = opening.result()
         except OSError as error:
             why = f"no connection to {url.shown} ({reason_of(error)})"
             raise ReplicaFault(why, is_suspect=False) from error
+        except asyncio.CancelledError:
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                opening.result()[1].abort()
+            raise
+        finally:
+            opening.cancel()
         if not connection.is_open:
             raise ReplicaFault(f"{url.shown} closed the connection at once", is_suspect=False)
         self._all.add(connection)

@@ -108,8 +108,10 @@ class KubernetesEndpoints:
             except (ApiServerFault, ReplicaFault, TimeoutError) as error:
                 self._version = ""
                 self._warn(str(error) or "it did not answer in time")
-            if loop.time() - began_s > _LONGEST_PAUSE_S:
+            lasted_s = loop.time() - began_s
+            if lasted_s > pause_s:  # it did answer
                 pause_s = _FIRST_PAUSE_S
+            if lasted_s > _LONGEST_PAUSE_S:
                 continue
             await self._wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

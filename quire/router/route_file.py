@@ -34,6 +34,13 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Pattern = Annotated[str, Meta(min_length=1, max_length=1000)]
 Reason = Literal["low-confidence", "failed-grammar", "refusal", "length"]
+# How English models begin to refuse. Each part is bounded, so that none needs backtracking.
+ENGLISH_REFUSAL = (
+    r"(?i)^\s{0,8}(?:(?:i['\u2019]m|i am) (?:very |so |really )?sorry\b|sorry\b|unfortunately\b"
+    r"|i apologi[sz]e\b|as an ai\b)?[^.!?\n]{0,60}?\bi(?: can(?:['\u2019]t|not| not)"
+    r"|['\u2019]m (?:not able|unable) to| am (?:not able|unable) to| won['\u2019]t)"
+    r" (?:help|assist|answer|provide|comply|fulfil|discuss|support|create|generate|write|do that)"
+)
 Endpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://[^\s]+)$")]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -62,8 +69,9 @@ class CascadeTable(Table, frozen=True):
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
     classifier: a file of `quire cascade`; what it finds hard with more than hard_above goes to the
     large model, but for a share to explore. outcomes: a file for judged answers of the small model.
-    escalate: the reasons for which an answer of the small model is replaced. judge_streams: hold
-    streams of the small model until they can be judged.
+    escalate: the reasons for which an answer of the small model is replaced. refusal_patterns: an
+    answer with a match in its beginning is a refusal. judge_streams: hold streams of the small
+    model until they can be judged.
     """
 
     small: Name
@@ -76,6 +84,7 @@ class CascadeTable(Table, frozen=True):
     explore: Share = 0.02
     outcomes: str = ""
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
+    refusal_patterns: tuple[Pattern, ...] = (ENGLISH_REFUSAL,)
     min_mean_logprob: Annotated[float, Meta(ge=-100, le=0)] = -1.0
     judge_streams: bool = False
 
@@ -302,14 +311,18 @@ def _check_whole(found: RouteFile) -> None:
         elif not table:
             raise ValueError(f"models.{name} is empty; give the name of a model")
     for name, cascade in found.cascades.items():
-        for pattern in cascade.large_patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"cascades.{name}: large-patterns has {pattern!r}, which is no regular "
-                    f"expression ({error})"
-                ) from error
+        for key, patterns in (
+            ("large-patterns", cascade.large_patterns),
+            ("refusal-patterns", cascade.refusal_patterns),
+        ):
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(
+                        f"cascades.{name}: {key} has {pattern!r}, which is no regular expression "
+                        f"({error})"
+                    ) from error
     holders: dict[str, str] = {}
     for name, tenant in found.tenants.items():
         if not tenant.key_digests:

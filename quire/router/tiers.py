@@ -108,7 +108,8 @@ class Tiers:
         fleet.became_available()
 
     def ended(self, tier: str, ttft_s: float, tpot_s: float) -> None:
-        """Note a stream's time to the first token, and the mean time of the others (0: none)."""
+        """Note a stream's time to the first token since it was sent, and the mean time of the
+        others (0: none)."""
         table = self._table
         if tier == "flex" or not (table.ttft_ms or table.tpot_ms):
             return

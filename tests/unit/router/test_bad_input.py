@@ -17,6 +17,7 @@ import pytest
 
 from quire.base.log import Log
 from quire.base.server_url import server_url
+from quire.router.faults import ReplicaFault
 from quire.router.policies import make_routing_policy
 from quire.router.quotas import LocalBuckets, Quota, Reservation
 from quire.router.redis_buckets import RedisBuckets
@@ -189,3 +190,34 @@ def test_a_body_that_is_announced_too_large_is_not_read() -> None:
     run([FakeReplica()], story, max_body_bytes=4096)
     assert [one["status"] for one in sent[::2]] == [413, 413]
     assert all(b"body_too_large" in one["body"] for one in sent[1::2])
+
+
+def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: Any) -> None:
+    """Time in which the router's own loop was busy is no silence of a server."""
+    replica = FakeReplica()
+
+    async def story(router: Router) -> None:
+        loop: Any = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def late(*words: Any, **named: Any) -> Any:
+            for _ in range(5):  # turns of a loop with thousands of requests
+                loop._virtual.now_s += 1.0
+                await asyncio.sleep(0)
+            return await connect(*words, **named)
+
+        async def never(*words: Any, **named: Any) -> Any:
+            await asyncio.Event().wait()
+
+        pool = router.fleet.pool(next(iter(router.fleet.replicas.values())))
+        monkeypatch.setattr(loop, "create_connection", late, raising=False)
+        exchange = await pool.send(b"GET", b"/health", [], b"", is_fresh=True)
+        await exchange.head()
+        assert exchange.status == 200
+        exchange.close()
+        monkeypatch.setattr(loop, "create_connection", never, raising=False)
+        with pytest.raises(ReplicaFault, match=r"no connection .* within 2 s"):
+            await pool.send(b"GET", b"/health", [], b"", is_fresh=True)
+        monkeypatch.undo()
+
+    run([replica], story)

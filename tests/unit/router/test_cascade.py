@@ -101,6 +101,9 @@ def test_a_confident_answer_of_the_small_model_is_the_answer() -> None:
         (_answer('{"a":'), {"response_format": {"type": "json_object"}}, "failed-grammar"),
         (_answer("", refusal="no"), {}, "refusal"),
         (_answer(finish="content_filter"), {}, "refusal"),
+        (_answer("I'm sorry, but I can't help with that."), {}, "refusal"),
+        (_answer("Sorry, as an AI language model I cannot provide that."), {}, "refusal"),
+        (_answer("I am unable to answer this."), {}, "refusal"),
     ],
 )
 def test_answers_that_are_not_good_enough_are_replaced(

@@ -308,10 +308,26 @@ def test_the_prediction_is_a_percentile_of_prompts_of_such_a_length() -> None:
     assert times.predicted_s(600, 50.0) == 7.0, "old times are forgotten"
 
 
+def test_the_last_of_the_budget_is_kept_for_requests_that_are_much_later() -> None:
+    replica = made_replicas(1)[0]
+    request = RoutedRequest("/generate", [], json.dumps(STREAM).encode())
+    hedger, cost = Hedger(0.5, 95.0), 2
+    for _ in range(MIN_SAMPLES):
+        replica.first_token_times.note(2, 4.0)
+    assert hedger.delay_s(replica, request) == 8.0
+    hedger.budget.requested(2 * 17 * cost)
+    delays = []
+    while hedger.budget.has(cost):
+        delays.append(hedger.delay_s(replica, request))
+        hedger.budget.take(cost)
+    assert delays == [4.0, 4.0, *[8.0] * 15]
+
+
 def test_a_replica_that_is_always_slow_is_late_by_the_median_of_others() -> None:
     slow, *others = made_replicas(5)
     request = RoutedRequest("/generate", [], json.dumps(STREAM).encode())
     hedger = Hedger(0.5, 95.0)
+    hedger.budget.requested(1000)
     assert hedger.delay_s(slow, request, others) is None, "nothing is known of it"
 
     def learn(replica: Replica, seconds: float) -> None:
