@@ -33,9 +33,9 @@ INFORMED_TRIALS = 16.0
 MARGIN = 1.1
 # Drafts must gain such a share of a step: so well it is known how long one without takes.
 UNSURE_SHARE = 0.015
-# Of the time in which no draft pays, what single drafts may take that are tried nevertheless, and
-# more where requests are new; for how many steps at once, if one takes no longer; and for how many
-# at first, if one does.
+# Of the time in which no draft pays, what drafts may take that are tried nevertheless, and single
+# ones of new requests; for how many steps at once, if one takes no longer; and for how many at
+# first, if one does.
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
@@ -194,6 +194,7 @@ class AdaptiveControl:
         step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
         one_ms = cost.probe_ms(1)
         if one_ms > most * step_ms:
+            share = PROBE_SHARE
             longest = 1 if cost.passes is not None else self._max_drafts
             while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
                 length += 1

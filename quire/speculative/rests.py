@@ -13,7 +13,7 @@ import math
 # Where no draft pays, the control is asked again after 1, 2, 4, ... steps, up to as many as earn
 # what asking takes, as measured, with this share of their time; within these limits. It takes a
 # part of a millisecond: much of the step of a small model, and little of that of a large one.
-ASK_SHARE, MIN_REST_MS, MAX_REST_MS, MIN_REST_STEPS = 0.0015, 80.0, 320.0, 4
+ASK_SHARE, MIN_REST_MS, MAX_REST_MS, MIN_REST_STEPS = 0.001, 80.0, 320.0, 4
 # Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
 # steps without. It comes sooner where drafts gain little, so that such a step loses little: such a
 # share of the time at most. The first comes at once.

@@ -29,9 +29,9 @@ KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 NOTES_PER_MAKE, AS_EXPECTED = 8, 0.15
 # Of a step, what a difference between steps with drafts and without must exceed to be the host's.
 UNSURE_SHARE = 0.03
-# Of what a step takes longer in which drafts were asked for in vain, so much is learned; it counts
-# as so many steps at most.
-ASKED_SHARE, MAX_ASKED_STEPS = 1 / 4, 4.0
+# Of what a step takes longer in which drafts were asked for in vain, so much is learned, and so
+# many milliseconds at once: of long steps that is less than their noise.
+ASKED_SHARE, MAX_ASKED_MS = 1 / 4, 0.05
 # What a step after drafts takes longer counts as so many steps at most; of what all of these steps
 # took longer, so much is learned.
 MAX_EXCESS_STEPS, AFTER_SHARE = 2.0, 1 / 8
@@ -104,8 +104,8 @@ class DraftPrices:
         """
         plain_ms = _between(self._plain_points, num_rows)
         if plain_ms and ms > 0.0:
-            asked_ms = min(ms - (1.0 + UNSURE_SHARE) * plain_ms, MAX_ASKED_STEPS * plain_ms)
-            self.asked_ms += ASKED_SHARE * (asked_ms - self.asked_ms)
+            more_ms = ASKED_SHARE * (ms - (1.0 + UNSURE_SHARE) * plain_ms - self.asked_ms)
+            self.asked_ms += min(max(more_ms, -MAX_ASKED_MS), MAX_ASKED_MS)
 
     def excess_ms(self, num_rows: int, ms: float) -> float:
         """Return what a step without drafts took longer than such steps do; 0: that is unknown."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.speculative.control import (
     FIRST_PROBE_STEPS,
-    NEW_PROBE_SHARE,
+    PROBE_SHARE,
     AdaptiveControl,
     Passes,
     StepCost,
@@ -234,4 +234,4 @@ def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
         int(control.limits(np.zeros(1, np.intp), ints(MAX_DRAFTS), dear)[0]) for _ in range(2000)
     ]
     tried_steps = sum(1.5 + 0.1 * (length - 1) for length in lengths if length)
-    assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * NEW_PROBE_SHARE
+    assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * PROBE_SHARE
