@@ -3,7 +3,8 @@ that there are steps without drafts to judge them against.
 
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
-ASK_SHARE of the time, and are halved by each step in which drafts pay.
+ASK_SHARE of the time, and are halved by each step in which drafts pay; of two rests in turn at
+most one ends early.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class DraftRests:
         self.last = self.left = 0
         self._since = 1  # steps since the control was asked, this one included, less `left`
         self._kept = 0  # what the last rest counts for still
+        self._may_end, self._ended_early = True, False
         self._num_misses = 0  # lookups in turn that found nothing
         self._until_plain = STEPS_BEFORE_PLAIN
 
@@ -42,11 +44,11 @@ class DraftRests:
         return self._since - self.left
 
     def end_early(self) -> None:
-        """Ask in the next step, as the requests are others; not in the first half of a rest: where
-        many short requests begin, each would be an ask."""
-        if 2 * self.left <= self.last:
+        """Ask in the next step, as the requests are others; not after each of two rests in turn:
+        where many short requests begin, each would be an ask."""
+        if self.left and self._may_end:
             self._since -= self.left
-            self.left = 0
+            self.left, self._ended_early = 0, True
 
     def takes_plain_step(self) -> bool:
         """Return whether this step has no drafts, to judge others against it; asked once a step."""
@@ -77,6 +79,7 @@ class DraftRests:
 
         asked_ms: what this takes. speedup: that drafts promise.
         """
+        self._may_end, self._ended_early = pays or not self._ended_early, False
         self._num_misses = 0
         if pays:
             self.last = self.left = 0

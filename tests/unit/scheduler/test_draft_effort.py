@@ -238,22 +238,24 @@ def test_a_request_that_begins_while_drafts_rest_is_noted_when_they_are_asked_fo
     assert len(proposer.slots) == 2
 
 
-def test_a_request_that_comes_when_all_have_left_ends_a_rest_in_its_second_half() -> None:
+def test_a_request_that_comes_when_all_have_left_ends_one_of_two_rests_in_turn() -> None:
     proposer = Repeats(finds=True)
     case = Case(1, proposer, FixedControl(0))
     case.calls_per_turn(400)
-    asked = proposer.asked
-    while proposer.asked == asked:  # then a rest of 80 steps has begun
-        case.turn()
     ends = []
-    for _ in range(4):
-        case.calls_per_turn(12)
-        case.scheduler.abort(f"r{case.num_added}")
-        case.add([1, TOKEN, TOKEN], max_total_tokens=4000)
+    for _ in range(2):
         asked = proposer.asked
-        case.calls_per_turn(6)
-        ends.append(proposer.asked > asked)
-    assert ends == [False, False, True, False]
+        while proposer.asked == asked:  # then a whole rest is over, and the next has begun
+            case.turn()
+        case.calls_per_turn(20)  # no step is timed any more
+        for _ in range(3):
+            case.scheduler.abort(f"r{case.num_added}")
+            case.add([1, TOKEN, TOKEN], max_total_tokens=4000)
+            asked = proposer.asked
+            for _ in range(6):
+                case.turn()
+            ends.append(proposer.asked > asked)
+    assert ends == 2 * [True, False, False]
 
 
 def test_a_step_with_drafts_costs_little_and_a_further_row_less() -> None:

@@ -53,14 +53,15 @@ def test_rests_double_until_asking_takes_a_small_share(
     assert found == lengths
 
 
-def test_a_rest_ends_early_in_its_second_half_only() -> None:
+def test_of_two_rests_in_turn_one_ends_early() -> None:
     rests = resting()
-    rests.left -= 63
+    rests.left -= 10
     rests.end_early()
-    assert rests.left == 65
-    rests.left -= 1
-    rests.end_early()
-    assert (rests.left, rests.num_steps) == (0, 65)
+    assert (rests.left, rests.num_steps) == (0, 11)
+    for left in (128, 0):
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+        rests.end_early()
+        assert rest(rests) == left
     rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
     assert (rest(rests), rests.last, rests.num_steps) == (0, 0, 1)
 
