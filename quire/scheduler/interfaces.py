@@ -44,12 +44,14 @@ class StepExtension:
 
 class DraftCost(NamedTuple):
     """Predicted milliseconds of a step without drafts, the tokens it yields, and what drafts add.
-    added_ms: what 0, 1, 2 ... drafts in all add; row_ms: and each row with drafts besides."""
+    added_ms: what 0, 1, 2 ... drafts in all add; row_ms: and each row with drafts besides.
+    asked_ms: what a step takes longer for which drafts are asked and not made."""
 
     step_ms: float
     step_tokens: int
     added_ms: NDArray[np.float64]
     row_ms: float = 0.0
+    asked_ms: float = 0.0
 
 
 class DraftSource(Protocol):
@@ -100,8 +102,9 @@ class DraftSource(Protocol):
         """Note that so many steps have passed for which `skips_step` was not asked."""
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
-        """Note that so many requests of those that run have begun in such steps; `begin` is called
-        for them afterwards, if they run still. One that is alone may end such steps."""
+        """Note that so many requests of those that run have begun: once for each, before or after
+        its `begin`; or, with 0 and 1, that one has come while there were none, which may end a
+        rest."""
 
     def takes_plain_step(self) -> bool:
         """Return whether a step without drafts is due, to judge others against it; asked once in a

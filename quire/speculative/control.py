@@ -33,14 +33,18 @@ INFORMED_TRIALS = 16.0
 MARGIN = 1.1
 # Drafts must gain such a share of a step: so well it is known how long one without takes.
 UNSURE_SHARE = 0.015
-# Of the time in which no draft pays, what single drafts may take that are tried nevertheless, and
-# more where requests are new; for how many steps at once, if one takes no longer; and for how many
-# at first, if one does.
+# Of the time in which no draft pays, what drafts may take that are tried nevertheless, and single
+# ones of new requests; for how many steps at once, if one takes no longer; and for how many at
+# first, if one does.
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
 NEW_TRIALS = 4
+# After so many rows of which the first draft was wrong, no further one is likelier than the first:
+# what is known of further ones is of a text before, as none was tried since. One that is right
+# halves that number, which is this at most.
+MANY_FAILURES, MAX_FAILURES = 5, 16
 NOTHING_ADDED: Float64s = np.zeros(2)
 
 
@@ -150,6 +154,7 @@ class AdaptiveControl:
         self.probes, self.speedup = False, 1.0
         self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
+        self._failures: Int32s = np.zeros(num_slots, np.int32)  # of first drafts, by slot
         self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
         self.rests = DraftRests()
@@ -162,7 +167,8 @@ class AdaptiveControl:
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
         self._counts.begin(slot, predicts)
-        self._trials[slot], self._has_new = 0, True
+        self._trials[slot] = self._failures[slot] = 0
+        self._has_new = True
 
     def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
         """See Control."""
@@ -178,6 +184,10 @@ class AdaptiveControl:
         self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
         self._counts.chances(slots, cost.num_steps, chances)
+        failing = self._failures[slots] >= MANY_FAILURES
+        if np.logical_or.reduce(failing):
+            powers = chances[failing, :1] ** np.arange(1, self._max_drafts + 1)
+            chances[failing] = np.minimum(chances[failing], powers)
         lengths, self.speedup = best_lengths(chances, limits, cost)
         if cost.num_steps:  # not for the question whether there would be drafts
             self.probes = False
@@ -194,6 +204,7 @@ class AdaptiveControl:
         step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
         one_ms = cost.probe_ms(1)
         if one_ms > most * step_ms:
+            share = PROBE_SHARE
             longest = 1 if cost.passes is not None else self._max_drafts
             while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
                 length += 1
@@ -217,6 +228,9 @@ class AdaptiveControl:
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control."""
         self._trials[slots] += 1
+        failures = self._failures[slots]
+        more = np.minimum(failures + 1, MAX_FAILURES)
+        self._failures[slots] = np.where(accepted > 0, failures // 2, more)
         self._num_tried = min(self._num_tried + len(slots), MAX_TRIALS)
         self._counts.verified(slots, drafted, accepted)
 

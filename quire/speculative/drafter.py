@@ -43,9 +43,6 @@ RETRY_STEPS = 4.0
 DRAFTS_PER_CATCH_UP = 64.0
 # Steps of a rest of which the end is not known: until those without drafts have earned a trial.
 UNTIL_EARNED = 1 << 30
-# After so many lookups in turn that found nothing, so many milliseconds pass to the next one, in so
-# many steps at most: it takes some microseconds, which is much of the step of a small model only.
-MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 32, 2.0, 7
 
 
 class PredictedCost(Protocol):
@@ -62,6 +59,9 @@ class PredictedCost(Protocol):
 
     @property
     def row_ms(self) -> float: ...
+
+    @property
+    def asked_ms(self) -> float: ...
 
 
 class Drafter:
@@ -96,9 +96,8 @@ class Drafter:
             control.balance.retry_steps = RETRY_STEPS
         self._request_ids = [""] * num_slots
         self._catching_up_ms = 0.0  # of the costly proposer, when it was noted last
-        self._step_ms = 0.0  # of the step for which the control was asked last
-        self._num_misses = 0  # lookups in turn that found nothing
-        self._miss_steps = 0  # until the next one
+        # Of the step for which the control was asked last, and for that.
+        self._step_ms = self._asked_ms = 0.0
         self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         self._num_new = 0  # that began since what is known was doubted
         # Which slots had their last drafts from a prediction; None before one was asked.
@@ -119,7 +118,6 @@ class Drafter:
         self._request_ids[slot] = request.request_id
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
-        self.note_arrivals(1, self._num_asking + self._num_predicting + 1)
         self._asks_proposer[slot] = speculation.uses_proposer
         self._num_asking += speculation.uses_proposer
         self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
@@ -187,15 +185,12 @@ class Drafter:
         balance = self._control.balance
         if balance is not None and not balance.allows_drafts:
             return UNTIL_EARNED
-        return self._control.rests.left or self._miss_steps
+        return self._control.rests.left
 
     def rested(self, num_steps: int) -> None:
         """See DraftSource."""
         rests = self._control.rests
-        if rests.left:
-            rests.left = max(rests.left - num_steps, 0)
-        else:
-            self._miss_steps = max(self._miss_steps - num_steps, 0)
+        rests.left = max(rests.left - num_steps, 0)
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """See DraftSource. What was found is doubted once as many began as run: beside many, one
@@ -205,7 +200,8 @@ class Drafter:
         self._num_new += num_new
         if self._num_new < num_running:
             return
-        self._num_new = self._num_misses = self._miss_steps = 0
+        self._num_new = 0
+        self._control.rests.forget_misses()
         if self._control.balance is not None:
             self._control.balance.reconsider()
 
@@ -218,24 +214,14 @@ class Drafter:
                 return True
             if balance is not None and not balance.allows_drafts:
                 return True
-            if self._miss_steps:
-                self._miss_steps -= 1
-                return True
             if self._lookup is not None:
                 try:
                     if not self._lookup.may_find(tokens):
-                        self._note_miss()
+                        rests.note_miss(self._step_ms)
                         return True
                 except Exception:  # noqa: BLE001  `propose` finds out for which request
                     return False
         return False
-
-    def _note_miss(self) -> None:
-        """Note that a lookup found nothing: after many of them, some steps pass to the next."""
-        self._num_misses += 1
-        if self._num_misses >= MANY_MISSES:
-            steps = int(MISS_MS / self._step_ms) if self._step_ms else MAX_MISS_STEPS
-            self._miss_steps = min(steps, MAX_MISS_STEPS)
 
     def takes_plain_step(self) -> bool:
         """See DraftSource."""
@@ -309,7 +295,7 @@ class Drafter:
         self, tokens: TokenTable, index: Index, drafts: Drafts, cost: Cost
     ) -> tuple[Int32s, Int32s]:
         """Return what of the `drafts` found pays; no model is computed."""
-        self._num_misses = 0
+        self._control.rests.forget_misses()
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
         drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
@@ -319,7 +305,9 @@ class Drafter:
     def _note_choice(self, *, pays: bool) -> None:
         control = self._control
         pays &= not control.probes
-        control.rests.note_choice(pays=pays, step_ms=self._step_ms, speedup=control.speedup)
+        control.rests.note_choice(
+            pays=pays, step_ms=self._step_ms, asked_ms=self._asked_ms, speedup=control.speedup
+        )
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
@@ -383,7 +371,7 @@ class Drafter:
                 behind_ms = self._costly.behind_ms(tokens, index[some])
                 draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
                 once_ms = self._costly.call_ms()
-            self._step_ms = predicted.step_ms
+            self._step_ms, self._asked_ms = predicted.step_ms, predicted.asked_ms
             of_some = StepCost(
                 predicted.step_ms,
                 predicted.step_tokens,

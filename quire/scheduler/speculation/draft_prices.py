@@ -29,9 +29,9 @@ KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 NOTES_PER_MAKE, AS_EXPECTED = 8, 0.15
 # Of a step, what a difference between steps with drafts and without must exceed to be the host's.
 UNSURE_SHARE = 0.03
-# Of what a step takes longer in which drafts were asked for in vain, so much is learned; it counts
-# as so many steps at most.
-ASKED_SHARE, MAX_ASKED_STEPS = 1 / 4, 1.0
+# Of what a step takes longer in which drafts were asked for in vain, so much is learned, and so
+# many milliseconds at once: of long steps that is less than their noise.
+ASKED_SHARE, MAX_ASKED_MS = 1 / 4, 0.05
 # What a step after drafts takes longer counts as so many steps at most; of what all of these steps
 # took longer, so much is learned.
 MAX_EXCESS_STEPS, AFTER_SHARE = 2.0, 1 / 8
@@ -68,11 +68,11 @@ class DraftedStep(NamedTuple):
 
 class DraftPrices:
     """once_ms: of the host, for a step with drafts. row_ms: and for each row that has some.
-    after_ms: what the steps without drafts that follow it take longer for it."""
+    asked_ms: for a step in which some are asked for in vain. after_ms: what the steps without
+    drafts that follow one with drafts take longer for it."""
 
     def __init__(self) -> None:
-        self.once_ms = self.row_ms = self.after_ms = 0.0
-        self._asked_ms = 0.0  # of the host, for asking: a part of once_ms
+        self.once_ms = self.row_ms = self.asked_ms = self.after_ms = 0.0
         self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
         self._pace = Pace()
         self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
@@ -104,8 +104,8 @@ class DraftPrices:
         """
         plain_ms = _between(self._plain_points, num_rows)
         if plain_ms and ms > 0.0:
-            asked_ms = min(ms - (1.0 + UNSURE_SHARE) * plain_ms, MAX_ASKED_STEPS * plain_ms)
-            self._asked_ms += ASKED_SHARE * (asked_ms - self._asked_ms)
+            more_ms = ASKED_SHARE * (ms - (1.0 + UNSURE_SHARE) * plain_ms - self.asked_ms)
+            self.asked_ms += min(max(more_ms, -MAX_ASKED_MS), MAX_ASKED_MS)
 
     def excess_ms(self, num_rows: int, ms: float) -> float:
         """Return what a step without drafts took longer than such steps do; 0: that is unknown."""
@@ -239,7 +239,7 @@ class DraftPrices:
     def _learn_host(self, drafted: Sequence[Point], slope_ms: float) -> None:
         """Learn the host's time from steps with drafts: where such without are known, or else, with
         little weight, where some of fewer positions are. slope_ms: of a position."""
-        sum_ms, num = PRIOR_WEIGHT * max(self._asked_ms, 0.0), PRIOR_WEIGHT
+        sum_ms, num = PRIOR_WEIGHT * max(self.asked_ms, 0.0), PRIOR_WEIGHT
         for at, ms, weight in drafted:
             plain_ms = _between(self._plain_points, at)
             fewer = [one for one in self._plain_points if one.positions < at]

@@ -96,6 +96,7 @@ class DraftRows(StepExtension):
         self.noted_from = NEVER
         self.is_resting = self._may_predict = False  # the latter: a live request may
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
+        self._num_arrived = 0  # requests that the source knows of before they enter
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
         self._prices = DraftPrices()
@@ -199,7 +200,7 @@ class DraftRows(StepExtension):
                 return
             self._pass_rest(self._requests.in_flight.step)
             if is_alone:
-                source.note_arrivals(1, 1)
+                source.note_arrivals(0, 1)
             if source.rest_steps and not predicts:
                 return
         self.is_resting, self.is_active, self.noted_from = False, True, 0
@@ -323,6 +324,7 @@ class DraftRows(StepExtension):
         self._pass_rest(plan.step)
         if plan.admissions:
             source.note_arrivals(len(plan.admissions), len(self._batch.active))
+            self._num_arrived += len(plan.admissions)
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:
@@ -433,6 +435,7 @@ class DraftRows(StepExtension):
             for slot, (old, new, count) in enumerate(zip(before, now, preemptions, strict=True))
             if old is not new or (new is not None and new.preemption.count != count)
         ]
+        num_new = -self._num_arrived
         for slot in changed:
             if before[slot] is not None and self._max_drafts[slot]:
                 self._source.end(slot)
@@ -441,6 +444,10 @@ class DraftRows(StepExtension):
             preemptions[slot] = 0 if sequence is None else sequence.preemption.count
             self._max_drafts[slot] = num = 0 if sequence is None else self._begin(slot, sequence)
             self._num_speculating += num > 0
+            num_new += num > 0
+        self._num_arrived = 0
+        if num_new > 0:
+            self._source.note_arrivals(num_new, self._num_speculating)
         if not self._num_speculating:
             live = self._requests.sequences.values()
             self.is_active = any(one.request.speculation is not None for one in live)
@@ -503,6 +510,7 @@ class DraftRows(StepExtension):
             step_tokens=num_rows,
             added_ms=prices.added_ms(num_positions, num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
+            asked_ms=prices.asked_ms,
         )
 
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:

@@ -50,6 +50,9 @@ class FakeDrafts:
     def rest_steps(self) -> int:
         return 0
 
+    def note_arrivals(self, num_new: int, num_running: int) -> None:
+        pass
+
     def takes_plain_step(self) -> bool:
         return False
 

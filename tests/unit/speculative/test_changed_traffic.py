@@ -176,6 +176,14 @@ def test_a_change_of_traffic_costs_less_than_a_second(change: str) -> None:
     assert settled.of_best >= MIN_OF_BEST, settled
 
 
+@pytest.mark.parametrize(("machine", "max_lost_ms"), [("large", MAX_CHANGE_MS), ("cold", 100.0)])
+def test_drafts_end_soon_after_they_became_wrong(machine: str, max_lost_ms: float) -> None:
+    """Against the best number for what follows, over six waves."""
+    traffic = Traffic(1, 0.05, (1,), num_waves=6)
+    after = shares(machine, 8 * [Traffic(1, 0.9)], traffic, num_runs=1, num_warm=0)
+    assert after.lost_ms <= max_lost_ms, after
+
+
 class LinePrices(DraftPrices):
     """Prices as they were: so much by step, by row and by draft, whatever the batch."""
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from quire.speculative.control import (
     FIRST_PROBE_STEPS,
-    NEW_PROBE_SHARE,
+    PROBE_SHARE,
     AdaptiveControl,
     Passes,
     StepCost,
@@ -65,6 +65,25 @@ def test_a_collapse_of_acceptance_is_noticed_within_a_few_steps() -> None:
     assert drafted[0] == MAX_DRAFTS
     assert drafted[-1] == 0
     assert sum(drafted) <= 60
+
+
+def test_a_collapse_shortens_drafts_though_further_ones_are_not_tried_any_more() -> None:
+    """A draft takes a tenth of a step, so that the first one pays for long."""
+    control = AdaptiveControl(1, 8)
+    slot, limits = np.zeros(1, np.intp), ints(8)
+    for _ in range(64):
+        control.verified(slot, limits, limits)
+    drafted = []
+    for _ in range(40):
+        drafted.append(int(control.limits(slot, limits, cost(0.1))[0]))
+        if drafted[-1]:
+            control.verified(slot, ints(drafted[-1]), ints(0))
+    assert drafted[0] == 8
+    assert sum(drafted[8:]) <= 2 * 32
+    control.verified(slot, ints(1), ints(1))
+    for _ in range(4):
+        control.verified(slot, limits, limits)
+    assert int(control.limits(slot, limits, cost(0.1))[0]) == 8  # it is over
 
 
 def test_rejected_drafts_are_tried_again_seldom() -> None:
@@ -234,4 +253,4 @@ def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
         int(control.limits(np.zeros(1, np.intp), ints(MAX_DRAFTS), dear)[0]) for _ in range(2000)
     ]
     tried_steps = sum(1.5 + 0.1 * (length - 1) for length in lengths if length)
-    assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * NEW_PROBE_SHARE
+    assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * PROBE_SHARE

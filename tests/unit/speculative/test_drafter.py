@@ -15,11 +15,13 @@ from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
-from quire.speculative.drafter import MANY_MISSES, MAX_MISS_STEPS, Drafter
+from quire.scheduler.interfaces import DraftCost
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
+from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer, Proposer
+from quire.speculative.rests import ASK_SHARE, MANY_MISSES, MAX_MISS_STEPS
 
 Int32s = NDArray[np.int32]
 NUM_SLOTS, MAX_DRAFTS, VOCAB_SIZE = 4, 3, 50
@@ -29,8 +31,8 @@ def ints(*values: int) -> Int32s:
     return np.array(values, np.int32)
 
 
-def cost_of(num_requests: int) -> StepCost:
-    return StepCost(10.0, num_requests, np.zeros(num_requests), added_ms=np.arange(2.0))
+def cost_of(num_requests: int) -> DraftCost:
+    return DraftCost(10.0, num_requests, np.arange(2.0), asked_ms=100.0 * ASK_SHARE)
 
 
 class ScriptedProposer(Proposer):
@@ -231,16 +233,16 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
         rests.append(0)
         while case.drafter.skips_step(case.tokens):
             rests[-1] += 1
-    assert rests == [1, 2, 4, 8, 8, 8, 8]  # steps are long
+    assert rests == [1, 2, 4, 8, 10, 10, 10]  # steps are long
     case.propose(0)
     skipped = []
-    for num_live in (2, 2, 1, *[1] * 9, 2, 1):  # one that begins alone is asked at once
+    for num_live in (2, 2, 1, *[1] * 11, 2, 1):  # one that begins alone is asked at once
         case.drafter.note_arrivals(1, num_live)
         skipped.append(case.drafter.skips_step(case.tokens))
         if not skipped[-1]:
             case.propose(0)
     # But not at the end of each of two rests in turn.
-    assert skipped == [True, True, False, *[True] * 8, False, True, False]
+    assert skipped == [True, True, False, *[True] * 10, False, True, False]
     case.drafter.close()
     assert model.is_closed
 
@@ -249,7 +251,7 @@ def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
     case = Case(ScriptedProposer(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
     case.begin(0, [1, 2, 3], 3)
     index, limits = np.array([0]), ints(MAX_DRAFTS)
-    dear = StepCost(1.0, 1, np.zeros(1), added_ms=100.0 * np.arange(2))
+    dear = DraftCost(1.0, 1, 100.0 * np.arange(2), asked_ms=100.0 * ASK_SHARE)
     counts, _ = case.drafter.propose(case.tokens, index, limits, lambda: dear)
     assert counts.tolist() == [0]
     num_waits = 0
@@ -277,10 +279,10 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
 
     case = Case(Misses(), FixedControl(3))
     case.begin(0, [1, 2, 3], 3)
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(MANY_MISSES + 80))
-    assert len(asked) == MANY_MISSES + 80 // (1 + MAX_MISS_STEPS)
+    assert all(case.drafter.skips_step(case.tokens) for _ in range(MANY_MISSES + 96))
+    assert len(asked) == MANY_MISSES + 96 // (1 + MAX_MISS_STEPS)
     case.drafter.skips_step(case.tokens)
-    for num_live, num_asked in ((2, 1), (2, 8)):  # requests that begin may repeat their prompts
+    for num_live, num_asked in ((2, 0), (2, 8)):  # requests that begin may repeat their prompts
         case.drafter.note_arrivals(1, num_live)
         asked.clear()
         assert all(case.drafter.skips_step(case.tokens) for _ in range(8))

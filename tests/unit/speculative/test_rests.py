@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from quire.speculative.rests import MAX_REST_STEPS, STEPS_PER_PLAIN, DraftRests
+from quire.speculative.rests import (
+    ASK_SHARE,
+    MANY_MISSES,
+    MAX_MISS_STEPS,
+    MAX_REST_MS,
+    MIN_REST_MS,
+    MISS_PART,
+    STEPS_PER_PLAIN,
+    DraftRests,
+)
+
+STEP_MS = 1.0
+ASKED_MS = 128 * STEP_MS * ASK_SHARE  # a rest has 128 steps at most
 
 
 def rest(rests: DraftRests) -> int:
@@ -13,54 +25,79 @@ def rest(rests: DraftRests) -> int:
     return num
 
 
+def resting() -> DraftRests:
+    """Return rests of which the present one is as long as they become."""
+    rests = DraftRests()
+    for _ in range(9):
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    return rests
+
+
 @pytest.mark.parametrize(
-    ("step_ms", "lengths"),
+    ("step_ms", "asked_ms", "lengths"),
     [
-        (0.1, [1, 2, 4, 8, 16, 32, 64, 128, 192, 192]),
-        (2.0, [1, 2, 4, 8, 16, 32, 40, 40]),
-        (50.0, [1, 2, 4, 4, 4, 4, 4, 4]),
-        (0.0, [1, 2, 4, 8, 16, 32, 64, 128, MAX_REST_STEPS, MAX_REST_STEPS]),
+        (1.0, 100.0 * ASK_SHARE, [1, 2, 4, 8, 16, 32, 64, 100, 100]),
+        (10.0, 100.0 * ASK_SHARE, [1, 2, 4, 8, 10, 10]),
+        (50.0, 100.0 * ASK_SHARE, [1, 2, 4, 4, 4]),
+        (20.0, 100.0, [1, 2, 4, 8, int(MAX_REST_MS / 20.0)]),
+        (20.0, 0.0, [1, 2, 4, int(MIN_REST_MS / 20.0), 4]),  # it is not known yet
     ],
 )
-def test_rests_double_up_to_about_as_many_milliseconds(step_ms: float, lengths: list[int]) -> None:
+def test_rests_double_until_asking_takes_a_small_share(
+    step_ms: float, asked_ms: float, lengths: list[int]
+) -> None:
     rests, found = DraftRests(), []
     for _ in lengths:
-        rests.note_choice(pays=False, step_ms=step_ms)
+        rests.note_choice(pays=False, step_ms=step_ms, asked_ms=asked_ms)
         found.append(rest(rests))
     assert found == lengths
 
 
 def test_of_two_rests_in_turn_one_ends_early() -> None:
-    rests = DraftRests()
-    for _ in range(9):
-        rests.note_choice(pays=False, step_ms=0.1)
+    rests = resting()
     rests.left -= 10
     rests.end_early()
     assert (rests.left, rests.num_steps) == (0, 11)
-    rests.note_choice(pays=False, step_ms=0.1)
-    rests.end_early()
-    assert rest(rests) == MAX_REST_STEPS
-    rests.note_choice(pays=False, step_ms=0.1)
-    rests.end_early()
-    assert rest(rests) == 0
-    rests.note_choice(pays=True, step_ms=0.1)
+    for left in (128, 0):
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+        rests.end_early()
+        assert rest(rests) == left
+    rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
     assert (rest(rests), rests.last, rests.num_steps) == (0, 0, 1)
 
 
 def test_a_step_in_which_drafts_pay_halves_the_rest_after_it() -> None:
-    rests = DraftRests()
-    for _ in range(9):
-        rests.note_choice(pays=False, step_ms=0.1)
-    for num, length in ((2, MAX_REST_STEPS // 2), (1, MAX_REST_STEPS // 2), (7, 1)):
+    rests = resting()
+    for num, length in ((2, 64), (1, 64), (7, 1)):
         for _ in range(num):
-            rests.note_choice(pays=True, step_ms=0.1)
-        rests.note_choice(pays=False, step_ms=0.1)
+            rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
         assert rest(rests) == length
+
+
+def test_lookups_that_find_nothing_rest_too() -> None:
+    rests = resting()
+    rest(rests)
+    for _ in range(3):
+        rests.note_miss(STEP_MS)
+        assert rest(rests) == 128 // MISS_PART
+    assert rests.num_steps == 129 + 3 * (1 + 128 // MISS_PART)
+    for _ in range(8):
+        rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    for _ in range(MANY_MISSES - 1):  # a text that is repeated may go on soon
+        rests.note_miss(0.1)
+        assert not rests.left
+    rests.note_miss(0.1)
+    assert rests.left == MAX_MISS_STEPS
+    rests.forget_misses()
+    assert (rests.left, rests.num_steps) == (0, MANY_MISSES + 1)
+    rests.note_miss(0.1)
+    assert not rests.left
 
 
 def test_one_step_in_some_with_drafts_is_plain() -> None:
     rests, plain = DraftRests(), 0
     for _ in range(1 + 2 * STEPS_PER_PLAIN + 3):
         plain += rests.takes_plain_step()
-        rests.note_choice(pays=True, step_ms=1.0)
+        rests.note_choice(pays=True, step_ms=1.0, asked_ms=0.0)
     assert plain == 3
