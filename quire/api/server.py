@@ -298,7 +298,8 @@ class _Server(uvicorn.Server):
                 create = asyncio.get_running_loop().create_server
                 self.servers.append(await create(connect, sock=at, backlog=self.config.backlog))
                 continue
-            self.servers.append(await WaitingConnections(at, connect).serve(self.config.backlog))
+            waiting = WaitingConnections(at, connect, self.server_state.tasks)
+            self.servers.append(await waiting.serve(self.config.backlog))
         self.started = True
 
     @contextmanager

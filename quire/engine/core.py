@@ -270,7 +270,7 @@ def serve(
     now_ms: Callable[[], float],
 ) -> None:
     """Run until a Stop comes; with nothing to do, touch memory ahead, then audit the cache."""
-    stuck, audited, touching = False, True, core.touch_ahead is not None
+    stuck, audited, touching, gather_s = False, True, core.touch_ahead is not None, 0.0
     if core.tier is not None:
         core.tier.wake = inbox.wake
     if core.grammars is not None:
@@ -278,7 +278,7 @@ def serve(
     while True:
         if core.has_work:
             is_idle = stuck and not core.timelines.pending
-            wait_s: float | None = RETRY_AFTER_S if is_idle else 0.0
+            wait_s: float | None = RETRY_AFTER_S if is_idle else gather_s
         elif touching or core.timelines.pending:
             wait_s = 0.0
         else:
@@ -293,6 +293,9 @@ def serve(
             emit(refused)
         if expired:  # their blocks are free, and there may be no step to report it
             emit(Outputs(outputs=None, stats=core.stats()))
+        continued = core.scheduler.continued
+        if continued and continued.is_active and (gather_s := continued.gather_s(now_ms())):
+            continue
         if core.has_work:
             was_stuck = stuck and not messages
             outputs = core.step(now_ms)

@@ -39,7 +39,8 @@ class _Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        waiting = [WaitingConnections(at, connect) for at in sockets or ()]
+        running = self.server_state.tasks
+        waiting = [WaitingConnections(at, connect, running) for at in sockets or ()]
         self.servers = [await one.serve(self.config.backlog) for one in waiting]
         self.started = True
 

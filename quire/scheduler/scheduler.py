@@ -88,7 +88,7 @@ class Scheduler:
         self._beams, self._backpressure = parts.beams, parts.backpressure
         self._preemptor, self._kv_loads = parts.preemptor, parts.kv_loads
         self._extensions, self._drafts = parts.extensions, parts.drafts
-        self._background, self._continued = parts.background, parts.continued
+        self._background, self.continued = parts.background, parts.continued
         self.lengths, self.predictor = parts.lengths, parts.predictor
         self._num_arrivals = 0
         self._last_plan: StepPlan | None = None  # the last that was updated
@@ -148,8 +148,8 @@ class Scheduler:
                 self.predictor.note(sequence)
         if has_objective or limits.queue_timeout_ms:
             self._expiry.note(sequence, waiting)
-        if len(request.output_ids) and self._continued is not None:
-            self._continued.note(sequence)
+        if len(request.output_ids) and self.continued is not None:
+            self.continued.note(sequence)
 
     def predict_ttft_ms(self, request_id: str) -> float | None:
         """Return the predicted time from a waiting request's arrival to its first token.

@@ -20,6 +20,7 @@ from quire.scheduler.advance import Advance
 from quire.scheduler.beam.beam_groups import BeamGroups
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.cost.transfer_cost import RestoreMode, TransferCost
+from quire.scheduler.in_flight import InFlightPlans
 from quire.scheduler.interfaces import DraftSource, Gate, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.micro_batches import MicroBatches
@@ -130,7 +131,8 @@ def wire(
     if limits.micro_batches:
         extensions.append(MicroBatches(batch, preemptor, limits.micro_batches))
     extensions += [TenantCeilings(preemptor)] if shares.has_ceilings else []
-    extensions += [continued] if (continued := _continued_first(limits, batch, policy)) else []
+    continued = _continued_first(limits, batch, policy, requests.in_flight, speed)
+    extensions += [] if continued is None else [continued]
     by_priority = None
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
@@ -175,12 +177,16 @@ def wire(
 
 
 def _continued_first(
-    limits: SchedulerLimits, batch: RunningBatch, policy: Policy
+    limits: SchedulerLimits,
+    batch: RunningBatch,
+    policy: Policy,
+    in_flight: InFlightPlans,
+    speed: SpeedEstimate,
 ) -> ContinuedFirst | None:
     """Return steps for streams that continue, where nothing else says which rows stand back."""
     if limits.micro_batches or limits.tpot_target_ms or policy.has_priority_preemption:
         return None
-    return ContinuedFirst(batch)
+    return ContinuedFirst(batch, in_flight, speed)
 
 
 def _hand_overs(

@@ -36,8 +36,8 @@ _LINGER_S = 1.0
 # Intervals of checking whether a half-closed client has closed the connection: the first one, and
 # the limit of their doubling.
 _PROBE_S, _MAX_PROBE_S = 0.01, 1.0
-# Descriptors of this process that are no clients: the engine's sockets, the log, open files.
-_SPARE_FILES = 64
+# Descriptors that are no clients': sockets, files, connections not served yet. At least; of all.
+_SPARE_FILES, _SPARE_SHARE = 64, 1 / 16
 
 
 class ConnectionState(enum.Enum):
@@ -64,7 +64,7 @@ def max_connections() -> int:
 
 def max_connections_of(open_files: int) -> int:
     """Return how many connections a limit on open files leaves room for."""
-    return max(open_files - _SPARE_FILES, 1)
+    return max(open_files - max(_SPARE_FILES, int(open_files * _SPARE_SHARE)), 1)
 
 
 class ConnectionTable:

@@ -26,6 +26,7 @@ from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.config.groups import EngineConfig
+from quire.engine.client.deliveries import MAX_AT_ONCE, Deliveries, Unread
 from quire.engine.client.launch import EngineProcess, SharedEngine
 from quire.engine.client.open_streams import OpenStreams, UnreadQueue
 from quire.engine.client.pending_queries import PendingQueries
@@ -61,8 +62,6 @@ from quire.engine.process.messages import (
 )
 from quire.text.chat_template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
-
-_Unread = UnreadQueue[TextDelta | Fault]
 
 # Maximum unread numbers of a request before it is held: tokens, and the log-probabilities
 # delivered with each.
@@ -115,9 +114,10 @@ class EngineClient:
         self._closed = False
         self._fault: Fault | None = None
         self._started: asyncio.Future[ModelCard] | None = None
-        self._streams: OpenStreams[_Unread] = OpenStreams(id_prefix(number))
+        self._streams: OpenStreams[Unread] = OpenStreams(id_prefix(number))
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
-        self._unread: dict[str, _Unread] = {}  # what waits, by the caller's id
+        self._unread: dict[str, Unread] = {}  # what waits, by the caller's id
+        self._deliveries = Deliveries()
         self._asks: PendingQueries[CacheReported] = PendingQueries(query_number_base(number))
         self._snapshots: PendingQueries[EngineSnapshot] = PendingQueries(query_number_base(number))
         self._timelines: PendingQueries[TimelinesReported] = PendingQueries(
@@ -304,6 +304,7 @@ class EngineClient:
         answer.cancel()  # any message of the engine will do
         self._link.send(QuerySnapshot(ask_id=ask_id))
         self._send_abort(tuple(id_ for ids in self._callers.values() for id_ in ids))
+        self._deliveries.finish()
         for unread in self._streams.end():
             unread.put(Fault(kind=QuireError.__name__, message=reason))
 
@@ -355,8 +356,11 @@ class EngineClient:
             if self.on_stats is not None:
                 self.on_stats(self.stats)
             deltas, past_end = self._streams.take(message)
-            for unread, delta in deltas:
-                unread.put(delta)
+            if len(deltas) > MAX_AT_ONCE or self._deliveries.is_active:
+                self._deliveries.add(deltas)
+            else:
+                for unread, delta in deltas:
+                    unread.put(delta)
             self._send_abort(past_end)
         elif isinstance(message, Beat):
             if message.ops_done != self._ops_done:
@@ -401,6 +405,7 @@ class EngineClient:
         if self._started is not None and not self._started.done():
             self._started.set_exception(error_of(fault))
             self._started.exception()  # retrieved here: its waiter may have been cancelled
+        self._deliveries.finish()
         for unread in self._streams.end():
             unread.put(fault)
         self._asks.fail(error_of(fault))
@@ -429,14 +434,14 @@ class EngineClient:
 
     def _register(
         self, request_id: str, requests: tuple[Request, ...], text_rules: TextRules
-    ) -> tuple[_Unread, tuple[str, ...]]:
+    ) -> tuple[Unread, tuple[str, ...]]:
         if not self._is_working:
             self._progress_ms = self._message_ms = self._clock.now_ms()
         stream_ids = tuple(request.request_id for request in requests)
         sampling = requests[0].sampling
         numbers = 1 + abs(sampling.logprobs or 0) + len(sampling.logprob_token_ids)
         most = max(MAX_UNREAD // numbers, 16)
-        unread: _Unread = UnreadQueue(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
+        unread: Unread = UnreadQueue(most, lambda is_held: self._hold(stream_ids, is_held=is_held))
         self._streams.open(self.tokenizer, requests, unread, text_rules)
         self._callers[request_id], self._unread[request_id] = stream_ids, unread
         return unread, stream_ids

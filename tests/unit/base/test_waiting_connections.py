@@ -22,7 +22,7 @@ from quire.api.server import public_server
 from quire.api.server_state import ServerState
 from quire.api.workers.sibling_workers import SiblingWorkers
 from quire.base.log import Log
-from quire.base.waiting_connections import _MAX_ACCEPTED, WaitingConnections
+from quire.base.waiting_connections import _FEW, WaitingConnections
 from quire.config.server_config import ServerConfig
 from quire.obs.metrics import Metrics
 from quire.router.head_bounds import BoundedHeads
@@ -45,33 +45,48 @@ class _Echo(asyncio.Protocol):
         self._transport.close()
 
 
-def test_connections_that_come_together_are_accepted_in_few_iterations_of_the_loop() -> None:
-    num_clients = 3 * _MAX_ACCEPTED // 2
+async def num_iterations(num_clients: int, num_running: int, max_accepted: int = 1024) -> int:
+    """Return the iterations of the loop in which clients that come at once are accepted."""
+    _Echo.num_made = 0
+    with socket.create_server(("127.0.0.1", 0), backlog=2 * num_clients) as listening:
+        address = listening.getsockname()
+        waiting = WaitingConnections(listening, _Echo, range(num_running))
+        waiting._max_accepted = max_accepted  # whatever the limit on open files
+        server = await waiting.serve(2 * num_clients)
+        clients = [socket.create_connection(address) for _ in range(num_clients)]
+        for number, client in enumerate(clients):
+            client.sendall(b"%d" % number)
+        count = 0
+        while _Echo.num_made < num_clients:
+            await asyncio.sleep(0)
+            count += 1
+        for number, client in enumerate(clients):
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            assert await loop.sock_recv(client, 10) == b"%d" % number
+            assert await loop.sock_recv(client, 10) == b"", "closed by the server"
+            client.close()
+        server.close()
+    return count
 
-    async def story() -> int:
-        with socket.create_server(("127.0.0.1", 0), backlog=2 * num_clients) as listening:
-            address = listening.getsockname()
-            waiting = WaitingConnections(listening, _Echo)
-            waiting._max_accepted = _MAX_ACCEPTED  # whatever the limit on open files
-            server = await waiting.serve(2 * num_clients)
-            clients = [socket.create_connection(address) for _ in range(num_clients)]
-            for number, client in enumerate(clients):
-                client.sendall(b"%d" % number)
-            num_iterations = 0
-            while _Echo.num_made < num_clients:
-                await asyncio.sleep(0)
-                num_iterations += 1
-            for number, client in enumerate(clients):
-                client.setblocking(False)
-                loop = asyncio.get_running_loop()
-                assert await loop.sock_recv(client, 10) == b"%d" % number
-                assert await loop.sock_recv(client, 10) == b"", "closed by the server"
-                client.close()
-            server.close()
-        return num_iterations
 
+@pytest.mark.parametrize(
+    ("num_clients", "num_running", "most"),
+    [(3 * _FEW // 2, 0, 8), (10 * _FEW, 10 * _FEW, 8), (10 * _FEW, 3 * _FEW, 20)],
+)
+def test_connections_that_come_together_are_accepted_in_few_iterations_of_the_loop(
+    num_clients: int, num_running: int, most: int
+) -> None:
+    """As many at once as requests run, which make iterations long."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(story()) <= 8
+        assert runner.run(num_iterations(num_clients, num_running)) <= most
+
+
+@pytest.mark.parametrize(("num_running", "max_accepted"), [(0, 1024), (1000, _FEW)])
+def test_a_flood_is_accepted_in_turns(num_running: int, max_accepted: int) -> None:
+    """Where few requests run, or with few descriptors."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(num_iterations(20 * _FEW, num_running, max_accepted)) >= 20
 
 
 def test_a_socket_that_was_closed_accepts_nothing() -> None:

@@ -267,6 +267,28 @@ def test_the_loop_waits_without_timeout_when_idle() -> None:
     assert inbox.waits == [None]
 
 
+def test_the_loop_waits_for_more_requests_where_the_scheduler_says_so() -> None:
+    """It takes no step between two messages then, and the same ones afterwards."""
+    rig = Rig()
+    waits_s = [0.0, 0.03, 0.02, 0.0]
+    asked_at: list[int] = []
+
+    class Continued:
+        is_active = True
+
+        def gather_s(self, now_ms: float) -> float:
+            asked_at.append(rig.core.steps.num_submitted)
+            return waits_s.pop(0) if waits_s else 0.0
+
+    rig.core.scheduler.continued = Continued()  # type: ignore[assignment]
+    work: list[list[ToEngine]] = [[Submit(requests=(request("a", output=3),))], *([[]] * 4)]
+    inbox = Inbox(*work)
+    sent = _served(rig, inbox)
+    assert inbox.waits[:5] == [None, 0.0, 0.03, 0.02, 0.0]
+    assert asked_at[:5] == [0, 1, 1, 1, 2]
+    assert len(sent) == 3
+
+
 def test_a_new_client_gets_the_counters_at_once() -> None:
     sent = _served(Rig(), Inbox([Join(client=3)]))
     assert [type(message) for message in sent] == [Outputs]

@@ -30,6 +30,7 @@ from quire.base.records import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.config.groups import EngineConfig, ModelConfig
+from quire.engine.client.deliveries import MAX_AT_ONCE
 from quire.engine.client.engine_client import MAX_UNREAD, EngineClient
 from quire.engine.model_card import ModelCard
 from quire.engine.output.output_stream import OutputStream, TextDelta
@@ -241,6 +242,30 @@ def test_tokens_become_text_and_the_stream_ends_with_its_reason(model: Path) -> 
         assert deltas[-1].finish_reason is FinishReason.LENGTH
         assert rig.client.health().pending == 0
         assert rig.link.sent == [submit]
+
+    run(model, story)
+
+
+def test_a_large_step_is_handed_out_in_parts_and_whole_before_an_error(model: Path) -> None:
+    async def story(rig: Rig) -> None:
+        names = [f"r{number}" for number in range(MAX_AT_ONCE + 9)]
+        tasks = [await _started(rig, rig.ask(request_id=name)) for name in names]
+        events = tuple(
+            RequestOutput(request_id=rig.link.stream_id(f"{name}/0"), token_ids=(40,))
+            for name in names
+        )
+        for num_events, num_waiting in ((9, 9), (MAX_AT_ONCE + 9, MAX_AT_ONCE + 9)):
+            outputs = StepOutputs(
+                step=0, request_ids=[], token_ids=NO_INTS, events=events[:num_events]
+            )
+            rig.link.say(Outputs(outputs=outputs, stats=EngineStats()))
+            num_first = sum(rig.client.num_waiting(name) > 0 for name in names)
+            assert num_first == min(num_waiting, MAX_AT_ONCE)
+        rig.link.say(Failed(fault=fault_of(WorkerError("it is gone"))))
+        assert [rig.client.num_waiting(name) for name in names] == [3] * 9 + [2] * MAX_AT_ONCE
+        for task in tasks:
+            with pytest.raises(WorkerError, match="it is gone"):
+                await task
 
     run(model, story)
 

@@ -12,11 +12,15 @@ from quire.base.errors import DeadlineMissed
 from quire.base.records import Request
 from quire.scheduler.policy.priority import PriorityFirst
 from quire.scheduler.prefill.continued_first import (
+    MAX_GAP_MS,
+    MAX_GATHER_MS,
     MAX_IN_A_ROW,
     MAX_STEPS,
     MIN_TOGETHER,
     REST_STEPS,
+    SHARE_TO_EARN,
     STEPS_TO_EARN,
+    ContinuedFirst,
 )
 from quire.scheduler.slo.ttft_prediction import MIN_STEPS
 from tests.unit.scheduler.fake_worker import make_request
@@ -217,5 +221,69 @@ def test_every_answer_is_the_answer_alone(seed: int) -> None:
             harness.step()
         if chance.random() < 0.1:
             harness.abort(f"new{chance.randrange(number + 1)}")
+    harness.drain()
+    harness.check_end()
+
+
+def gathering(step_ms: float = 20.0, **changes: object) -> tuple[Continuing, ContinuedFirst]:
+    """Return a harness with steps that take so long, and what its steps wait for."""
+    harness = started(**changes)
+    harness.scheduler.speed.step_ms = lambda num_rows, positions: step_ms  # type: ignore[method-assign]
+    assert harness.scheduler.continued is not None
+    return harness, harness.scheduler.continued
+
+
+def test_the_next_step_waits_until_no_more_come() -> None:
+    harness, continued = gathering()
+    add(harness, MIN_TOGETHER - 1)
+    assert continued.gather_s(100.0) == 0.0
+    add(harness, 1, first=50)
+    waits_s = [continued.gather_s(100.0), continued.gather_s(115.0)]
+    add(harness, 1, first=60)
+    waits_s += [continued.gather_s(at_ms) for at_ms in (118.0, 138.0)]
+    assert waits_s == pytest.approx([0.020, 0.005, 0.020, 0.0])
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER + 1
+    assert continued.gather_s(140.0) == 0.0
+    harness.drain()
+    harness.check_end()
+
+
+@pytest.mark.parametrize("step_ms", [0.5, 20.0, 1000.0])
+def test_one_more_is_waited_for_no_longer_than_a_step_or_the_limit(step_ms: float) -> None:
+    harness, continued = gathering(step_ms)
+    add(harness, MIN_TOGETHER)
+    assert continued.gather_s(100.0) == pytest.approx(min(step_ms, MAX_GAP_MS) / 1000)
+
+
+def test_what_all_waits_take_is_bounded() -> None:
+    harness, continued = gathering(max_num_seqs=128, num_blocks=2000)
+    add(harness, MIN_TOGETHER)
+    at_ms, num_new = 100.0, 0
+    while continued.gather_s(at_ms):
+        add(harness, 1, known=1, first=100 + num_new)
+        at_ms, num_new = at_ms + 10.0, num_new + 1
+    assert num_new == MAX_GATHER_MS / 10
+    harness.step()
+    add(harness, MIN_TOGETHER, known=1, first=300)
+    assert continued.gather_s(at_ms + 80.0) == pytest.approx(80.0 * SHARE_TO_EARN / 1000)
+    harness.drain()
+    harness.check_end()
+
+
+@pytest.mark.parametrize("why", ["few run", "a target", "another tenant", "plans overlap"])
+def test_nothing_waits_where_it_may_not(why: str) -> None:
+    harness, continued = gathering(plans_in_flight=2 if why == "plans overlap" else 1)
+    if why == "few run":
+        harness.drain()
+        harness.scheduler.speed.step_ms = lambda num_rows, positions: 0.1 * num_rows  # type: ignore[method-assign]
+    elif why == "a target":
+        harness.add(make_request("timed", [1, 2], max_tokens=20, tpot_slo_ms=50.0))
+        harness.step()
+    elif why == "another tenant":
+        harness.add(make_request("other", [1, 2], max_tokens=20, tenant="b"))
+        harness.step()
+    add(harness, MIN_TOGETHER)
+    assert continued.gather_s(100.0) == 0.0
     harness.drain()
     harness.check_end()
