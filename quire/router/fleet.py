@@ -22,8 +22,10 @@ from quire.routing.block_sets import BlockSets
 from quire.routing.policy import RouteKey, RoutingPolicy
 
 _MAX_NAMED = 4
-# Streams that continue are divided among replicas with prompts to compute that differ by less.
+# Streams that continue are divided among replicas with queues that differ by less.
 SPREAD_TOKENS = 128
+# With so many tokens of output to give, or the most of all, a replica counts as busy.
+_BUSY_TOKENS = 4096
 
 
 class Fleet:
@@ -106,9 +108,9 @@ class Fleet:
 
         fingerprint: that it must have; "" for any. exclude: those that were tried. max_long: of the
         long prompts that it computes, with this one; None for any number. spreads: only those with
-        the fewest prompt tokens to compute, whatever else they do: many streams that continue at
-        once are divided, and none waits behind all others. One that has the beginning of the prompt
-        may have as many more as that spares.
+        the shortest queues of prompts: many streams that continue at once are divided, and none
+        waits behind all others. One that has the beginning of the prompt may have as many tokens
+        more as that spares.
         """
         now_s = self._loop.time()
         able = [
@@ -127,14 +129,18 @@ class Fleet:
 
     def _with_short_queue(self, able: list[Replica], key: RouteKey) -> list[Replica]:
         """Return the replicas with the fewest prompt tokens to compute, with those of this request;
-        of two that differ by little, both."""
-        most = min(one.queued_tokens for one in able) + SPREAD_TOKENS
-        idle = [one for one in able if one.queued_tokens <= most]
+        of two that differ by little, both. A busy replica counts as half as fast as one without
+        output to give: one that has just started takes two thirds of what both get, and the next
+        failure interrupts fewer streams at once."""
+        busiest = max(_BUSY_TOKENS, *(one.expected_tokens for one in able))
+        queues = [one.queued_tokens * (1 + one.expected_tokens / busiest) for one in able]
+        most = min(queues) + SPREAD_TOKENS
+        idle = [one for one, queue in zip(able, queues, strict=True) if queue <= most]
         if len(idle) == len(able):
             return able
         warm = self.policy.choose(able, key)
         spared_tokens = key.prompt_tokens - self.policy.new_tokens(warm, key)
-        return [warm] if warm.queued_tokens <= most + spared_tokens else idle
+        return [warm] if queues[able.index(warm)] <= most + spared_tokens else idle
 
     def weigh(self, replica: Replica, key: RouteKey, load: Load) -> None:
         """Note what a request has computed at a replica, before it is sent there."""
