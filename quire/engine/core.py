@@ -276,13 +276,11 @@ def serve(
     if core.grammars is not None:
         core.grammars.wake = inbox.wake
     while True:
+        wait_s: float | None = None if audited else AUDIT_AFTER_S
         if core.has_work:
-            is_idle = stuck and not core.timelines.pending
-            wait_s: float | None = RETRY_AFTER_S if is_idle else gather_s
+            wait_s = RETRY_AFTER_S if stuck and not core.timelines.pending else gather_s
         elif touching or core.timelines.pending:
             wait_s = 0.0
-        else:
-            wait_s = None if audited else AUDIT_AFTER_S
         messages = inbox.take(wait_s)
         for message in messages:
             if isinstance(message, Stop):
@@ -294,7 +292,8 @@ def serve(
         if expired:  # their blocks are free, and there may be no step to report it
             emit(Outputs(outputs=None, stats=core.stats()))
         continued = core.scheduler.continued
-        if continued and continued.is_active and (gather_s := continued.gather_s(now_ms())):
+        gather_s = continued.gather_s(now_ms()) if continued and continued.is_active else 0.0
+        if gather_s:
             continue
         if core.has_work:
             was_stuck = stuck and not messages
