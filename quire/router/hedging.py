@@ -94,7 +94,7 @@ class Hedger:
         return min(own_s, known[(len(known) - 1) // 2]) if known else own_s
 
     def is_low(self, request: RoutedRequest) -> bool:
-        """Return whether so little is left that such a request waits that long once more."""
+        """Return whether only what is reserved is left: a late request then waits as long again."""
         reserved = _RESERVED_HEDGES * self.cost_tokens(request)
         return not self.budget.has(min(reserved, _MAX_RESERVED_TOKENS))
 
