@@ -7,6 +7,7 @@ lies in one of them. Reads the container only (gguf_file.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,10 @@ def find_gguf(path: Path) -> Path | None:
     A file itself, by its suffix; or the one model in a folder without safetensors. Raises
     ConfigError where the folder has several.
     """
-    if path.suffix == SUFFIX and not path.is_dir():
+    is_dir = os.path.isdir(path)  # unlike Path.is_dir False for a text that is too long for a path
+    if path.suffix == SUFFIX and not is_dir:
         return _first_part(path)
-    if not path.is_dir() or any(path.glob("*.safetensors")):
+    if not is_dir or any(path.glob("*.safetensors")):
         return None
     found = sorted(
         {_first_part(file) for file in path.glob(f"*{SUFFIX}") if not is_beside(file.name)}

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError, InvalidParameter, WorkerError
+from quire.base.user_path import user_path
 from quire.cli.options import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -24,6 +26,7 @@ from quire.cli.options import (
     sampling_flags_in_errors,
 )
 from quire.cli.pull import add_pull_flag, pull_if_asked
+from quire.hub.names import hub_name
 
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
@@ -69,10 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
         with sampling_flags_in_errors():
             return asyncio.run(_complete(arguments, prompt))
     except ConfigError as error:
-        if arguments.prompt is not None or not arguments.model:
+        if arguments.prompt is not None or not arguments.model or _is_model(arguments.model):
             raise
         hint = "a prompt is given with --prompt, not without a flag"
         raise ConfigError(f"{error}; {hint}") from error
+
+
+def _is_model(text: str) -> bool:
+    """Return whether a text is the path of something, or has the form of a model's name."""
+    return os.path.exists(user_path(text)) or hub_name(text) is not None
 
 
 async def _complete(arguments: argparse.Namespace, prompt: str) -> int:

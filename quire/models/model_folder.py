@@ -6,6 +6,7 @@ model is supported is decided by `registry.open_model` alone.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def read_vocab_size(path: Path) -> int:
 
 def check_model_folder(folder: Path) -> None:
     """Raise ConfigError if there is no config.json, with what is there instead."""
-    if not folder.exists():
+    if not os.path.exists(folder):  # nor if the text is too long for a path
         if (address := _ADDRESS.match(str(folder))) is not None:
             raise ConfigError(
                 f"{_as_address(folder)}: this is an address; give the model's name: "

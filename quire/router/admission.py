@@ -29,8 +29,9 @@ class Admission:
         self._fleet = fleet
         self._settings = fleet.settings
         self._per_key: Counter[bytes] = Counter()
-        self._drained_tokens = 0.0  # in _measured_s, at most _RATE_S
-        self._measured_s = 0.0
+        # Tokens and the seconds with open requests in which they were computed; both fade alike,
+        # so that the seconds are _RATE_S at most, or one longer answer's.
+        self._drained_tokens = self._measured_s = 0.0
         self._since_s = 0.0
         self._waiting_tokens = 0
         self.num_open = 0

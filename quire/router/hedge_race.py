@@ -26,11 +26,17 @@ class Race:
         self._opening = {first: asyncio.ensure_future(first.open(body))}
 
     async def is_late(self, delay_s: float | None) -> bool:
-        """Wait for the first attempt as long as is usual; return whether it needs longer. delay_s:
-        None where it is not known."""
-        opening = self._opening[self.first]
+        """Wait for the first attempt as long as is usual, and once more if the budget is low then;
+        return whether it needs longer. delay_s: None where it is not known."""
         if delay_s is None:
             return False
+        is_late = await self._is_later(delay_s)
+        if is_late and self._hedger.is_low(self._request):
+            is_late = await self._is_later(delay_s)
+        return is_late
+
+    async def _is_later(self, delay_s: float) -> bool:
+        opening = self._opening[self.first]
         usual = asyncio.ensure_future(self._hedger.wait(delay_s))
         try:
             await asyncio.wait({opening, usual}, return_when=asyncio.FIRST_COMPLETED)

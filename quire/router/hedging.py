@@ -1,11 +1,10 @@
 """Hedger: when a request without a first token is sent to a second replica as well.
 
 That is when the first token is later than nearly all for such prompts: of the same replica, or of
-the median of some others where that is less; and twice that time while the budget is low. Both
-replicas give the same bytes, so the one that begins first is passed on and the other is cancelled.
-Knows no request. Always holds: the prompt
-tokens that hedges compute again are at most the given share of the tokens of all requests so far:
-those of prompts, and of whole answers.
+the median of some others where that is less; and after twice that time if the budget is low then.
+Both replicas give the same bytes, so the one that begins first is passed on and the other is
+cancelled. Knows no request. Always holds: the prompt tokens that hedges compute again are at most
+the given share of the tokens of all requests so far: those of prompts, and of whole answers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from quire.router.routed_request import RoutedRequest
 
 # Unused work adds up to this, so that a burst of hedges cannot double the load.
 _MAX_SAVED_TOKENS = 262_144
-# So many hedges of the budget are kept for requests that are much later than usual. Of requests at
-# replicas that are not slow, 5 % are later than the 95th percentile: these alone would take more
-# than a share of 3 %, and leave nothing for those of a slow replica.
-_RESERVED_HEDGES = 16
-_RESERVED_FACTOR = 2.0
+# So many hedges of the budget are kept for requests that take twice as long as is usual, but half
+# of the largest budget at most: it holds fewer hedges of long prompts. Of requests at replicas that
+# are not slow, 5 % are later than the 95th percentile: these alone would take more than a share of
+# 3 %, and leave nothing for those of a slow replica.
+_RESERVED_HEDGES, _MAX_RESERVED_TOKENS = 16, _MAX_SAVED_TOKENS / 2
 # So many others are compared with: enough for a median, in little time.
 _MAX_OTHERS = 5
 
@@ -39,7 +38,7 @@ class HedgeBudget:
         """Count a request."""
         self._free_tokens = min(self._free_tokens + self._share * tokens, _MAX_SAVED_TOKENS)
 
-    def has(self, tokens: int) -> bool:
+    def has(self, tokens: float) -> bool:
         """Return whether so much is left."""
         return self._free_tokens >= tokens
 
@@ -82,7 +81,7 @@ class Hedger:
     def delay_s(
         self, replica: Replica, request: RoutedRequest, others: Iterable[Replica] = ()
     ) -> float | None:
-        """Return after how long a request is hedged; None: never.
+        """Return after how long a request is late; None: that is unknown, and it is not hedged.
 
         others: that may answer it as well. A replica that is always slow is late where the median
         of these would be.
@@ -92,9 +91,12 @@ class Hedger:
             return None
         predicted = (self._predicted_s(one, request) for one in islice(others, _MAX_OTHERS))
         known = sorted(one for one in predicted if one is not None)
-        usual_s = min(own_s, known[(len(known) - 1) // 2]) if known else own_s
-        is_low = not self.budget.has(_RESERVED_HEDGES * self.cost_tokens(request))
-        return usual_s * (_RESERVED_FACTOR if is_low else 1.0)
+        return min(own_s, known[(len(known) - 1) // 2]) if known else own_s
+
+    def is_low(self, request: RoutedRequest) -> bool:
+        """Return whether only what is reserved is left: a late request then waits as long again."""
+        reserved = _RESERVED_HEDGES * self.cost_tokens(request)
+        return not self.budget.has(min(reserved, _MAX_RESERVED_TOKENS))
 
     def _predicted_s(self, replica: Replica, request: RoutedRequest) -> float | None:
         return replica.first_token_times.predicted_s(

@@ -9,6 +9,7 @@ read again for each request, since it is rotated. Needs the rights `list` and `w
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
@@ -96,20 +97,24 @@ class KubernetesEndpoints:
         """Follow the slices until cancelled."""
         pause_s, loop = _FIRST_PAUSE_S, asyncio.get_running_loop()
         while True:
-            began_s = loop.time()
+            followed_from_s = math.inf
             try:
                 if not self._version:
                     await self._list()
                     if self._take():
                         changed()
-                await self._follow(changed)
+                exchange = await self._open_watch()
+                followed_from_s = loop.time()
+                await self._follow(exchange, changed)
             except VersionGone:
                 self._version = ""
             except (ApiServerFault, ReplicaFault, TimeoutError) as error:
                 self._version = ""
                 self._warn(str(error) or "it did not answer in time")
-            lasted_s = loop.time() - began_s
-            if lasted_s > pause_s:  # it did answer
+            # However it ended: a watch that lasted is no failure. An answer that did not come is
+            # one, however long it was waited for.
+            lasted_s = loop.time() - followed_from_s
+            if lasted_s > pause_s:
                 pause_s = _FIRST_PAUSE_S
             if lasted_s > _LONGEST_PAUSE_S:
                 continue
@@ -142,8 +147,8 @@ class KubernetesEndpoints:
         self._slices.replace(found)
         self._version, self._said = version, ""
 
-    async def _follow(self, changed: Callable[[], None]) -> None:
-        """Apply the events of one watch until it ends."""
+    async def _open_watch(self) -> Exchange:
+        """Return a watch that goes on from the last version."""
         query = {
             "labelSelector": f"kubernetes.io/service-name={self._service}",
             "watch": "1",
@@ -152,7 +157,10 @@ class KubernetesEndpoints:
             "resourceVersion": self._version,
         }
         async with asyncio.timeout(_ANSWER_S):
-            exchange = await self._get(query)
+            return await self._get(query)
+
+    async def _follow(self, exchange: Exchange, changed: Callable[[], None]) -> None:
+        """Apply the events of a watch until it ends."""
         try:
             rest = b""
             async with asyncio.timeout(_SILENCE_S):

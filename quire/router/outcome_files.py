@@ -61,10 +61,11 @@ def read_outcomes(
     """Return the newest outcomes of files in order, and the cascades that logged them.
 
     cascade: its outcomes alone are read; "": those of all. on_torn: called once for a file with
-    lines that were not written to their ends, with their number. Raises SettingError.
+    lines that were not written to their ends, with their number. Raises SettingError, also where
+    other cascades have logged outcomes and `cascade` has not.
     """
     found: deque[Example] = deque(maxlen=max_examples)
-    cascades: set[str] = set()
+    logged: set[str] = set()
     for path in paths:
         try:
             with Path(path).expanduser().open("rb") as file:
@@ -82,10 +83,9 @@ def read_outcomes(
                             raise _wrong(path, number, str(error)) from error
                         num_torn += 1
                         continue
-                    if cascade and name and name != cascade:
-                        continue
-                    cascades |= {name} if name else set()
-                    found.append(example)
+                    logged |= {name} if name else set()
+                    if not cascade or name in ("", cascade):
+                        found.append(example)
                 if num_torn:
                     on_torn(path, num_torn)
         except OSError as error:
@@ -93,7 +93,14 @@ def read_outcomes(
                 f"the outcomes {path} cannot be read ({error.strerror}); give files that a router "
                 "has written (outcomes of a cascade)"
             ) from error
-    return list(found), cascades
+    if cascade and logged:
+        if cascade not in logged:
+            raise SettingError(
+                f"the outcomes are of {', '.join(sorted(logged))}, and none is of the cascade "
+                f"{cascade!r}; choose one of these with --cascade"
+            )
+        logged = {cascade}
+    return list(found), logged
 
 
 def _is_torn(line: bytes, error: Exception) -> bool:

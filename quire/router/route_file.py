@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct, UnsetType
@@ -39,7 +39,8 @@ ENGLISH_REFUSAL = (
     r"(?i)^\s{0,8}(?:(?:i['\u2019]m|i am) (?:very |so |really )?sorry\b|sorry\b|unfortunately\b"
     r"|i apologi[sz]e\b|as an ai\b)?[^.!?\n]{0,60}?\bi(?: can(?:['\u2019]t|not| not)"
     r"|['\u2019]m (?:not able|unable) to| am (?:not able|unable) to| won['\u2019]t)"
-    r" (?:help|assist|answer|provide|comply|fulfil|discuss|support|create|generate|write|do that)"
+    r" (?:help(?! but\b)|assist|answer|provide|comply|fulfil|discuss|support|create|generate|write"
+    r"|do that)"
 )
 Endpoint = Annotated[str, Meta(pattern=r"^(tcp://[^\s/]+:[0-9]{1,5}|ipc://[^\s]+)$")]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -289,6 +290,8 @@ def route_file_of(document: Mapping[str, Any]) -> RouteFile:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$.")
         what = what[:1].lower() + what[1:]
+        if what.startswith("invalid enum value") and (allowed := _choices_at(place)):
+            what += f"; allowed are {', '.join(allowed)}"
         raise ValueError(f"{place.rstrip('`')}: {what}" if place else what) from error
     _check_whole(found)
     return found
@@ -396,6 +399,25 @@ def _check_names(kind: type[Struct], entries: Mapping[str, Any], place: str) -> 
                     _check_names(inner, one, f"{where}.{name}")
         elif isinstance(value, dict):
             _check_names(inner, value, where)
+
+
+def _choices_at(place: str) -> tuple[str, ...]:
+    """Return the words that are allowed at a place as msgspec names it, such as
+    cascades[...].escalate[0]; none where it has others than words."""
+    kind: Any = RouteFile
+    for key in re.sub(r"\[[^]]*\]", "", place.rstrip("`")).split("."):
+        table = _table_in(kind)
+        fields = () if table is None else msgspec.structs.fields(table)
+        kind = next((one.type for one in fields if one.encode_name == key), None)
+    return tuple(_choices_in(kind))
+
+
+def _choices_in(kind: Any) -> Iterator[str]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+        return
+    for one in get_args(kind):
+        yield from _choices_in(one)
 
 
 def _table_in(kind: Any) -> type[Struct] | None:

@@ -3,8 +3,8 @@ that there are steps without drafts to judge them against.
 
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
-ASK_SHARE of the time, and are halved by each step in which drafts pay; of two rests in turn at
-most one ends early.
+ASK_SHARE of the time, and are halved by each step in which drafts pay; of two such rests in turn
+at most one ends early, while the short ones after a lookup in vain may all do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import math
 # what asking takes, as measured, with this share of their time; within these limits. It takes a
 # part of a millisecond: much of the step of a small model, and little of that of a large one.
 ASK_SHARE, MIN_REST_MS, MAX_REST_MS, MIN_REST_STEPS = 0.001, 80.0, 320.0, 4
+# Counts of accepted drafts fade in steps: after so many, half is left of what one trial showed.
+FORGOTTEN_STEPS = 64
 # Of so many steps with drafts in turn, one has none: what drafts add to a step is judged against
 # steps without. It comes sooner where drafts gain little, so that such a step loses little: such a
 # share of the time at most. The first comes at once.
@@ -32,7 +34,7 @@ class DraftRests:
 
     def __init__(self) -> None:
         self.last = self.left = 0
-        self._since = 1  # steps since the control was asked, this one included, less `left`
+        self._since = 1  # steps since the control was asked, with this one and those in `left`
         self._kept = 0  # what the last rest counts for still
         self._may_end, self._ended_early = True, False
         self._num_misses = 0  # lookups in turn that found nothing
@@ -45,10 +47,19 @@ class DraftRests:
 
     def end_early(self) -> None:
         """Ask in the next step, as the requests are others; not after each of two rests in turn:
-        where many short requests begin, each would be an ask."""
-        if self.left and self._may_end:
-            self._since -= self.left
-            self.left, self._ended_early = 0, True
+        where many short requests begin, each would be an ask. A rest after a lookup in vain may
+        always end: a lookup is no ask."""
+        if self._num_misses:
+            self.forget_misses()
+        elif self.left and self._may_end:
+            self._end()
+            self._ended_early = True
+
+    def note_success(self) -> None:
+        """Note that drafts that were tried were right: ask in the next step, if that were forgotten
+        at the end of the rest."""
+        if self.left >= FORGOTTEN_STEPS:
+            self._end()
 
     def takes_plain_step(self) -> bool:
         """Return whether this step has no drafts, to judge others against it; asked once a step."""
@@ -69,8 +80,8 @@ class DraftRests:
     def forget_misses(self) -> None:
         """Look in the next step: lookups found something, or other requests began."""
         if self._num_misses:
-            self._since -= self.left
-            self._num_misses = self.left = 0
+            self._end()
+            self._num_misses = 0
 
     def note_choice(
         self, *, pays: bool, step_ms: float, asked_ms: float, speedup: float = math.inf
@@ -95,3 +106,7 @@ class DraftRests:
         self.last = self.left = self._kept
         self._since = 1 + self._kept
         self._until_plain = STEPS_PER_PLAIN
+
+    def _end(self) -> None:
+        self._since -= self.left
+        self.left = 0

@@ -68,8 +68,8 @@ class DraftedStep(NamedTuple):
 
 class DraftPrices:
     """once_ms: of the host, for a step with drafts. row_ms: and for each row that has some.
-    asked_ms: for a step in which some are asked for in vain. after_ms: what the steps without
-    drafts that follow one with drafts take longer for it."""
+    asked_ms: for a step in which some are asked for in vain; noise may make it negative. after_ms:
+    what the steps without drafts that follow one with drafts take longer for it."""
 
     def __init__(self) -> None:
         self.once_ms = self.row_ms = self.asked_ms = self.after_ms = 0.0

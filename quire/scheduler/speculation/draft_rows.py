@@ -510,7 +510,7 @@ class DraftRows(StepExtension):
             step_tokens=num_rows,
             added_ms=prices.added_ms(num_positions, num_drafts, plain_ms, slope_ms),
             row_ms=prices.row_ms,
-            asked_ms=prices.asked_ms,
+            asked_ms=max(prices.asked_ms, 0.0),
         )
 
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:

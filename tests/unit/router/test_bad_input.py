@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections import Counter
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from quire.base.log import Log
 from quire.base.server_url import server_url
 from quire.router.faults import ReplicaFault
+from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_routing_policy
 from quire.router.quotas import LocalBuckets, Quota, Reservation
 from quire.router.redis_buckets import RedisBuckets
@@ -221,3 +223,48 @@ def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: An
         monkeypatch.undo()
 
     run([replica], story)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_request_that_is_cancelled_leaves_no_connection_behind(is_open: bool) -> None:
+    """Neither one that is being opened nor one that is open in the same turn of the loop."""
+
+    async def go() -> None:
+        has_ended = asyncio.Event()
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+            has_ended.set()
+
+        server = await asyncio.start_server(accepted, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        loop: Any = asyncio.get_running_loop()
+        connect, opening = loop.create_connection, []
+
+        async def opened(*words: Any, **named: Any) -> Any:
+            opening.append(asyncio.current_task())
+            if not is_open:
+                await asyncio.Event().wait()
+            return await connect(*words, **named)
+
+        loop.create_connection = opened
+        pool = ConnectionPool(server_url(f"http://127.0.0.1:{port}"), 2.0)
+        sending = asyncio.ensure_future(pool.send(b"GET", b"/", [], b""))
+        while not opening:
+            await asyncio.sleep(0)
+        if is_open:
+            opening[0].add_done_callback(lambda _: sending.cancel())
+        else:
+            sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await asyncio.wait(opening, timeout=10)
+        assert opening[0].cancelled() != is_open
+        if is_open:
+            async with asyncio.timeout(10):
+                await has_ended.wait()
+        server.close()
+
+    asyncio.run(go())

@@ -10,7 +10,7 @@ import pytest
 
 from quire.router.cascade import Cascade
 from quire.router.features import Features
-from quire.router.route_file import CascadeTable
+from quire.router.route_file import ENGLISH_REFUSAL, CascadeTable
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 TABLE = CascadeTable(
@@ -125,6 +125,35 @@ def test_answers_that_are_not_good_enough_are_replaced(
     run([small, large], story, _features())
     assert "logprobs" not in large.requests[0]
     assert large.requests[0]["model"] == "large"
+
+
+REFUSAL = "I'm sorry, but I can't help with that."
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns", "is_replaced"),
+    [
+        (REFUSAL.replace("'", "\u2019"), (ENGLISH_REFUSAL,), True),
+        ("I can't help but admire this.", (ENGLISH_REFUSAL,), False),
+        ("Here you are: you can't write to a closed file.", (ENGLISH_REFUSAL,), False),
+        ("I can help with that.", (ENGLISH_REFUSAL,), False),
+        ('Then he added. "I cannot help you."', (ENGLISH_REFUSAL,), False),
+        (REFUSAL, (), False),
+        ("Dabei kann ich nicht helfen.", ("nicht helfen",), True),
+        ("x" * 300 + REFUSAL, ("sorry",), False),
+        ("x" * 290 + REFUSAL, ("sorry",), True),
+    ],
+)
+def test_refusals_are_found_by_patterns_in_the_beginning_of_an_answer(
+    text: str, patterns: tuple[str, ...], is_replaced: bool
+) -> None:
+    small, large = _replicas(_answer(text))
+
+    async def story(router: Router) -> None:
+        assert (await router.post("/v1/chat/completions", _chat()))[0] == 200
+        assert len(large.requests) == is_replaced
+
+    run([small, large], story, _features(msgspec.structs.replace(TABLE, refusal_patterns=patterns)))
 
 
 def test_what_is_not_listed_does_not_escalate() -> None:

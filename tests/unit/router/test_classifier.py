@@ -282,7 +282,22 @@ def test_outcomes_of_several_cascades_are_not_mixed(
     assert "auto, other" in capsys.readouterr().err
     assert main(["cascade", str(path), "--cascade", "other"]) == 0
     assert "120 outcomes" in capsys.readouterr().out
+    for out in ([], ["--out", str(tmp_path / "c")]):
+        assert main(["cascade", str(path), "--cascade", "nope", *out]) == 2
+        said = "of auto, other, and none is of the cascade 'nope'; choose one of these"
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
     assert main(["cascade", str(path), "--small-price", "1"]) == 2
+
+
+def test_own_outcomes_belong_to_each_cascade(tmp_path: Path) -> None:
+    (path := tmp_path / "o").write_text('{"request": {"prompt": "a"}, "hard": true}\n')
+    found, cascades = read_outcomes([str(path)], "auto")
+    assert (len(found), cascades) == (1, set())
+    log_of(path, 2)
+    log_of(path, 3, "other")
+    found, cascades = read_outcomes([str(path)], "other")
+    assert (len(found), cascades) == (4, {"other"})
 
 
 def test_a_log_is_bounded_and_private_and_never_fails(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_hedges_stay_within_their_share_of_the_prompt_tokens() -> None:
             second.began.clear()
             before = len(late.asked_s)
             answering = asyncio.ensure_future(stream(router))
-            while len(late.asked_s) == before:
+            while len(late.asked_s) < before + 2:  # the budget is always low
                 await asyncio.sleep(0)
             first.gate.set()
             second.gate.set()
@@ -309,25 +309,64 @@ def test_the_prediction_is_a_percentile_of_prompts_of_such_a_length() -> None:
 
 
 def test_the_last_of_the_budget_is_kept_for_requests_that_are_much_later() -> None:
-    replica = made_replicas(1)[0]
     request = RoutedRequest("/generate", [], json.dumps(STREAM).encode())
     hedger, cost = Hedger(0.5, 95.0), 2
-    for _ in range(MIN_SAMPLES):
-        replica.first_token_times.note(2, 4.0)
-    assert hedger.delay_s(replica, request) == 8.0
+    assert hedger.is_low(request)
     hedger.budget.requested(2 * 17 * cost)
-    delays = []
+    low = []
     while hedger.budget.has(cost):
-        delays.append(hedger.delay_s(replica, request))
+        low.append(hedger.is_low(request))
         hedger.budget.take(cost)
-    assert delays == [4.0, 4.0, *[8.0] * 15]
+    assert low == [*[False] * 2, *[True] * 15]
+
+
+def test_a_whole_budget_is_not_low_for_a_long_prompt() -> None:
+    fields = {**STREAM, "tokens": [1] * 30_000}
+    request = RoutedRequest("/generate", [], json.dumps(fields).encode())
+    hedger = Hedger(0.5, 95.0)
+    for num in (10**5, 10**9):
+        hedger.budget.requested(num)
+        assert hedger.is_low(request) == (num == 10**5)
+    cost = hedger.cost_tokens(request)
+    num_hedges = 0
+    while hedger.budget.take(cost):
+        num_hedges += 1
+    assert num_hedges == 262_144 // cost, "what is saved up is bounded"
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_a_low_budget_waits_as_long_once_more(is_answered: bool) -> None:
+    """It is asked when the usual time has passed: others have taken hedges meanwhile."""
+    first, second = FakeReplica(), FakeReplica()
+    late = Late()
+
+    async def story(router: Router) -> None:
+        first.gate = asyncio.Event()
+        _learn(router, 0.25)
+        _fill(late)
+        answering = asyncio.ensure_future(stream(router))
+        await first.began.wait()
+        _fill(late, 2.0)
+        late.has_passed.set()
+        await asyncio.sleep(0)
+        late.has_passed.clear()
+        while len(late.asked_s) < 2:
+            await asyncio.sleep(0)
+        assert not second.requests
+        (first.gate if is_answered else late.has_passed).set()
+        assert (await answering)[2] == ANSWER
+        assert late.asked_s == [0.25, 0.25]
+        assert _count(router, "won") == (not is_answered)
+        first.gate.set()
+
+    run([first, second], story, late.features)
+    assert len(second.requests) == (not is_answered)
 
 
 def test_a_replica_that_is_always_slow_is_late_by_the_median_of_others() -> None:
     slow, *others = made_replicas(5)
     request = RoutedRequest("/generate", [], json.dumps(STREAM).encode())
     hedger = Hedger(0.5, 95.0)
-    hedger.budget.requested(1000)
     assert hedger.delay_s(slow, request, others) is None, "nothing is known of it"
 
     def learn(replica: Replica, seconds: float) -> None:

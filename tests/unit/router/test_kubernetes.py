@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,43 @@ def test_the_last_list_stays_while_the_api_server_is_away(tmp_path: Path) -> Non
         await asyncio.gather(watching, return_exceptions=True)
 
     _run(tmp_path, story, said=said)
+
+
+def test_pauses_grow_until_a_watch_has_lasted(tmp_path: Path) -> None:
+    """However long the API server takes to fail; and a watch that ends at once is a failure."""
+
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        loop: Any = asyncio.get_running_loop()
+        pauses: list[float] = []
+        past_s = 0.0
+        loop.time = lambda: time.monotonic() + past_s
+        open_list = endpoints._list
+
+        async def slow_list() -> None:
+            nonlocal past_s
+            past_s += 2.5 * (fake.status != 200)
+            await open_list()
+
+        async def wait(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                fake.status = 200
+            await asyncio.sleep(0)
+
+        endpoints._list, endpoints._wait = slow_list, wait  # type: ignore[method-assign]
+        fake.status = 403
+        watching = asyncio.ensure_future(endpoints.watch(lambda: None))
+        for num, lasted_s in enumerate((9.0, 0.0), start=1):
+            await _until(lambda num=num: len(fake.watches) == num)
+            await asyncio.sleep(0.01)
+            past_s += lasted_s
+            fake.watches[-1].put_nowait(None)
+            await _until(lambda num=num: len(pauses) == 3 + num)
+        assert pauses == [1.0, 2.0, 4.0, 1.0, 2.0]
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    _run(tmp_path, story)
 
 
 def test_kinds_of_endpoints(tmp_path: Path) -> None:

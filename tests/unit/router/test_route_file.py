@@ -93,7 +93,15 @@ def test_a_whole_file_is_read() -> None:
         ("[models.chat]", "has no targets"),
         ("[models]\na = 'x'\n[cascades.a]\nsmall = 'b'\nlarge = 'c'", r"in \[models\] and in"),
         ("[cascades.a]\nsmall = 'b'\nlarge = 'c'\nlarge-patterns = ['(']", "no regular expression"),
-        ("[cascades.a]\nsmall = 'b'\nlarge = 'c'\nescalate = ['x']", "invalid enum value 'x'"),
+        (
+            "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nescalate = ['x']",
+            "'x'; allowed are low-confidence, fai",
+        ),
+        (
+            "[tiers]\npreset = 'x'",
+            "invalid enum value 'x'; allowed are latency-first, throughput-fi",
+        ),
+        ("backlog-tokens = 'x'", "backlog-tokens: "),
         ("[tenants.a]\ntokens-per-minute = 1", "has no key-digests"),
         ("[tenants.a]\ntokens-per-minute = 1\nkey-digests = ['x']", "matching regex"),
         ("[redis]\nurl = 'redis://a'", "neither leases = true nor quotas"),

@@ -85,8 +85,9 @@ PRICES: Mapping[str, Prices] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """Requests that are all there at the beginning; `batch` run at once. acceptance: mean of the
-    probabilities of the requests that a draft is right, which differ by `deviation`. found: share
-    of the positions at which a lookup finds something."""
+    probabilities of the requests that a draft is right, which differ by `deviation`. later: in the
+    second half of an answer; None: the same. found: share of the positions at which a lookup finds
+    something."""
 
     kind: str
     batch: int
@@ -94,6 +95,7 @@ class Load:
     num_tokens: int
     acceptance: float
     deviation: float = 0.1
+    later: float | None = None
     found: float = 1.0
     prompt_tokens: int = 60
     prices: Prices = field(default_factory=Prices)
@@ -171,7 +173,10 @@ class Engine:
         length = load.prompt_tokens + load.num_tokens
         self.answers[name] = rng.integers(FIRST_TOKEN, VOCAB_SIZE - 1, length).astype(np.int32)
         chance = np.clip(load.acceptance + load.deviation * rng.standard_normal(), 0.0, 1.0)
-        self.right[name] = rng.random(length) < chance
+        chances = np.full(length, chance)
+        if load.later is not None:
+            chances[load.prompt_tokens + load.num_tokens // 2 :] = load.later
+        self.right[name] = rng.random(length) < chances
         if load.found < 1.0:
             self.found[name] = rng.random(length) < load.found
         self.scheduler.add(

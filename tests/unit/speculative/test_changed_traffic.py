@@ -82,12 +82,12 @@ def run(engine: Engine, traffic: Traffic, seed: int) -> float:
     )
 
 
-def engine_of(machine: str, control: Control | None) -> Engine:
+def engine_of(machine: str, control: Control | None, max_tokens: int = 96) -> Engine:
     load = Load(
         kind="lookup",
         batch=NUM_SLOTS,
         num_requests=1,
-        num_tokens=max(TOKENS.values()),
+        num_tokens=max_tokens,
         acceptance=0.5,
         prompt_tokens=4,  # the rest is in the prefix cache
         prices=MACHINES[machine],
@@ -182,6 +182,35 @@ def test_drafts_end_soon_after_they_became_wrong(machine: str, max_lost_ms: floa
     traffic = Traffic(1, 0.05, (1,), num_waves=6)
     after = shares(machine, 8 * [Traffic(1, 0.9)], traffic, num_runs=1, num_warm=0)
     assert after.lost_ms <= max_lost_ms, after
+
+
+@pytest.mark.parametrize(
+    ("machine", "batch", "num_tokens", "max_lost_ms"),
+    [
+        ("large", 1, 400, MAX_CHANGE_MS),
+        ("small", 1, 4000, 100.0),
+        ("tiny", 4, 4000, 400.0),
+        ("cold", 1, 12000, 900.0),
+        ("cold", 4, 4000, 400.0),
+    ],
+)
+def test_drafts_begin_soon_after_they_became_right(
+    machine: str, batch: int, num_tokens: int, max_lost_ms: float
+) -> None:
+    """In the middle of all answers, so that no request begins then: against the best number of
+    each half. Where the host's work takes longer than a step, a trial comes every 0.7 s."""
+
+    def ms(control: Control | None, acceptance: float, num: int, later: float | None) -> float:
+        engine = engine_of(machine, control, num)
+        each = {"batch": batch, "num_requests": batch, "num_tokens": num}
+        engine.run(seed=1, acceptance=acceptance, deviation=0.0, later=later, **each)
+        assert engine.num_tokens == batch * num
+        return engine.now_ms
+
+    found_ms = ms(AdaptiveControl(NUM_SLOTS, MAX_DRAFTS), 0.05, num_tokens, 0.95)
+    half = num_tokens // 2
+    of_best = ms(None, 0.05, half, None), ms(FixedControl(MAX_DRAFTS), 0.95, half, None)
+    assert found_ms - sum(of_best) <= max_lost_ms, (found_ms, of_best)
 
 
 class LinePrices(DraftPrices):

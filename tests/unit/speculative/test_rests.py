@@ -6,6 +6,7 @@ import pytest
 
 from quire.speculative.rests import (
     ASK_SHARE,
+    FORGOTTEN_STEPS,
     MANY_MISSES,
     MAX_MISS_STEPS,
     MAX_REST_MS,
@@ -64,6 +65,31 @@ def test_of_two_rests_in_turn_one_ends_early() -> None:
         assert rest(rests) == left
     rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
     assert (rest(rests), rests.last, rests.num_steps) == (0, 0, 1)
+
+
+def test_drafts_that_were_tried_and_right_end_a_rest() -> None:
+    rests = resting()
+    rests.left -= 10
+    rests.note_success()
+    assert (rests.left, rests.num_steps) == (0, 11)
+    rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    rests.left = FORGOTTEN_STEPS - 1
+    rests.note_success()
+    assert rests.left == FORGOTTEN_STEPS - 1, "that is short enough to remember it"
+    rests.end_early()
+    assert rests.left == 0, "it counts as none that a new request has ended"
+
+
+def test_rests_after_lookups_in_vain_may_all_end_early() -> None:
+    rests = resting()
+    rest(rests)
+    for num in (1, 2):
+        rests.note_miss(STEP_MS)
+        rests.end_early()
+        assert (rests.left, rests.num_steps) == (0, 129 + num)
+    rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    rests.end_early()
+    assert (rests.left, rests.num_steps) == (0, 1)
 
 
 def test_a_step_in_which_drafts_pay_halves_the_rest_after_it() -> None:
