@@ -128,7 +128,9 @@ class DraftPrices:
         expected_ms = step.plain_ms + step.added_ms
         rows_ms = step.num_rows * self.row_ms
         self._drafted.note(
-            step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
+            step.num_positions,
+            max(ms - rows_ms, 0.5 * ms),
+            max(expected_ms - rows_ms, 0.5 * expected_ms),
         )
         # By buckets: a point is a mean, and may be below the steps that it is of.
         if self._positions and bucket_of(step.num_positions) > bucket_of(self._positions[-1]):
