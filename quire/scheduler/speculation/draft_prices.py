@@ -257,17 +257,22 @@ class DraftPrices:
 
 def _smoothed(points: Sequence[Point], slope_ms: float) -> list[Point]:
     """Return points with few times held near the line between those beside them, and the last one
-    near what the point before predicts. slope_ms: of a position."""
+    near what the point before predicts. slope_ms: of a position.
+
+    What slows a single step only makes it longer: the time of a few is believed less where it is
+    above that line. Then it is tried again, and is known.
+    """
     found = list(points[:1])
     for place in range(1, len(points)):
         at, ms, weight = points[place]
-        before, prior = points[place - 1], PRIOR_WEIGHT
-        each_ms = slope_ms
-        if place + 1 < len(points) and points[place + 1].positions <= MAX_GAP * before.positions:
-            after = points[place + 1]
-            each_ms = (after.ms - before.ms) / (after.positions - before.positions)
+        before, each_ms, prior = found[-1], slope_ms, PRIOR_WEIGHT
+        known = (one for one in points[place + 1 :] if one.weight >= KNOWN_WEIGHT)
+        if (after := next(known, None)) is not None:
+            each_ms = max(after.ms - before.ms, 0.0) / (after.positions - before.positions)
             prior = min(before.weight, after.weight, 1.0)
         expected_ms = before.ms + each_ms * (at - before.positions)
+        if ms > expected_ms:
+            prior = max(prior, SURE_WEIGHT - weight)
         ms = (weight * ms + prior * expected_ms) / (weight + prior)
         found.append(Point(at, ms, weight))
     return found
