@@ -197,7 +197,8 @@ class AdaptiveControl:
             if not np.logical_or.reduce(lengths):
                 self._probe(slots, lengths, limits, cost)
             else:
-                self._probe_share = PAID_PROBE_SHARE
+                if self.balance is None or self.balance.has_gained:
+                    self._probe_share = PAID_PROBE_SHARE
                 if cost.passes is None:
                     self._probe_others(slots, lengths, limits, cost)
         return lengths

@@ -48,10 +48,9 @@ MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
 MAX_GAP, NEAR = 2.0, 1.2
 # Just beyond the last point, up to so many times its positions, a position counts as so much of
-# what is predicted, once in so many steps, and for some of many steps points of a single time are
-# not believed: otherwise a prediction or a time that is too high would never be put to the test.
+# what is predicted, once in so many steps: otherwise a prediction that is too high would never be
+# put to the test.
 UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
-DOUBTED, DOUBT_EVERY = 8, 256
 
 
 class DraftedStep(NamedTuple):
@@ -75,7 +74,8 @@ class DraftPrices:
         self.once_ms = self.row_ms = self.asked_ms = self.after_ms = 0.0
         self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
         self._pace = Pace()
-        self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
+        self._plain = StepCurve(self._pace)
+        self._drafted = StepCurve(self._pace, learns_fast=True)
         self._plain_points: list[Point] = []
         self._points: list[Point] = []  # of steps with drafts, with once_ms and without row_ms
         self._positions: list[float] = []  # of these
@@ -227,8 +227,6 @@ class DraftPrices:
         self._plain_points = never_falling(self._plain.points())
         drafted = list(self._drafted.points())
         self._learn_host(drafted, slope_ms)
-        if num_noted % DOUBT_EVERY >= DOUBT_EVERY - DOUBTED:
-            drafted = [one for one in drafted if one.weight >= KNOWN_WEIGHT]
         stand_ins = [
             Point(at, ms + self.once_ms, weight)
             for at, ms, weight in self._plain_points
