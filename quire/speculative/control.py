@@ -37,8 +37,9 @@ UNSURE_SHARE = 0.015
 # ones of new requests; for how many steps at once, if one takes no longer; and for how many at
 # first, if one does.
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
-# And after drafts that paid, since what ended them may be over soon; each trial halves that.
-PAID_PROBE_SHARE = 0.06
+# After drafts that paid, such a part of the share of the time that they gained, over about so many
+# steps, since what ended them may be over soon; each trial halves that.
+PAID_PROBE_SHARE, PAID_STEPS = 0.1, 8.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
@@ -198,7 +199,8 @@ class AdaptiveControl:
                 self._probe(slots, lengths, limits, cost)
             else:
                 if self.balance is None or self.balance.has_gained:
-                    self._probe_share = PAID_PROBE_SHARE
+                    share = PAID_PROBE_SHARE * (1.0 - 1.0 / self.speedup)
+                    self._probe_share += (share - self._probe_share) / PAID_STEPS
                 if cost.passes is None:
                     self._probe_others(slots, lengths, limits, cost)
         return lengths
@@ -228,7 +230,7 @@ class AdaptiveControl:
         step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
         one_ms = cost.probe_ms(1)
         if one_ms > most * step_ms:
-            share = self._probe_share
+            share = max(self._probe_share, PROBE_SHARE)
             longest = 1 if cost.passes is not None else self._max_drafts
             while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
                 length += 1
