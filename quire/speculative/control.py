@@ -39,7 +39,7 @@ UNSURE_SHARE = 0.015
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
 # After drafts that paid, such a part of the share of the time that they gained, over about so many
 # steps, since what ended them may be over soon; each trial halves that.
-PAID_PROBE_SHARE, PAID_STEPS = 0.1, 8.0
+PAID_PROBE_SHARE, PAID_STEPS = 0.2, 8.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
