@@ -78,7 +78,7 @@ class StepCurve:
 
     def note(self, positions: int, ms: float, expected_ms: float) -> None:
         """Learn from a step of `positions` > 0 that took `ms`. expected_ms: by the rest of what is
-        known; it bounds the first time of a bucket from above, as what is amiss only slows steps."""
+        known; it bounds the first time of a bucket from above, as disturbances only slow steps."""
         pace = self._pace
         pace.num_noted += 1
         kept_ms, bucket = ms / pace.times, bucket_of(positions)
