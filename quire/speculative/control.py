@@ -5,9 +5,11 @@ them: if P / ms exceeds step_tokens / step_ms, where P is the probability that a
 before it are accepted (counts: DraftCounts), and ms what it adds to the step, with the time to
 compute it where a draft model does. What a number of drafts adds is no multiple of one, so the
 numbers are compared. Where drafts lost time lately, as it was measured, none are made for a while.
-Where none pays, one is tried at times, so that a better regime is noticed soon. A function of
-counts and times that are given: no clock. Always holds: no choice changes an answer; what is tried
-against the prices takes, as predicted, at most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time.
+Where none pays, one is tried at times, sooner after drafts that gained much, and so is one of a
+request that has none beside others, so that a better regime is noticed soon. A function of counts
+and times that are given: no clock. Always holds: no choice changes an answer; what is tried against
+the prices takes, as predicted, at most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some
+steps each time that drafts stop paying.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ UNSURE_SHARE = 0.015
 # ones of new requests; for how many steps at once, if one takes no longer; and for how many at
 # first, if one does.
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
+# After drafts that paid, such a part of the share of the time that they gained, over about so many
+# steps, since what ended them may be over soon; each trial halves that.
+PAID_PROBE_SHARE, PAID_STEPS = 0.2, 8.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
@@ -153,6 +158,7 @@ class AdaptiveControl:
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
         self.probes, self.speedup = False, 1.0
         self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
+        self._probe_share = PROBE_SHARE  # and so many are added by a step
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
         self._failures: Int32s = np.zeros(num_slots, np.int32)  # of first drafts, by slot
         self._has_new = True  # a request may be new
@@ -193,18 +199,40 @@ class AdaptiveControl:
             self.probes = False
             if not np.logical_or.reduce(lengths):
                 self._probe(slots, lengths, limits, cost)
+            else:
+                if self.balance is None or self.balance.has_gained:
+                    share = PAID_PROBE_SHARE * (1.0 - 1.0 / self.speedup)
+                    self._probe_share += (share - self._probe_share) / PAID_STEPS
+                if cost.passes is None:
+                    self._probe_others(slots, lengths, limits, cost)
         return lengths
+
+    def _probe_others(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:
+        """Let the least tried request that has no draft beside others have one, as soon as the
+        steps so far pay for it: next to theirs it costs little, and without it nothing is learned
+        of the request's drafts."""
+        step_ms, num_drafts = max(cost.step_ms, 1e-9), int(np.add.reduce(lengths))
+        self._probe_steps += PROBE_SHARE * cost.num_steps
+        can = ((limits > 0) & (lengths == 0)).nonzero()[0]
+        if not len(can):
+            self._probe_steps = min(self._probe_steps, MAX_PROBE_STEPS)
+            return
+        one_ms = _added_ms(cost.added_ms, num_drafts + 1) - _added_ms(cost.added_ms, num_drafts)
+        one_ms += cost.row_ms
+        if one_ms <= self._probe_steps * step_ms:
+            lengths[can[np.argmin(self._trials[slots[can]])]] = 1
+            self._probe_steps -= one_ms / step_ms
 
     def _probe(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:
         """Let the least tried requests have one draft, as many as the steps so far pay for; if
         their text is known to what drafts. Where the host's work for one takes much of a step, a
         single one may never pay: drafts that are looked up are longer then, if that costs little.
         """
-        share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
+        share = max(NEW_PROBE_SHARE if self._has_new else PROBE_SHARE, self._probe_share)
         step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
         one_ms = cost.probe_ms(1)
         if one_ms > most * step_ms:
-            share = PROBE_SHARE
+            share = max(self._probe_share, PROBE_SHARE)
             longest = 1 if cost.passes is not None else self._max_drafts
             while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
                 length += 1
@@ -223,6 +251,7 @@ class AdaptiveControl:
             chosen = can[np.argsort(trials, kind="stable")[:num]]
             lengths[chosen] = np.minimum(limits[chosen], np.int32(length))
             self._probe_steps -= cost.probe_ms(num, length) / step_ms
+            self._probe_share = max(self._probe_share / 2.0, PROBE_SHARE)
             self.probes = True
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:

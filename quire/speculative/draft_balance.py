@@ -58,6 +58,11 @@ class DraftBalance:
         self._step_ms = 1e-9  # of the steps before the last change
         self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
+    @property
+    def has_gained(self) -> bool:
+        """Return whether drafts gained more than they cost, so far."""
+        return self._steps > FIRST_STEPS
+
     def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
         """Note a step with drafts, which would have taken `step_ms` without. A loss is negative.
 

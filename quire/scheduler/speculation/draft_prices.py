@@ -48,10 +48,9 @@ MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
 MAX_GAP, NEAR = 2.0, 1.2
 # Just beyond the last point, up to so many times its positions, a position counts as so much of
-# what is predicted, once in so many steps, and for some of many steps points of a single time are
-# not believed: otherwise a prediction or a time that is too high would never be put to the test.
+# what is predicted, once in so many steps: otherwise a prediction that is too high would never be
+# put to the test.
 UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
-DOUBTED, DOUBT_EVERY = 8, 256
 
 
 class DraftedStep(NamedTuple):
@@ -75,7 +74,8 @@ class DraftPrices:
         self.once_ms = self.row_ms = self.asked_ms = self.after_ms = 0.0
         self._prompts_ms = 0.0  # what steps with prompts and drafts took longer than predicted
         self._pace = Pace()
-        self._plain, self._drafted = StepCurve(self._pace), StepCurve(self._pace)
+        self._plain = StepCurve(self._pace)
+        self._drafted = StepCurve(self._pace, learns_fast=True)
         self._plain_points: list[Point] = []
         self._points: list[Point] = []  # of steps with drafts, with once_ms and without row_ms
         self._positions: list[float] = []  # of these
@@ -128,7 +128,9 @@ class DraftPrices:
         expected_ms = step.plain_ms + step.added_ms
         rows_ms = step.num_rows * self.row_ms
         self._drafted.note(
-            step.num_positions, max(ms - rows_ms, 0.5 * ms), max(expected_ms - rows_ms, 0.5 * ms)
+            step.num_positions,
+            max(ms - rows_ms, 0.5 * ms),
+            max(expected_ms - rows_ms, 0.5 * expected_ms),
         )
         # By buckets: a point is a mean, and may be below the steps that it is of.
         if self._positions and bucket_of(step.num_positions) > bucket_of(self._positions[-1]):
@@ -225,8 +227,6 @@ class DraftPrices:
         self._plain_points = never_falling(self._plain.points())
         drafted = list(self._drafted.points())
         self._learn_host(drafted, slope_ms)
-        if num_noted % DOUBT_EVERY >= DOUBT_EVERY - DOUBTED:
-            drafted = [one for one in drafted if one.weight >= KNOWN_WEIGHT]
         stand_ins = [
             Point(at, ms + self.once_ms, weight)
             for at, ms, weight in self._plain_points
@@ -255,17 +255,22 @@ class DraftPrices:
 
 def _smoothed(points: Sequence[Point], slope_ms: float) -> list[Point]:
     """Return points with few times held near the line between those beside them, and the last one
-    near what the point before predicts. slope_ms: of a position."""
+    near what the point before predicts. slope_ms: of a position.
+
+    What slows a single step only makes it longer: the time of a few is believed less where it is
+    above that line. Then it is tried again, and is known.
+    """
     found = list(points[:1])
     for place in range(1, len(points)):
         at, ms, weight = points[place]
-        before, prior = points[place - 1], PRIOR_WEIGHT
-        each_ms = slope_ms
-        if place + 1 < len(points) and points[place + 1].positions <= MAX_GAP * before.positions:
-            after = points[place + 1]
-            each_ms = (after.ms - before.ms) / (after.positions - before.positions)
+        before, each_ms, prior = found[-1], slope_ms, PRIOR_WEIGHT
+        known = (one for one in points[place + 1 :] if one.weight >= KNOWN_WEIGHT)
+        if (after := next(known, None)) is not None:
+            each_ms = max(after.ms - before.ms, 0.0) / (after.positions - before.positions)
             prior = min(before.weight, after.weight, 1.0)
         expected_ms = before.ms + each_ms * (at - before.positions)
+        if ms > expected_ms:
+            prior = max(prior, SURE_WEIGHT - weight)
         ms = (weight * ms + prior * expected_ms) / (weight + prior)
         found.append(Point(at, ms, weight))
     return found

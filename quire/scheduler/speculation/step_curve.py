@@ -21,6 +21,8 @@ MAX_WEIGHT = 32.0
 # A time counts as at most so many times what is known, and at least as such a share; but not if
 # so many in a row are beyond that.
 MAX_TIMES, MANY_OUTLIERS = 1.25, 4
+# Where a curve learns fast, while a bucket has few times, the next ones may differ so many times.
+MAX_FEW_TIMES = 4.0
 # Of a difference from a bucket with enough times, the pace follows so much.
 FEW, PACE_SHARE = 3.0, 1 / 8
 
@@ -66,27 +68,32 @@ class Pace:
 
 
 class StepCurve:
-    """Of one kind of steps; `pace` is shared by kinds."""
+    """Of one kind of steps; `pace` is shared by kinds. learns_fast: how long its steps take is not
+    known beforehand, so that the first times may be far from what is expected."""
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, pace: Pace, *, learns_fast: bool = False) -> None:
+        self._pace, self._learns_fast = pace, learns_fast
         self._buckets: Buckets = {}
         pace.curves.append(self._buckets)
 
     def note(self, positions: int, ms: float, expected_ms: float) -> None:
         """Learn from a step of `positions` > 0 that took `ms`. expected_ms: by the rest of what is
-        known; it bounds the first time of a bucket."""
+        known; it bounds the first time of a bucket from above, as disturbances only slow steps."""
         pace = self._pace
         pace.num_noted += 1
         kept_ms, bucket = ms / pace.times, bucket_of(positions)
         known = self._buckets.get(bucket)
         if known is None:
-            kept_ms = pace.bounded(kept_ms, expected_ms / pace.times)
+            kept_ms = min(kept_ms, MAX_TIMES * expected_ms / pace.times)
             self._buckets[bucket] = (float(positions), kept_ms, 1.0, pace.num_noted)
             return
         at, known_ms, weight, noted = known
-        kept_ms, age = pace.bounded(kept_ms, known_ms), pace.num_noted - noted
+        age = pace.num_noted - noted
         recent = weight * KEEP**age
+        if self._learns_fast and recent < FEW:
+            kept_ms = min(max(kept_ms, known_ms / MAX_FEW_TIMES), known_ms * MAX_FEW_TIMES)
+        else:
+            kept_ms = pace.bounded(kept_ms, known_ms)
         share = 1.0 / (recent + 1.0)
         weight = min(weight * TRUST_KEEP**age + 1.0, MAX_WEIGHT)
         at += share * (positions - at)
