@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from quire.base.records import StepPlan, StepResult
+from quire.base.rare_records import Speculation
+from quire.base.records import Request, StepPlan, StepResult
+from quire.base.sampling_params import SamplingParams
 from quire.cache.manager import CacheManager
 from quire.execute import reference_ops
 from quire.execute.executor import Executor, ExecutorOptions, StepLimits
@@ -28,7 +31,7 @@ from quire.sampling.scoring import ScoreBatch, Scores
 from quire.speculative.self_draft import SelfProposer
 from tests.exact.conftest import VOCAB_SIZE
 from tests.exact.rig import MAX_ROWS, MAX_SEQUENCES, AloneRuns, Model, differences, run_case
-from tests.exact.workload import draw_case
+from tests.exact.workload import ALONE, Arrival, Case, draw_case
 
 Float32s = NDArray[np.float32]
 Int32s = NDArray[np.int32]
@@ -425,7 +428,6 @@ def test_a_fault_in_the_runner_is_detected(
         keep_runs_after_mismatches,
         count_all_drafts_in_histories,
         mask_drafts_alike,
-        share_blocks_before_verification,
     ],
 )
 def test_a_fault_in_verification_is_detected(
@@ -438,12 +440,49 @@ def test_a_fault_in_verification_is_detected(
     assert _cases_until_found(models, alone) is not None
 
 
+def test_a_block_shared_before_verification_is_detected(
+    models: list[Model], alone: AloneRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stream that ends with a full block, and one that has all of it as its prompt. Of drawn
+    cases two in a hundred detect it."""
+    cases = [_continued_answer(model, at, alone) for at, model in enumerate(models)]
+    outcomes = [run_case(models[case.model], case, alone=alone) for case in cases]
+    assert all(outcome.prefix_hit and outcome.rejected for outcome in outcomes)
+    assert not any(map(differences, models, outcomes, repeat(alone)))
+    share_blocks_before_verification(monkeypatch)
+    outcomes = [run_case(models[case.model], case, alone=alone) for case in cases]
+    assert any(map(differences, models, outcomes, repeat(alone))), "most of the models detect it"
+
+
 def test_a_fault_in_the_blocks_of_drafts_is_detected(
     models: list[Model], alone: AloneRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_in_blocks_of_others(monkeypatch)
     # Few cases draft with the model's first layers, so the others are left out.
     assert _cases_until_found(models, alone, num_cases=400, proposer="self") is not None
+
+
+def _continued_answer(model: Model, at: int, alone: AloneRuns) -> Case:
+    """Return a case of an answer with wrong drafts, and of a later one that continues it."""
+    settings = replace(ALONE, block_size=8, num_blocks=64, max_samples=8, prefix_caching=True)
+    settings = replace(settings, proposer="wrong", max_drafts=3)
+    prompt = [1 + (7 * place + at) % (VOCAB_SIZE - 1) for place in range(21)]
+    arrivals: list[Arrival] = []
+    for name, at_step in (("first", 0), ("second", 40)):
+        request = Request(
+            request_id=f"continued {at} {name}",
+            group_id=f"continued {at} {name}",
+            stream=0,
+            stop_ids=(),
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=SamplingParams(temperature=0.0, max_tokens=19, logprobs=0, seed=at),
+            max_total_tokens=len(prompt) + 19,
+            arrival_ms=float(at_step),
+            speculation=Speculation(max_drafts=3),
+        )
+        arrivals.append(Arrival(at_step=at_step, requests=(request,), cancel_at=(None,)))
+        prompt += [token for token, _ in alone.of(model, request).tokens] + [3]
+    return Case(number=-2, model=at, settings=settings, arrivals=tuple(arrivals))
 
 
 def _cases_until_found(
