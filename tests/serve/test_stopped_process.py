@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,5 +88,8 @@ def _has_at_most(pid: int, num: int) -> bool:
 
 
 def _num_sockets(pid: int) -> int:
-    folder = Path(f"/proc/{pid}/fd")
-    return sum(os.readlink(one).startswith("socket:") for one in folder.iterdir())
+    num = 0
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            num += os.readlink(one).startswith("socket:")
+    return num
