@@ -138,7 +138,10 @@ def test_a_killed_replica_hands_over_its_own_streams_and_no_others() -> None:
     run_virtual(story())
 
 
-def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while() -> None:
+@pytest.mark.parametrize("end", [SteppedServer.kill, SteppedServer.end_streams])
+def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
+    end: Callable[[SteppedServer], None],
+) -> None:
     """Their servers read all those requests at once: neither answers nor tokens come meanwhile."""
 
     def busy(now_s: float) -> float:
@@ -150,13 +153,13 @@ def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while() -> Non
         fleet = VirtualFleet(servers, **SETTINGS)
         await fleet.router.start()
 
-        async def kill() -> None:
+        async def fail() -> None:
             await asyncio.sleep(6.0)
-            fleet.servers[0].kill()
+            end(fleet.servers[0])
 
         try:
             streams = fleet.open_streams(60, 60)
-            await kill()
+            await fail()
             for stream in streams:
                 assert (await stream)[2] == whole_answer(60)
             assert len(fleet.servers[0].requests) == 20

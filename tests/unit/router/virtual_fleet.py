@@ -97,6 +97,15 @@ class SteppedServer:
             stream.exchange.lost("the replica closed the connection")
         self._streams.clear()
 
+    def end_streams(self) -> None:
+        """End all streams with an error, as a server does at the end of its grace time."""
+        for stream in self._streams:
+            stream.exchange.got(
+                b'data: {"error":{"code":"shutting_down"}}\n\n: {"ended":"shutting_down"}\n\n'
+            )
+            stream.exchange.completed()
+        self._streams.clear()
+
     def _step(self) -> None:
         self.steps_total += 1
         self._spoke_s = self._loop.time()
