@@ -53,7 +53,7 @@ class StoreFiles:
         self.path = path
         try:
             if not path.is_dir():
-                path.mkdir(mode=0o700, parents=True)
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise _unusable(path, error) from error

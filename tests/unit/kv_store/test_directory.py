@@ -181,6 +181,19 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
         StoreFiles(tmp_path / "kv")
 
 
+def test_a_directory_that_another_process_makes_meanwhile_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, make = tmp_path / "store", Path.mkdir
+
+    def make_second(one: Path, **options: Any) -> None:
+        make(one)
+        make(one, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make_second)
+    StoreFiles(path).close()
+
+
 def test_the_least_recently_used_give_way(tmp_path: Path) -> None:
     store = opened(tmp_path, max_bytes=10 * SIZE)
     put(store, *range(10))
