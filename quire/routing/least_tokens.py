@@ -19,6 +19,7 @@ class LeastTokens(PlainPolicy):
         self._turns = RoundRobin()
 
     def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
-        """Return the least loaded."""
-        least = min(one.backlog_tokens for one in replicas)
-        return self._turns.choose([one for one in replicas if one.backlog_tokens == least], key)
+        """Return the least loaded. Each load is read once: other processes may change it."""
+        loads = [one.backlog_tokens for one in replicas]
+        pairs, least = zip(replicas, loads, strict=True), min(loads)
+        return self._turns.choose([one for one, load in pairs if load == least], key)

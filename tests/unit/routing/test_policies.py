@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.router.policies import MAKERS, make_routing_policy
 from quire.router.replica import Load, Replica
 from quire.router.settings import ROUTING_POLICIES, RouterSettings
 from quire.routing.block_sets import BlockSets
+from quire.routing.least_tokens import LeastTokens
 from quire.routing.policy import RouteKey
 from quire.routing.power_of_two import PowerOfTwo
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
@@ -260,3 +262,17 @@ def test_reports_of_replicas_are_taken_by_policies_that_read_them(name: str) -> 
         return
     with pytest.raises(SettingError, match=f"warm-cache and the policy is {name}"):
         make_routing_policy(settings, sets)
+
+
+def test_least_tokens_chooses_while_other_processes_change_the_loads() -> None:
+    class Changing:
+        def __init__(self, number: int) -> None:
+            self.number, self.reads = number, count(10 * number)
+
+        @property
+        def backlog_tokens(self) -> int:
+            return next(self.reads)
+
+    replicas: list[Any] = [Changing(number) for number in range(3)]
+    key = RouteKey(blocks=(), tokens=1, prompt_tokens=1)
+    assert LeastTokens().choose(replicas, key) is replicas[0]
