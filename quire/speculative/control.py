@@ -228,15 +228,16 @@ class AdaptiveControl:
         their text is known to what drafts. Where the host's work for one takes much of a step, a
         single one may never pay: drafts that are looked up are longer then, if that costs little.
         """
-        share = max(NEW_PROBE_SHARE if self._has_new else PROBE_SHARE, self._probe_share)
+        share = NEW_PROBE_SHARE if self._has_new else PROBE_SHARE
         step_ms, most, length = max(cost.step_ms, 1e-9), MAX_PROBE_STEPS, 1
         one_ms = cost.probe_ms(1)
         if one_ms > most * step_ms:
-            share = max(self._probe_share, PROBE_SHARE)
+            share = PROBE_SHARE
             longest = 1 if cost.passes is not None else self._max_drafts
             while length < longest and cost.probe_ms(1, length + 1) <= LONGER_TIMES * one_ms:
                 length += 1
             most = max(self._probe_steps, 1.01 * cost.probe_ms(1, length) / step_ms)
+        share = max(share, self._probe_share)
         self._probe_steps = min(self._probe_steps + share * cost.num_steps, most)
         left_ms = self._probe_steps * step_ms
         if cost.probe_ms(1, length) > left_ms:
