@@ -6,23 +6,21 @@ each tile of the kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from bench.gpu.stage import Stage
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
-from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_int4 import linear_int4
-from quire.execute.gpu.products import pack_ints
+from quire.execute.gpu.kernels.linear_fixed import Workspace
+from quire.execute.gpu.kernels.linear_gemv import max_gemv_sums
+from quire.execute.gpu.products import int_product, pack_ints
 from quire.execute.reference_ops import int_linear
 from quire.quant.int_weights import quantize_matrix
 from quire.quant.scheme import SCHEMES
 
 INTEGERS = [name for name, scheme in SCHEMES.items() if not scheme.is_float]
 OUTPUTS, COLUMNS = 200, 1000  # neither is a multiple of tiles or groups
-ROWS = (1, 16, 17, 33, 65, 300)
+ROWS = (1, 2, 16, 17, 33, 65, 300)
 
 
 def integers(stage: Stage) -> None:
@@ -35,12 +33,13 @@ def integers(stage: Stage) -> None:
         leaning = rng.standard_normal((outputs, columns)) + rng.standard_normal((outputs, 1))
         matrix = quantize_matrix(leaning.astype(np.float32), SCHEMES[name])
         weight, right = pack_ints(matrix, stage.device), int_linear(x, matrix, None)
-        product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
-        wrong = 0
+        elements = max_gemv_sums(outputs, columns, SCHEMES[name].bits)
+        workspace, wrong = Workspace.of(elements, stage.device), 0
         for rows in counts:
             y = torch.empty(rows, outputs, dtype=torch.float32, device=stage.device)
             room = ByteRows.empty(rows, columns, stage.device)
-            product(quantize_rows(torch.from_numpy(x[:rows]).to(stage.device), room), weight, y)
+            taken = quantize_rows(torch.from_numpy(x[:rows]).to(stage.device), room)
+            int_product(taken, weight, y, workspace=workspace)
             if not stage.is_rehearsal:
                 wrong += int((stage.values(y) != right[:rows]).sum())
         stage.report(f"{name} products", {"rows": counts, "other_bits": wrong})

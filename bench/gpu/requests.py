@@ -1,4 +1,4 @@
-"""1,024 requests of 1,024 prompt tokens and 512 output tokens, 256 running: tokens a second.
+"""512 requests of 1,024 prompt tokens and 512 output tokens, 256 running: tokens a second.
 
 The runner computes plans made here by the simplest policy (a slot is refilled as soon as its
 request is done; prompts are computed in chunks beside decoding requests), since the scheduler needs
@@ -38,7 +38,7 @@ class Load:
     step_tokens: int
 
 
-FULL = Load(requests=1024, prompt=1024, answer=512, running=256, step_tokens=4096)
+FULL = Load(requests=512, prompt=1024, answer=512, running=256, step_tokens=4096)
 # Every size of a step, few of each: launches do not depend on the repetition.
 REHEARSAL = replace(FULL, requests=300, prompt=96, answer=3)
 DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)

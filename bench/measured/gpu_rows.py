@@ -122,7 +122,7 @@ def _requests(found: dict[str, Any]) -> Lines:
             continue
         busy = 1 - one["idle_between_steps_s"] / one["seconds"]
         yield (
-            f"8B bf16, 1,024 requests, 1,024 in, 512 out, 256 at once, {mode}: output tokens/s, "
+            f"8B bf16, 512 requests, 1,024 in, 512 out, 256 at once, {mode}: output tokens/s, "
             "share of the floor, GPU busy",
             f"{one['answered_tokens_per_s']:,.0f}, {_percent(one['share_of_floor'])}, "
             f"{100 * busy:.1f} %",

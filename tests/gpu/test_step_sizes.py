@@ -96,7 +96,7 @@ def test_small_models_capture_larger_steps(programs: dict[str, Program]) -> None
     """As long as launches on the host take longer than products on the device."""
     most = {name: max_mixed(program, 9 * 30) for name, program in programs.items()}
     assert most["Qwen3-0.6B"] == MAX_MIXED
-    assert 128 < most["Llama-3.1-8B"] < 512
+    assert 512 < most["Llama-3.1-8B"] < 1024
 
 
 def test_every_plan_fits_its_captured_size(programs: dict[str, Program]) -> None:
@@ -108,7 +108,7 @@ def test_every_plan_fits_its_captured_size(programs: dict[str, Program]) -> None
         room = steps.sizes()
         planned: dict[Size, dict[str, int]] = {}
         for number in range(400):
-            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, MAX_MIXED])))
+            batch = drawn_batch(rng, int(rng.choice([16, 64, 300, 2048, LIMITS.max_tokens])))
             size = sizes.of(batch)
             assert size is not None, number
             assert len(batch.token_ids) <= size.tokens
@@ -119,5 +119,5 @@ def test_every_plan_fits_its_captured_size(programs: dict[str, Program]) -> None
         seen |= set(planned)
     usual = {size for size in seen if size.chunks <= 16}
     assert usual <= set(sizes.all_mixed())
-    assert len(list(sizes.all_mixed())) <= 40
+    assert len(list(sizes.all_mixed())) <= 50
     assert len(seen) > 30

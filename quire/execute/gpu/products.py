@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,12 @@ from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
+from quire.execute.gpu.kernels.linear_gemv import MAX_ROWS, gemv, max_gemv_sums
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
 from quire.execute.gpu.place import Call, Place
 from quire.execute.gpu.step_buffers import Counts
+from quire.program.declarations import Weight
 from quire.program.ops import Linear
 from quire.program.program import Program
 from quire.quant.int_weights import IntMatrix
@@ -116,8 +117,11 @@ class Products:
             )
             if library is not None:
                 return lambda rows, counts: library(rows, place.of(y, counts))
-        product: Any = linear_bytes if isinstance(weight, ByteWeight) else linear_int4
-        return lambda rows, counts: product(rows, weight, place.of(y, counts), bias=bias)
+            return lambda rows, counts: linear_bytes(rows, weight, place.of(y, counts), bias=bias)
+        workspace = self.scratch.workspace
+        return lambda rows, counts: int_product(
+            rows, weight, place.of(y, counts), bias=bias, workspace=workspace
+        )
 
     def _plain(self, op: Linear) -> Call:
         place, view = self.place, op.x
@@ -135,6 +139,23 @@ class Products:
             workspace=self.scratch.workspace,
             undivided=undivided,
         )
+
+
+def int_product(
+    x: ByteRows,
+    weight: ByteWeight | Int4Weight,
+    y: Tensor,
+    *,
+    workspace: Workspace,
+    bias: Tensor | None = None,
+) -> None:
+    """y [R, N] = x @ weight.T (+ bias f32 [N]) of integers; bits do not depend on R."""
+    if len(y) <= MAX_ROWS:
+        gemv(x, weight, y, bias=bias, workspace=workspace)
+    elif isinstance(weight, Int4Weight):
+        linear_int4(x, weight, y, bias=bias)
+    else:
+        linear_bytes(x, weight, y, bias=bias)
 
 
 def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weight:
@@ -175,10 +196,12 @@ def _row_form(scheme: Scheme) -> str:
 
 def _sums(program: Program, rows: int) -> int:
     """Return elements of the pieces of the largest product that is split over programs."""
-    weights = (program.weights[op.weight] for op in _products(program))
-    plain = (weight for weight in weights if weight.quantized is None)
-    sums = (
-        max_sums(weight.rows, weight.columns, rows, undivided=weight.undivided_rows)
-        for weight in plain
-    )
-    return max(sums, default=0)
+    return max((_sums_of(program.weights[op.weight], rows) for op in _products(program)), default=0)
+
+
+def _sums_of(weight: Weight, rows: int) -> int:
+    if weight.quantized is None:
+        return max_sums(weight.rows, weight.columns, rows, undivided=weight.undivided_rows)
+    if weight.ints is None:
+        return 0
+    return max_gemv_sums(weight.rows, weight.columns, weight.ints.bits)

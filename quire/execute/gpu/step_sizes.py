@@ -21,12 +21,12 @@ from quire.program.batch import ForwardBatch
 from quire.program.cost import StepShape
 from quire.program.program import Program
 
-# What the host takes for one launch: Triton's launcher is Python.
-LAUNCH_S = 20e-6
+# What the host takes for one launch, since Triton's launcher is Python: measured beside an H200.
+LAUNCH_S = 55e-6
 # What a large card reaches in bf16 products of some hundred rows. A slower one has only less to
 # gain: nothing is wrong where these are.
 OPS_PER_S = 6e14
-MAX_MIXED = 2048  # tokens: a small model's step, too, is long by then
+MAX_MIXED = 8192  # tokens: a small model's step, too, is long by then
 FEWEST_MIXED = 16
 FEW_CHUNKS = 16  # prompts side by side in a usual step
 

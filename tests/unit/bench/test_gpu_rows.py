@@ -54,7 +54,7 @@ RESULT: dict[str, Any] = {
                 "transformers 5, its own attention, 128 requests": {
                     "answered_tokens_per_s": 2_000.0
                 },
-                "transformers 5, its own attention: 1024 requests": "not asked for",
+                "transformers 5, its own attention: 512 requests": "not asked for",
             },
         },
         "exact_price": {

@@ -45,8 +45,10 @@ TILES = {
 
 
 # Scales of groups are not fetched ahead as what is multiplied is: each time round the loop waits
-# for some. Few rows take several groups a time, so that it is for these together.
+# for some. Few rows take several groups a time, so that it is for these together: groups of a turn
+# by the rows of a tile.
 WAITING_ROWS, UNROLLED, UNROLLED_STAGES = 16, 4, 3
+UNROLLED_MORE_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,9 @@ def linear_bytes(
         return
     tiles = TILES[kind]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
-    if tile.rows <= WAITING_ROWS and "block" in (x.scaled, weight_kind):
+    if tile is not tiles[-1] and "block" in (x.scaled, weight_kind):
         tile = tile._replace(num_stages=UNROLLED_STAGES)
-        unroll = UNROLLED
+        unroll = UNROLLED if tile.rows <= WAITING_ROWS else UNROLLED_MORE_ROWS
     else:
         unroll = 1
     num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)

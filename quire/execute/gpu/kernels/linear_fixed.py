@@ -26,6 +26,7 @@ from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vect
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
+MAX_TILES = 4096  # whose pieces several programs make at a time
 PIECE_OUTPUTS = PIECE_ROWS = 64  # of the largest tile of few rows
 # Part of the mode's numerics, with FILL and PIECE_OUTPUTS: pieces of a weight at most, and columns
 # of K of the shortest; lengths are whole numbers of PIECE_STEP.
@@ -93,7 +94,7 @@ def choose_tile(
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Room for pieces of few tiles: f32 `sums`, and int32 `arrived` [FILL], zeros between
+    """Room for pieces of few tiles: f32 `sums`, and int32 `arrived` [MAX_TILES], zeros between
     launches. A launch for which it is too small makes its pieces one after the other."""
 
     sums: torch.Tensor
@@ -104,7 +105,7 @@ class Workspace:
         """Return room for `elements` sums, the largest of max_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
-            arrived=torch.zeros(FILL, dtype=torch.int32, device=device),
+            arrived=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),
         )
 
 
