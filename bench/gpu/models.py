@@ -95,10 +95,17 @@ LAYERS_OF_REHEARSAL = 3  # a first, a last, and one between
 
 
 def program_of(
-    stage: Stage, name: str, *, precision: str = "none", kv_cache_dtype: str = "auto"
+    stage: Stage,
+    name: str,
+    *,
+    precision: str = "none",
+    kv_cache_dtype: str = "auto",
+    layers: int = 0,
 ) -> Program:
-    """Return the program of a model by name, in bf16; tiny in a dry run."""
+    """Return the program of a model by name, in bf16; tiny in a dry run. layers: only so many."""
     config = dict(SHAPES[name])
+    if layers:
+        config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
     if stage.is_dry:
         config |= TINY | (TINY_EXPERTS if "num_experts" in config else {})
     if stage.is_rehearsal:

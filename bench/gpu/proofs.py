@@ -30,6 +30,7 @@ from quire.program.program import Program
 
 DEPTH, SEQUENCES = 700, 3
 DENSE, MIXTURE = "Qwen3-0.6B", "Qwen3-MoE"
+LAYERS = 4  # the host's attention takes seconds for each
 # Tolerances by storage of weights, keys and values, as shares of the largest logit: both sides
 # round activations to bf16 or fp8, and sum in different orders.
 TOLERANCES = MappingProxyType({"none": 0.03, "fp8": 0.1})
@@ -51,20 +52,22 @@ def build(stage: Stage) -> None:
 
 
 def parity(stage: Stage) -> None:
-    """Compare whole steps with plain PyTorch on the host, in both modes; integer products
-    with NumPy.
+    """Compare integer products with NumPy; whole steps with plain PyTorch on the host, in both
+    modes, which have the same weights.
     """
+    integers(stage)
     for precision, allowed in TOLERANCES.items():
+        right = np.empty(0)
         for exact in (True, False):
             executor, program = _small(stage, precision, exact=exact)
             found = _logits(executor, program, chunk=_depth(stage), stage=stage)
-            right = found if stage.is_rehearsal else _right(program, executor, stage)
+            if not right.size:
+                right = found if stage.is_rehearsal else _right(program, executor, stage)
             error = float(np.abs(found - right).max() / np.abs(right).max())
             what = f"{precision} {'exact' if exact else 'fast'}"
             stage.report(what, {"largest_error": error, "allowed": allowed})
             if not error <= allowed:
                 raise SystemExit(f"{what}: the kernels differ from plain PyTorch by {error}")
-    integers(stage)
 
 
 def exact(stage: Stage) -> None:
@@ -148,7 +151,7 @@ def _small(
     stage: Stage, precision: str, *, exact: bool, name: str = DENSE
 ) -> tuple[TorchExecutor, Program]:
     kept = precision if precision in ("fp8", "int8") else "auto"
-    program = program_of(stage, name, precision=precision, kv_cache_dtype=kept)
+    program = program_of(stage, name, precision=precision, kv_cache_dtype=kept, layers=LAYERS)
     executor = executor_of(
         stage,
         program,

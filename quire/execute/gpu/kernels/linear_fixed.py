@@ -26,7 +26,7 @@ from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vect
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
-MAX_TILES = 4096  # whose pieces several programs make at a time
+MAX_TILES = 4096  # with pieces made by several programs
 PIECE_OUTPUTS = PIECE_ROWS = 64  # of the largest tile of few rows
 # Part of the mode's numerics, with FILL and PIECE_OUTPUTS: pieces of a weight at most, and columns
 # of K of the shortest; lengths are whole numbers of PIECE_STEP.
