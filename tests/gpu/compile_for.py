@@ -40,6 +40,7 @@ from quire.execute.gpu.kernels.grouped_ints import StackedBytes, StackedInt4, gr
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_gemv import gemv
 from quire.execute.gpu.kernels.linear_int4 import Int4Weight, linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from quire.execute.gpu.kernels.norm import norm
@@ -251,17 +252,35 @@ def _int8(rows: int) -> None:
     linear_bytes(x, ByteWeight(values, scales), tensor(rows, MIDDLE))
 
 
-def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool = True) -> None:
-    groups, x = WIDTH // group, tensor(rows, WIDTH)
-    weight = Int4Weight(
-        packed=tensor(MIDDLE // 64, WIDTH // 128, 64, 64, dtype=torch.uint8),
-        scales=tensor(groups, MIDDLE),
-        zeros=tensor(groups, MIDDLE, dtype=torch.uint8) if has_zeros else None,
+def _int4_weight(outputs: int, group: int, *, has_zeros: bool) -> Int4Weight:
+    groups = WIDTH // group
+    return Int4Weight(
+        packed=tensor(outputs // 64, WIDTH // 128, 64, 64, dtype=torch.uint8),
+        scales=tensor(groups, outputs),
+        zeros=tensor(groups, outputs, dtype=torch.uint8) if has_zeros else None,
         group=group,
         columns=WIDTH,
     )
+
+
+def _int4(rows: int, group: int, *, has_zeros: bool = False, by_integers: bool = True) -> None:
+    x, weight = tensor(rows, WIDTH), _int4_weight(MIDDLE, group, has_zeros=has_zeros)
     values = quantize_rows(x, ByteRows.empty(rows, WIDTH, "meta")) if by_integers else x
     linear_int4(values, weight, tensor(rows, MIDDLE))
+
+
+def _gemv(weight: ByteWeight | Int4Weight, outputs: int) -> None:
+    x = quantize_rows(tensor(1, WIDTH), ByteRows.empty(1, WIDTH, "meta"))
+    gemv(x, weight, tensor(1, outputs), workspace=Workspace.of(2**22, "meta"))
+
+
+def _int8_gemv(outputs: int) -> None:
+    values = tensor(outputs, WIDTH, dtype=torch.int8)
+    _gemv(ByteWeight(values, tensor(outputs, dtype=F32)), outputs)
+
+
+def _int4_gemv(outputs: int, group: int, *, has_zeros: bool = False) -> None:
+    _gemv(_int4_weight(outputs, group, has_zeros=has_zeros), outputs)
 
 
 VOCABULARY = 128256
@@ -415,6 +434,10 @@ CASES: dict[str, Callable[[], Any]] = ATTENTION | {
     "int8, 1 row": lambda: _int8(1),
     "int8, 33 rows": lambda: _int8(33),
     "int8, 2048 rows": lambda: _int8(2048),
+    "int8, 1 row of few outputs": lambda: _int8_gemv(WIDTH),
+    "int8, 1 row of many outputs": lambda: _int8_gemv(VOCABULARY),
+    "int4-g32, 1 row of few outputs": lambda: _int4_gemv(WIDTH, 32),
+    "int4-g128-zp, 1 row of many outputs": lambda: _int4_gemv(VOCABULARY, 128, has_zeros=True),
     "int4-g32 by int8, 1 row": lambda: _int4(1, 32),
     "int4-g32 by int8, 2048 rows": lambda: _int4(2048, 32),
     "int4-g128-zp by int8, 1 row": lambda: _int4(1, 128, has_zeros=True),

@@ -35,6 +35,7 @@ MAX_SPILLED = {
 FLOWING = ("_linear", "_linear_bytes", "_grouped", "attention_items")
 # Only these kernels contain explicit multiply-adds.
 FUSED = (
+    "_gemv",
     *("_linear", "_grouped", "_weighted_sum"),
     *("attention_items", "merge_partials", "_merge_ranks"),
 )

@@ -26,6 +26,7 @@ from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.last_tokens import keep_last_tokens, take_last_tokens
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 from quire.execute.gpu.kernels.linear_fixed import Workspace, linear
+from quire.execute.gpu.kernels.linear_gemv import MAX_ROWS, gemv
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.kernels.logprobs import score_listed, score_rows
 from tests.gpu.compile_for import TARGET
@@ -83,6 +84,19 @@ def _int4() -> Launch:
     return lambda rows: linear_int4(quantize_rows(x[:rows], room), weight, y[:rows])
 
 
+def _gemv() -> Launch:
+    x, y = _rows(), _rows(width=OUTPUTS)
+    room = ByteRows.empty(MOST, WIDTH, "cpu")
+    weight = ByteWeight(torch.empty((OUTPUTS, WIDTH), dtype=torch.int8), torch.ones(OUTPUTS))
+    workspace = Workspace.of(2**22, "cpu")
+
+    def launch(rows: int) -> None:
+        taken = min(rows, MAX_ROWS)
+        gemv(quantize_rows(x[:taken], room), weight, y[:taken], workspace=workspace)
+
+    return launch
+
+
 def _choice() -> Launch:
     logits = _rows(torch.float32, VOCABULARY)
 
@@ -135,6 +149,7 @@ CASES: dict[str, Callable[[], Launch]] = {
     "int8": lambda: _bytes(torch.int8, "block"),
     "fp8": lambda: _bytes(torch.float8_e4m3fn, "token"),
     "int4": _int4,
+    "one row or two": _gemv,
     "choice": _choice,
     "scores": _scores,
     "edits": _edits,
