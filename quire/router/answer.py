@@ -231,6 +231,7 @@ class Answer:
                 502,
                 "replicas_failed",
                 f"{failures.summary}, so it is tried no more",
+                is_final=failures.are_evidence,
             )
         if self._refused is not None:
             status, headers, body = self._refused

@@ -94,6 +94,8 @@ class ClientResponse:
         headers = [(b"content-type", b"application/json")]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(math.ceil(refusal.retry_after_s), 1)))
+        if refusal.is_final:
+            headers.append((b"x-should-retry", b"false"))
         body = self._form.error_body(refusal)
         await self.whole(self._form.status_of(refusal), headers, body)
 

@@ -343,7 +343,8 @@ class Prober:
         replica.had_fewer_steps = False
         if has_fewer:
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
-        if health.steps_total != replica.steps_total or not health.pending:
+        is_idle = not (health.pending or self._has_output(replica))
+        if health.steps_total != replica.steps_total or is_idle:
             replica.progressed(now_s)
         replica.steps_total = health.steps_total
         is_asleep = health.state == ASLEEP
@@ -385,6 +386,13 @@ class Prober:
         replica.state, replica.reason, replica.is_fenced = state, "", False
         replica.has_stopped = False
         self._fleet.became_available()
+
+    def _has_output(self, replica: Replica) -> bool:
+        """Return whether streams with output are open at a replica: it is not idle then, whatever
+        it reports. Of several API processes each reports what it has itself."""
+        if self._fleet.pool(replica).has_processes:
+            return False
+        return any(not (one.is_new or one.is_paused()) for one in replica.loads)
 
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:
         """Return whether the engine behind a server that answers is stopped; fence it then, and
