@@ -115,7 +115,10 @@ class Answer:
             await race.close()
             for attempt in (race.first, second):
                 if attempt is not winner and attempt.replica not in state.failures.at:
-                    attempt.note_first_tokens()  # or for how long it was waited for
+                    if attempt is race.first:  # it takes as long as it was waited for, at least
+                        attempt.note_first_tokens()
+                        load = attempt.load
+                        self._fleet.note_first_token(attempt.replica, load, attempt.age_s)
                     attempt.cancel()
                     state.tried.discard(attempt.replica)
             outcome = "failed" if winner is None else "won" if winner is second else "lost"
