@@ -70,8 +70,8 @@ class WarmCache:
         if not most:
             return self._others.choose(self._without_slow(replicas, key.prompt_tokens), key)
         warm = [one for one in replicas if matched[one.number] == most]
-        warm = self._without_slow(warm, max(key.prompt_tokens - most, 0))
-        chosen = self._others.choose(warm, key)
+        quick = self._without_slow(warm, max(key.prompt_tokens - most, 0))
+        chosen = self._others.choose(quick, key)
         better = self._better(replicas, key, chosen, matched)
         if not better:
             return chosen
