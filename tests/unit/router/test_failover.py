@@ -88,21 +88,6 @@ def test_a_stopped_replica_is_given_up_after_its_stall_time(pending: int) -> Non
     assert second.requests[0]["output_ids"] == [100, 101, 102]
 
 
-def test_an_idle_api_process_among_several_is_no_stall() -> None:
-    """Each reports its own open requests and the steps that it has heard of."""
-    only = FakeReplica()
-    only.silent_after, only.process = 3, 2
-
-    async def story(router: Router) -> None:
-        answering = asyncio.ensure_future(stream(router))
-        await asyncio.sleep(3.0)  # several times its stall time
-        assert not any("fenced" in line for line in router.lines), router.lines
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-
-    run([only], story)
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 def test_one_answer_with_fewer_steps_is_no_restart(keeps: bool) -> None:
     """An API process may know of fewer steps than another one of its server."""
@@ -515,27 +500,6 @@ def test_a_slow_client_pauses_its_replica_and_is_no_stall() -> None:
             "/generate", {**STREAM, "mirostat": 2}, on_piece=lambda piece: slow.wait()
         )
         assert body == only.says
-        assert not any("fenced" in line for line in router.lines), router.lines
-
-    run([only], story)
-
-
-def test_a_client_that_is_slow_to_read_the_end_is_no_stall() -> None:
-    """The replica has sent everything, and says that nothing is open there."""
-    only = FakeReplica()
-
-    async def story(router: Router) -> None:
-        slow = asyncio.Event()
-        asyncio.get_running_loop().call_later(3.0, slow.set)
-        pieces = list[bytes]()
-
-        async def read(piece: bytes) -> None:
-            pieces.append(piece)
-            if len(pieces) == 2:
-                await slow.wait()
-
-        _, _, body = await router.post("/generate", STREAM, on_piece=read)
-        assert body == ANSWER
         assert not any("fenced" in line for line in router.lines), router.lines
 
     run([only], story)
