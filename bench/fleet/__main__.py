@@ -4,12 +4,13 @@ Replicas are servers of the built-in model on this machine. A schedule drawn fro
 stops them, drains them and kills their engines; all are started again. Before, each request is sent
 alone to one replica; every answer through the router must have the same bytes. How long streams
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
-counts as its own. The router's processor time per request and per streamed token is taken without
-faults, before: of eight requests at a time as in bench.router, of one at a time, and of an idle
-router, which is no request's. With `--beside smg` the same replicas, requests and schedule follow
-behind that gateway, and its broken streams are counted. Both come before replicas and clients at
-the processors, as one on a machine of its own does: their nice value is -5 where that is allowed,
-and is in the result.
+counts as its own. `false_alarms` are replicas that the router gave up while no fault was theirs,
+with the reasons in its log. The router's processor time per request and per streamed token is taken
+without faults, before: of eight requests at a time as in bench.router, of one at a time, and of an
+idle router, which is no request's. With `--beside smg` the same replicas, requests and schedule
+follow behind that gateway, and its broken streams are counted. Both come before replicas and
+clients at the processors, as one on a machine of its own does: their nice value is -5 where that is
+allowed, and is in the result.
 
 On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
 is what it can do at all: as many new streams as a failed replica hands over begin at once at the
@@ -34,6 +35,7 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.fleet.clients import CASES, Case, Clients, answers_alone, first_events_s
+from bench.fleet.false_alarms import false_alarms
 from bench.fleet.faults import KINDS, Faults
 from bench.fleet.interruptions import LIMIT_S, interruptions, is_counter
 from bench.fleet.processes import Front, Replicas, Router, Smg
@@ -99,6 +101,7 @@ def main() -> None:
         "num_wrong",
         "wrong",
         "faults",
+        "false_alarms",
         "interruptions",
         "floor_s",
         "slow_reads",
@@ -161,7 +164,7 @@ def run(
                 replicas, router, seed=seed, pause_s=pause_s, counters=lambda: _counters(router)
             )
             asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
-            metrics = router.metrics()
+            metrics, alarms = router.metrics(), false_alarms(router.log(), faults.injected)
         if beside == "smg":
             schedule = (seed, pause_s, seconds, max_faults)
             try:
@@ -188,6 +191,7 @@ def run(
         "num_wrong": clients.num_wrong,
         "wrong": clients.wrong,
         "faults": faults.summary(),
+        "false_alarms": alarms,
         "interruptions": {
             "all": all_,
             **{kind: interruptions(faults.counted[kind]) for kind in KINDS},

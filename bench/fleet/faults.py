@@ -16,10 +16,12 @@ import asyncio
 import random
 import signal
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.fleet.false_alarms import Injected
 from bench.fleet.processes import Front, Replica, Replicas
 
 KINDS = ("kill", "stop", "drain", "engine", "hang")
@@ -32,7 +34,7 @@ _READY_S = 120.0
 
 class Faults:
     """pause_s: mean time between two faults. counters: read before each fault, so that what they
-    count until the next one belongs to its kind."""
+    count until the next one belongs to its kind. injected: the faults that are over."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Faults:
         self._last_kind = ""
         self._last_counters: Mapping[str, float] = {}
         self.counted: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+        self.injected: list[Injected] = []
 
     async def run(self, seconds: float, max_faults: int | None = None) -> None:
         """Inject faults for some time, or so many. Each is over before the next begins."""
@@ -103,6 +106,7 @@ class Faults:
     async def _inject(self, kind: str, replica: Replica) -> None:
         await self.count(kind)
         self._count[kind] += 1
+        injected_s = time.time()  # as in logs
         if kind == "kill":
             replica.signal(signal.SIGKILL)
         elif kind == "stop":
@@ -126,6 +130,7 @@ class Faults:
             replica.start()
         if not await self._until(lambda: self._is_available(replica), _READY_S):
             raise SystemExit(f"a replica did not come back after {kind}")
+        self.injected.append(Injected(kind, replica.url, injected_s, time.time()))
 
     async def _others_serve(self, replica: Replica) -> bool:
         """Return whether the front sends requests to another replica: one that has just come back

@@ -28,6 +28,7 @@ _READY_S = 120.0
 _END_S = 20.0
 # A router that is busy with a thousand streams may be late with an answer.
 _ANSWER_S, _NUM_TRIES = 30.0, 4
+_MAX_LOG_BYTES = 1 << 26
 # Probes as often as the router's; its own defaults are 30 s and three failures.
 _SMG_FLAGS = (
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"),
@@ -265,9 +266,12 @@ class Router:
         """Return the processor time so far."""
         return sum(cpu_s(self._process.pid).values())
 
+    def log(self) -> list[str]:
+        """Return the lines of its log so far."""
+        return os.pread(self._log.fileno(), _MAX_LOG_BYTES, 0).decode(errors="replace").splitlines()
+
     def _output(self) -> str:
-        self._log.seek(0)
-        return self._log.read()[-600:]
+        return "\n".join(self.log())[-600:]
 
 
 class Smg(_Closing):

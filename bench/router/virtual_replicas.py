@@ -52,6 +52,8 @@ class CachingReplica:
     computed at a time; further prompts wait.
     """
 
+    has_processes = False
+
     def __init__(
         self,
         number: int,

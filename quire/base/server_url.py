@@ -42,6 +42,12 @@ def server_url(url: str) -> ServerUrl:
         raise InvalidParameter(
             f"{url!r} is not an address: {error}; write it like {_EXAMPLE}", param="url"
         ) from error
+    if not url.isprintable() or " " in url:  # such as zeros of a file that was not written out
+        raise InvalidParameter(
+            f"{url!r} is not an address: it has a space, or a character that cannot be printed; "
+            f"write it like {_EXAMPLE}",
+            param="url",
+        )
     if parts.scheme not in ("http", "https") or not host:
         raise InvalidParameter(
             f"{url!r} is not an http:// or https:// address; write it like {_EXAMPLE}", param="url"

@@ -115,7 +115,10 @@ class Answer:
             await race.close()
             for attempt in (race.first, second):
                 if attempt is not winner and attempt.replica not in state.failures.at:
-                    attempt.note_first_tokens()  # or for how long it was waited for
+                    if attempt is race.first:  # it takes as long as it was waited for, at least
+                        attempt.note_first_tokens()
+                        load = attempt.load
+                        self._fleet.note_first_token(attempt.replica, load, attempt.age_s)
                     attempt.cancel()
                     state.tried.discard(attempt.replica)
             outcome = "failed" if winner is None else "won" if winner is second else "lost"
@@ -231,6 +234,7 @@ class Answer:
                 502,
                 "replicas_failed",
                 f"{failures.summary}, so it is tried no more",
+                is_final=failures.are_evidence,
             )
         if self._refused is not None:
             status, headers, body = self._refused

@@ -254,7 +254,8 @@ def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
 def _unknown(method: str, path: str) -> Refusal:
     shown = path[:100]
     if why := reason_not_routed(path):
-        return Refusal(501, "not_routed", f"the router does not route {shown}: {why}")
+        why = f"the router does not route {shown}: {why}"
+        return Refusal(501, "not_routed", why, is_final=True)
     return Refusal(
         404,
         "unknown_url",

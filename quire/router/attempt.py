@@ -52,7 +52,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             cut=self._cut,
             began_s=began_s,
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
-            is_paused=lambda: self._exchange is not None and self._exchange.is_paused,
+            is_paused=self._is_paused,
             is_long=is_long,
             prompt_tokens=prompt_tokens,
             is_whole=not request.is_stream,
@@ -167,6 +167,11 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.replica.end(self.load)
         if is_long:
             self._fleet.became_available()  # a place is free
+
+    def _is_paused(self) -> bool:
+        """Return whether the client is what is waited for, also with all of the response here."""
+        exchange = self._exchange
+        return exchange is not None and (exchange.is_paused or exchange.is_complete)
 
     def _forget_exchange(self) -> None:
         if self._exchange is not None:

@@ -63,8 +63,10 @@ class ClientResponse:
             self._watch.cancel()
 
     async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
-        """Send status and headers, those of a connection left out."""
-        kept = [header for header in headers if header[0] not in HOP_BY_HOP]
+        """Send status and headers, those of a connection left out. The router's server adds the
+        date."""
+        left_out = HOP_BY_HOP | {b"date"}
+        kept = [header for header in headers if header[0] not in left_out]
         kept += self.added
         if length is not None:
             kept.append((b"content-length", b"%d" % length))
@@ -94,6 +96,8 @@ class ClientResponse:
         headers = [(b"content-type", b"application/json")]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(math.ceil(refusal.retry_after_s), 1)))
+        if refusal.is_final:
+            headers.append((b"x-should-retry", b"false"))
         body = self._form.error_body(refusal)
         await self.whole(self._form.status_of(refusal), headers, body)
 

@@ -59,9 +59,14 @@ class Failures:
     @property
     def are_final(self) -> bool:
         """Whether the request is tried no more."""
-        if not self._num_delivered and self._num_blamed >= MAX_BLAMED:
+        if not self._num_delivered and self.are_evidence:
             return True
         return self._in_a_row >= MAX_IN_A_ROW or self._num_all >= MAX_OF_ALL
+
+    @property
+    def are_evidence(self) -> bool:
+        """Whether the request is probably their cause, and would make further replicas fail."""
+        return self._num_blamed >= MAX_BLAMED
 
     @property
     def are_at_two(self) -> bool:

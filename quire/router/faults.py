@@ -56,7 +56,10 @@ class ClientGone(QuireError):
 
 
 class Refusal(QuireError):
-    """What the router itself answers: an HTTP status and OpenAI's error code."""
+    """What the router itself answers: an HTTP status and OpenAI's error code.
+
+    is_final: the same request would fail again, so that clients should not send it by themselves.
+    """
 
     def __init__(
         self,
@@ -66,9 +69,11 @@ class Refusal(QuireError):
         *,
         retry_after_s: float | None = None,
         param: str | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.is_final = is_final

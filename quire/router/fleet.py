@@ -253,6 +253,7 @@ class Fleet:
             pool.close()
 
     def _fenced(self, replica: Replica) -> None:
+        now_s = self._loop.time()
         self.policy.forget(replica)
         self.on_fenced(replica)
         self.pool(replica).close()
@@ -262,4 +263,5 @@ class Fleet:
             state=replica.state,
             reason=replica.reason,
             open=len(replica.loads),
+            others=sum(one.is_available(now_s) for one in self.equals(replica)),
         )

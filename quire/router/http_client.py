@@ -256,6 +256,8 @@ class _Connection(asyncio.Protocol):
         assert self._parser is not None
         self._keeps_alive = self._parser.should_keep_alive()
         self.process = dict(self._headers).get(PROCESS_HEADER, b"")
+        if self.process:
+            self._pool.has_processes = True
         status = self._parser.get_status_code()
         if self._exchange is not None and status >= 200:
             self._exchange.got_head(status, self._headers)
@@ -281,13 +283,15 @@ class _Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one server. tls: what is trusted, in place of the system's authorities."""
+    """Connections to one server. tls: what is trusted, in place of the system's authorities.
+    has_processes: whether several processes of the server answer."""
 
     def __init__(
         self, url: ServerUrl, connect_s: float, *, tls: ssl.SSLContext | None = None
     ) -> None:
         self._url = url
         self._connect_s = connect_s
+        self.has_processes = False
         self._tls = tls or (ssl.create_default_context() if url.is_secure else None)
         self._idle: deque[_Connection] = deque()
         self._all: set[_Connection] = set()

@@ -111,10 +111,12 @@ class Prober:
             await asyncio.gather(*probing, return_exceptions=True)
 
     def _note_failed(self) -> None:
-        """Let replicas that take over many requests of another be silent for longer."""
+        """Let replicas that take over many requests of another be silent for longer, their beats
+        included: a process that reads hundreds of requests at once has late threads as well."""
         for replica in self._fleet.replicas.values():
             if replica.num_handed_over > MAX_BEGINNING:
-                self._silence.failed(replica, self._loop.time())
+                for silence in (self._silence, self._beat_silence):
+                    silence.failed(replica, self._loop.time())
             replica.num_handed_over = 0
 
     def _forget_removed(self) -> None:
@@ -169,9 +171,9 @@ class Prober:
             return
         stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
-        if self._is_over(replica, quiet_s, stall_s, now_s):
+        if limit_s := self._exceeded_s(replica, quiet_s, stall_s, now_s):
             self._give_up(replica, now_s)
-            self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s")
+            self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s, limit {limit_s:.1f}")
 
     def _give_up(self, replica: Replica, now_s: float) -> None:
         """Note that a replica computes nothing: a step is the sign of its return."""
@@ -187,9 +189,10 @@ class Prober:
             return
         now_s = self._loop.time()
         quiet_s = now_s - max(asked_s, replica.progress_s)
-        if self._is_over(replica, quiet_s, self._answer_limit_s(replica), now_s):
+        if limit_s := self._exceeded_s(replica, quiet_s, self._answer_limit_s(replica), now_s):
             self._silence.given_up(replica, now_s)
-            self._fence(replica, "stalled", f"no answer to /health for {quiet_s:.1f} s")
+            why = f"no answer to /health for {quiet_s:.1f} s, limit {limit_s:.1f}"
+            self._fence(replica, "stalled", why)
 
     def _check_beats(self, now_s: float) -> None:
         """Fence replicas that are stopped: no beat, no event and no answer to a probe comes."""
@@ -217,11 +220,14 @@ class Prober:
                 for silence in (self._silence, self._beat_silence):
                     silence.given_up(replica, now_s)
                 replica.has_stopped = True
-                self._fence(replica, "stalled", f"no sign of life for {quiet_s:.1f} s")
+                why = f"no sign of life for {quiet_s:.1f} s, limit {limit_s:.1f}"
+                self._fence(replica, "stalled", why)
 
     def _others_beat(self, replica: Replica, lately_s: float, now_s: float) -> bool:
-        """Return whether another replica that can continue its streams has just had a beat."""
-        times = (self._beats.quiet_s(one, now_s) for one in self._fleet.equals(replica))
+        """Return whether another replica that can continue its streams has just had a beat: one
+        with an open breaker takes none, and they would wait for this one's return."""
+        able = [one for one in self._fleet.equals(replica) if one.breaker.allows(now_s)]
+        times = (self._beats.quiet_s(one, now_s) for one in able)
         return any(quiet_s is not None and quiet_s < lately_s / 2 for quiet_s in times)
 
     def _hear(self, replica: Replica, health: BeatHealth) -> None:
@@ -256,14 +262,17 @@ class Prober:
             self._fleet.log.event("replica takes no requests", replica=replica.name, state=state)
         replica.state, replica.reason = state, reason
 
-    def _is_over(self, replica: Replica, quiet_s: float, usual_s: float, now_s: float) -> bool:
-        """Return whether a replica was silent for too long; else look at it when it may be."""
+    def _exceeded_s(
+        self, replica: Replica, quiet_s: float, usual_s: float, now_s: float
+    ) -> float | None:
+        """Return the limit that a replica's silence exceeds; None where it does not, and then look
+        at it when it may."""
         others_work = quiet_s <= usual_s or self._others_work(replica, quiet_s, now_s)
         limit_s = usual_s * self._silence.factor_of(replica, now_s, others_work=others_work)
         if quiet_s > limit_s:
-            return True
+            return limit_s
         self._look_s = min(self._look_s, now_s + limit_s - quiet_s + _SOON_S)
-        return False
+        return None
 
     def _others_work(self, replica: Replica, quiet_s: float, now_s: float) -> bool:
         """Return whether another replica, which can continue its streams, has made progress in the
@@ -334,7 +343,8 @@ class Prober:
         replica.had_fewer_steps = False
         if has_fewer:
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
-        if health.steps_total != replica.steps_total or not health.pending:
+        is_idle = not (health.pending or self._has_output(replica))
+        if health.steps_total != replica.steps_total or is_idle:
             replica.progressed(now_s)
         replica.steps_total = health.steps_total
         is_asleep = health.state == ASLEEP
@@ -377,6 +387,13 @@ class Prober:
         replica.has_stopped = False
         self._fleet.became_available()
 
+    def _has_output(self, replica: Replica) -> bool:
+        """Return whether streams with output are open at a replica: it is not idle then, whatever
+        it reports. Of several API processes each reports what it has itself."""
+        if self._fleet.pool(replica).has_processes:
+            return False
+        return any(not (one.is_new or one.is_paused()) for one in replica.loads)
+
     def _has_silent_engine(self, replica: Replica, silent_s: float, now_s: float) -> bool:
         """Return whether the engine behind a server that answers is stopped; fence it then, and
         until it sends something again."""
@@ -388,7 +405,7 @@ class Prober:
         else:
             # A server that answers late reads its engine's messages late.
             usual_s = max(engine.usual_s, self._answer_limit_s(replica))
-            is_silent = self._is_over(replica, known_s, usual_s, now_s)
+            is_silent = self._exceeded_s(replica, known_s, usual_s, now_s) is not None
         if is_silent:
             self._give_up_engine(replica, known_s, now_s)
         return is_silent

@@ -5,7 +5,8 @@ long; then one that is less loaded. What a replica has is known from its KV even
 from what was sent there (PrefixHistory). Too long is a fixed difference of open tokens to the least
 loaded replica, or it is calibrated by the first tokens that were seen (TTFTModel): the wait is
 longer than it takes to compute the prefix elsewhere, and to compute again what the copy displaces
-there.
+there. Among replicas that have as much of a prompt, one that was found to be much slower gets a
+small share only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ MAX_OPEN_TOKENS, MAX_OPEN_PROMPTS = 131_072, 32
 # What a copy of a prefix costs beside its computation, as a multiple of that: caches are full, so
 # that it displaces as many tokens, which are to be computed again.
 DISPLACED = 1.0
+# A replica is slow where a first token takes it so many times as long as the fastest, and so much
+# longer. It gets one in so many requests all the same, which show whether it still is.
+SLOW_FACTOR, SLOW_S = 2.0, 0.02
+SLOW_EVERY = 32
 
 
 class WarmCache:
@@ -49,24 +54,56 @@ class WarmCache:
         self._models: dict[int, TTFTModel] = {}
         self._learned: dict[int, TTFTCosts] = {}  # of those that have had enough first tokens
         self._model_of_all = TTFTModel()
+        self._num_without_slow = 0
         self.matched_blocks_total = 0
         self.blocks_total = 0
         self.left_total = 0
 
     def choose(self, replicas: Sequence[AnyReplica], key: RouteKey) -> AnyReplica:
         """Return the warmest replica that keeps up, else a less loaded one."""
-        if not (key.blocks or key.hashes) or len(replicas) == 1:
-            return self._others.choose(replicas, key)
-        matched = self._matched_tokens([one.number for one in replicas], key)
-        most = max(matched.values())
+        if len(replicas) == 1:
+            return replicas[0]
+        matched: Mapping[int, int] = {}
+        if key.blocks or key.hashes:
+            matched = self._matched_tokens([one.number for one in replicas], key)
+        most = max(matched.values(), default=0)
         if not most:
-            return self._others.choose(replicas, key)
-        chosen = self._others.choose([one for one in replicas if matched[one.number] == most], key)
+            return self._others.choose(self._without_slow(replicas, key.prompt_tokens), key)
+        warm = [one for one in replicas if matched[one.number] == most]
+        quick = self._without_slow(warm, max(key.prompt_tokens - most, 0))
+        chosen = self._others.choose(quick, key)
         better = self._better(replicas, key, chosen, matched)
         if not better:
             return chosen
         self.left_total += 1
         return self._others.choose(better, key)
+
+    def _without_slow(
+        self, replicas: Sequence[AnyReplica], new_tokens: int
+    ) -> Sequence[AnyReplica]:
+        """Return those replicas that are not much slower than the fastest of them, idle and now.
+        Where others have much more output to give, a slow one stays."""
+        learned = self._learned
+        known = [one for one in replicas if one.number in learned]
+        if self._backlog_tokens is not None or len(known) < 2:
+            return replicas
+        idle_s = {one.number: learned[one.number].seconds(new_tokens, 0) for one in known}
+        fastest = min(known, key=lambda one: idle_s[one.number])
+        limit_s = max(SLOW_FACTOR * idle_s[fastest.number], idle_s[fastest.number] + SLOW_S)
+        slow = [one for one in known if idle_s[one.number] > limit_s]
+        if not slow:
+            return replicas
+        now_s = learned[fastest.number].seconds(new_tokens, fastest.queued_tokens)
+        left = {
+            one.number
+            for one in slow
+            if learned[one.number].seconds(new_tokens, one.queued_tokens) > now_s
+            and fastest.expected_tokens - one.expected_tokens <= DEFAULT_BACKLOG_TOKENS
+        }
+        self._num_without_slow = (self._num_without_slow + bool(left)) % SLOW_EVERY
+        if not (left and self._num_without_slow):
+            return replicas
+        return [one for one in replicas if one.number not in left]
 
     def _better(
         self,

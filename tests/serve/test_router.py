@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,16 @@ def _check_names(raw: bytes) -> None:
     assert raw.rstrip().endswith(b"data: [DONE]")
 
 
+def _header_names(port: int, path: str, body: Any) -> list[str]:
+    """Return the names of the headers of a response, repeated ones as often as they are there."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return [name for name, _ in response.getheaders()]
+
+
 def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None:
     with RunningRouter(servers[0].url) as router:
         body = {"prompt": "Once", "seed": 1, "max_tokens": 8}
@@ -313,6 +324,8 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         text = json.loads(raw)["choices"][0]["text"]
         assert status == 200
         assert text == servers[0].post("/v1/completions", body)[1]["choices"][0]["text"]
+        names = [name.lower() for name in _header_names(router.port, "/tokenize", {"prompt": "a"})]
+        assert sorted(set(names)) == sorted(names), "the router's own or the replica's"
         status, raw = router.request("GET", "/v1/models")
         assert [one["id"] for one in json.loads(raw)["data"]] == ["box"]
         assert router.request("GET", "/v1/models/box")[0] == 200

@@ -33,6 +33,8 @@ def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path)
         (b"\xff\xfe\n", "not UTF-8"),
         (b"# " + b"x" * (1 << 20) + b"\n", "bytes"),
         (b"http://a:99999\n", "line 1"),
+        (bytes(20) + b"\nhttp://a:1\n", "line 1"),  # blocks of a disk that were never written
+        (b"http://a:1\nhttp://b :2\n", "line 2"),
         ("".join(f"http://a:{at}\n" for at in range(1, 1100)).encode(), "at most 1024"),
     ):
         path.write_bytes(bad)

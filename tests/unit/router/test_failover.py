@@ -72,10 +72,12 @@ def test_comments_are_passed_on_to_clients_that_asked_for_them() -> None:
     )
 
 
-def test_a_stopped_replica_is_given_up_after_its_stall_time() -> None:
+@pytest.mark.parametrize("pending", [1, 0])
+def test_a_stopped_replica_is_given_up_after_its_stall_time(pending: int) -> None:
+    """Whatever it says of its open requests: the router knows of one with output."""
     first, second = FakeReplica(), FakeReplica()
     first.silent_after = 3
-    first.health["pending"] = 1  # and steps_total does not advance
+    first.health["pending"] = pending  # and steps_total does not advance
 
     async def story(router: Router) -> None:
         assert (await stream(router))[2] == ANSWER

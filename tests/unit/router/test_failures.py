@@ -229,8 +229,9 @@ def test_a_poison_request_ends_after_two_replicas_and_no_other_one_with_it() -> 
             for _ in range(24)
         ]
         await begun.wait()
-        status, _, body = await router.post("/generate", {"tokens": [POISON]})
+        status, headers, body = await router.post("/generate", {"tokens": [POISON]})
         assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_failed")
+        assert headers[b"x-should-retry"] == b"false", "clients would send it to two more"
         for one in streams:
             status, _, body = await one
             assert body.endswith(b"data: [DONE]\n\n")

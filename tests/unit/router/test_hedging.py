@@ -55,6 +55,14 @@ def stream(router: Router, **fields: Any) -> Awaitable[tuple[int, dict[bytes, by
     return router.post("/generate", {**STREAM, **fields})
 
 
+def _noted(router: Router) -> list[str]:
+    """Return the names of replicas that the policy learns the first tokens of, from now on."""
+    names = list[str]()
+    policy: Any = router.fleet.policy
+    policy.note_first_token = lambda replica, *times: names.append(replica.name)
+    return names
+
+
 def _count(router: Router, outcome: str) -> float:
     text = router.metrics.text().decode()
     wanted = f'quire_router_hedges_total{{outcome="{outcome}"}}'
@@ -69,11 +77,13 @@ def test_a_late_first_token_is_hedged_and_the_loser_is_cancelled() -> None:
         first.gate = asyncio.Event()  # never set: the first has no first token
         _learn(router, 0.25)
         _fill(late)
+        noted = _noted(router)
         answering = asyncio.ensure_future(stream(router))
         await first.began.wait()
         assert not second.requests
         late.has_passed.set()
         assert (await answering)[2] == ANSWER
+        assert noted == [first.url, second.url], "a slow one that always loses is known to be slow"
         assert late.asked_s == [0.25]
         assert _count(router, "won") == 1
         assert router.count("quire_router_hedged_tokens_total") == 2
@@ -96,10 +106,12 @@ def test_the_first_replica_may_still_win() -> None:
         _learn(router)
         _fill(late)
         late.has_passed.set()
+        noted = _noted(router)
         answering = asyncio.ensure_future(stream(router))
         await second.began.wait()
         first.gate.set()
         assert (await answering)[2] == ANSWER
+        assert noted == [first.url], "the other one was not waited for"
         assert _count(router, "lost") == 1
         assert router.count("quire_router_streamed_tokens_total") == LENGTH
         second.gate.set()

@@ -142,7 +142,8 @@ def test_a_killed_replica_hands_over_its_own_streams_and_no_others() -> None:
 def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
     end: Callable[[SteppedServer], None],
 ) -> None:
-    """Their servers read all those requests at once: neither answers nor tokens come meanwhile."""
+    """Their servers read all those requests at once: neither answers nor tokens come meanwhile, and
+    the threads that write beats have little of the processors, too."""
 
     def busy(now_s: float) -> float:
         return 1.8 if 105.5 < now_s < 108.0 else 0.01
@@ -150,6 +151,7 @@ def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
     async def story() -> None:
         servers = servers_of(calm)
         servers[1] = SteppedServer(1, lambda now_s, count: CALM_STEP_S + busy(now_s), busy)
+        servers[1].beat_s = lambda now_s: 0.1 + (1.4 if 106.1 < now_s < 106.6 else 0.0)
         fleet = VirtualFleet(servers, **SETTINGS)
         await fleet.router.start()
 
@@ -256,6 +258,37 @@ def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
         try:
             assert await answers_of(fleet, 60) == {"whole": 60}
             assert fleet.router.count("quire_router_resumed_streams_total") == 0
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
+def test_a_late_replica_keeps_its_streams_while_the_other_one_takes_none() -> None:
+    """The other one sends beats, but its circuit breaker is open: streams would wait for the late
+    one itself."""
+
+    def late(now_s: float) -> float:
+        return 1.2 if 106.0 < now_s < 106.5 else 0.01
+
+    async def story() -> None:
+        servers = servers_of(calm)[:2]
+        servers[0] = SteppedServer(0, lambda now_s, count: CALM_STEP_S + late(now_s), late)
+        servers[0].beat_s = lambda now_s: 0.1 + late(now_s)
+        fleet = VirtualFleet(servers, **SETTINGS)
+        await fleet.router.start()
+        try:
+            streams = fleet.open_streams(20, 60)
+            await asyncio.sleep(5.5)
+            other = fleet.router.fleet.replicas[servers[1].url]
+            for _ in range(3):  # each time for longer
+                other.breaker.stalled(asyncio.get_running_loop().time())
+            await asyncio.sleep(3.0)
+            assert not other.is_available(asyncio.get_running_loop().time())
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(60)
+            assert fleet.router.count("quire_router_resumed_streams_total") == 0
+            assert not any("replica fenced" in line for line in fleet.router.lines)
         finally:
             await fleet.close()
 

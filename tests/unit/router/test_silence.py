@@ -20,7 +20,7 @@ from quire.router.silence import (
     SilenceLimit,
 )
 from tests.unit.router.fake_replica import FakeReplica, Router, run
-from tests.unit.router.test_failover import ANSWER, _until, stream
+from tests.unit.router.test_failover import ANSWER, STREAM, _until, stream
 
 Named = namedtuple("Named", ["name"])
 ONE: Any = Named("one")
@@ -93,3 +93,39 @@ def test_a_slow_server_makes_all_be_waited_for(monkeypatch: pytest.MonkeyPatch) 
         await _until(lambda: any("silent ones are given up later" in at for at in router.lines))
 
     run([first, second], story, stall_s=600.0)
+
+
+def test_an_idle_api_process_among_several_is_no_stall() -> None:
+    """Each reports its own open requests and the steps that it has heard of."""
+    only = FakeReplica()
+    only.silent_after, only.process = 3, 2
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(stream(router))
+        await asyncio.sleep(3.0)  # several times its stall time
+        assert not any("fenced" in line for line in router.lines), router.lines
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+
+    run([only], story)
+
+
+def test_a_client_that_is_slow_to_read_the_end_is_no_stall() -> None:
+    """The replica has sent everything, and says that nothing is open there."""
+    only = FakeReplica()
+
+    async def story(router: Router) -> None:
+        slow = asyncio.Event()
+        asyncio.get_running_loop().call_later(3.0, slow.set)
+        pieces = list[bytes]()
+
+        async def read(piece: bytes) -> None:
+            pieces.append(piece)
+            if len(pieces) == 2:
+                await slow.wait()
+
+        _, _, body = await router.post("/generate", STREAM, on_piece=read)
+        assert body == ANSWER
+        assert not any("fenced" in line for line in router.lines), router.lines
+
+    run([only], story)

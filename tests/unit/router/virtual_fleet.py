@@ -56,6 +56,8 @@ class SteppedServer:
     steps alone while `hangs`, and the engine's signs of life as well while its process
     `is_frozen`."""
 
+    has_processes = False
+
     def __init__(
         self,
         number: int,

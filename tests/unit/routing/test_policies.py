@@ -21,7 +21,12 @@ from quire.routing.policy import RouteKey
 from quire.routing.power_of_two import PowerOfTwo
 from quire.routing.prefix_history import BLOCK_BYTES, PrefixHistory, block_names
 from quire.routing.ttft_model import MIN_SAMPLES
-from quire.routing.warm_cache import DEFAULT_BACKLOG_TOKENS, MAX_OPEN_TOKENS, WarmCache
+from quire.routing.warm_cache import (
+    DEFAULT_BACKLOG_TOKENS,
+    MAX_OPEN_TOKENS,
+    SLOW_EVERY,
+    WarmCache,
+)
 from tests.repository.source_files import ROOT
 from tests.unit.router.made_replicas import key_of, made_replicas, open_load
 
@@ -140,6 +145,38 @@ def test_a_warm_replica_is_kept_while_its_queue_costs_less_than_a_copy(
         for one in (load, other, *waits):
             replica.end(one)
     assert all(one.queued_tokens == one.expected_tokens == 0 for one in replicas)
+
+
+@pytest.mark.parametrize("is_warm", [True, False])
+def test_of_equally_warm_replicas_a_slow_one_gets_few_requests(is_warm: bool) -> None:
+    """Enough of them to find out that it is fast again."""
+    policy, replicas = measured_policy(1.0, 1.0, 0.1), made_replicas(3)
+    *others, slow = replicas
+    for one in replicas if is_warm else ():
+        policy.sent(one, LONG)
+    num_choices = 4 * SLOW_EVERY
+
+    def num_slow(key: RouteKey = LONG) -> int:
+        return sum(policy.choose(replicas, key) is slow for _ in range(num_choices))
+
+    loads = [open_load(one, 10) for one in others]  # the slow one has nothing to do
+    assert num_slow() == 4
+    one_token = RouteKey(blocks=(), tokens=11, prompt_tokens=1)
+    assert num_slow(one_token) == num_choices, "it is not much longer"
+    more = [open_load(one, DEFAULT_BACKLOG_TOKENS) for one in others]
+    assert num_slow() == num_choices, "the others have much more output to give"
+    for one, load in zip(others, more, strict=True):
+        one.end(load)
+    queues = [queue(one, 20 * LONG.prompt_tokens) for one in others]
+    assert num_slow() == num_choices, "their queues are longer than it is slow"
+    for one, load in zip(others, queues, strict=True):
+        one.end(load)
+    assert num_slow() == 4
+    for at in range(20 * MIN_SAMPLES):
+        policy.note_first_token(slow, 100 * (at % 20), 0, EACH_S * 100 * (at % 20))
+    assert num_slow() == num_choices
+    for one, load in zip(others, loads, strict=True):
+        one.end(load)
 
 
 def cached(replica: Replica, answer: int) -> Load:
