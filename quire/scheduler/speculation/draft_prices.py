@@ -3,11 +3,12 @@
 A step computes a position for each row and one for each draft, and takes a time by their number
 (StepCurve), whichever of them are drafts. A step with drafts takes the host longer besides: it
 proposes, plans and verifies. So steps without drafts and steps with drafts have a curve each; where
-the second is not known, the first stands in, with the host's time learned where both are. Beyond
-what is known, a position costs at least what the step-cost model predicts. Steps with drafts are no
-part of that model's own fit. Knows no clock: times are arguments. Always holds: prices are not
-negative and never fall with the number of drafts; what has not been tried for long drifts back to
-what the rest of the curve says, so that a few slow steps do not end drafting for good.
+the second is not known, the first stands in, with the host's time learned where both are. Below
+what is known, a position costs what the step-cost model predicts, and beyond it at least that.
+Steps with drafts are no part of that model's own fit. Knows no clock: times are arguments. Always
+holds: prices are not negative and never fall with the number of drafts; what has not been tried for
+long drifts back to what the rest of the curve says, so that a few slow steps do not end drafting
+for good.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ MIN_SLOPE_SHARE = 0.05
 MAX_GAP, NEAR = 2.0, 1.2
 # Just beyond the last point, up to so many times its positions, a position counts as so much of
 # what is predicted, once in so many steps: otherwise a prediction that is too high would never be
-# put to the test.
+# put to the test. It takes off at most so many steps without drafts.
 UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY, UNTRIED_STEPS = 1.5, 0.4, 48, 0.5
 
 
