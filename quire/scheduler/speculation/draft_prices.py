@@ -3,11 +3,12 @@
 A step computes a position for each row and one for each draft, and takes a time by their number
 (StepCurve), whichever of them are drafts. A step with drafts takes the host longer besides: it
 proposes, plans and verifies. So steps without drafts and steps with drafts have a curve each; where
-the second is not known, the first stands in, with the host's time learned where both are. Beyond
-what is known, a position costs at least what the step-cost model predicts. Steps with drafts are no
-part of that model's own fit. Knows no clock: times are arguments. Always holds: prices are not
-negative and never fall with the number of drafts; what has not been tried for long drifts back to
-what the rest of the curve says, so that a few slow steps do not end drafting for good.
+the second is not known, the first stands in, with the host's time learned where both are. Below
+what is known, a position costs what the step-cost model predicts, and beyond it at least that.
+Steps with drafts are no part of that model's own fit. Knows no clock: times are arguments. Always
+holds: prices are not negative and never fall with the number of drafts; what has not been tried for
+long drifts back to what the rest of the curve says, so that a few slow steps do not end drafting
+for good.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ MIN_SLOPE_SHARE = 0.05
 MAX_GAP, NEAR = 2.0, 1.2
 # Just beyond the last point, up to so many times its positions, a position counts as so much of
 # what is predicted, once in so many steps: otherwise a prediction that is too high would never be
-# put to the test.
-UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY = 1.5, 0.4, 48
+# put to the test. It takes off at most so many steps without drafts.
+UNTRIED_TIMES, UNTRIED_SHARE, UNTRIED_EVERY, UNTRIED_STEPS = 1.5, 0.4, 48, 0.5
 
 
 class DraftedStep(NamedTuple):
@@ -192,13 +193,16 @@ class DraftPrices:
         offset_ms = self.once_ms + self._prompts_ms
         if self._points:
             added: Float64s = np.interp(numbers, self._positions, self._ms)
-            last = self._positions[-1]
+            first, last = self._positions[0], self._positions[-1]
+            if numbers[0] < first:
+                added -= slope_ms * np.maximum(first - numbers, 0.0)
             if numbers[-1] > last:
-                beyond = np.maximum(numbers - last, 0.0)
+                beyond_ms = self._last_slope(slope_ms) * np.maximum(numbers - last, 0.0)
+                added += beyond_ms
                 if self._pace.num_noted >= self._untried_at:
-                    near = (UNTRIED_TIMES - 1.0) * last
-                    beyond -= (1.0 - UNTRIED_SHARE) * np.minimum(beyond, near)
-                added += self._last_slope(slope_ms) * beyond
+                    near_ms = self._last_slope(slope_ms) * (UNTRIED_TIMES - 1.0) * last
+                    less_ms = (1.0 - UNTRIED_SHARE) * np.minimum(beyond_ms, near_ms)
+                    added -= np.minimum(less_ms, UNTRIED_STEPS * (plain_ms or self._ms[0]))
             added -= plain_ms or added[0] - offset_ms
             numbers -= num_positions  # of drafts now
         else:
@@ -240,11 +244,15 @@ class DraftPrices:
         """Learn the host's time from steps with drafts: where such without are known, or else, with
         little weight, where some of fewer positions are. slope_ms: of a position."""
         sum_ms, num = PRIOR_WEIGHT * max(self.asked_ms, 0.0), PRIOR_WEIGHT
-        for at, ms, weight in drafted:
+        for place, (at, ms, weight) in enumerate(drafted, start=1):
             plain_ms = _between(self._plain_points, at)
             fewer = [one for one in self._plain_points if one.positions < at]
             if not plain_ms and fewer and at <= FEWER_TIMES * fewer[-1].positions:
-                plain_ms = fewer[-1].ms + slope_ms * (at - fewer[-1].positions)
+                each_ms = slope_ms
+                if place < len(drafted):  # further positions never cost less
+                    after = drafted[place]
+                    each_ms = max(each_ms, (after.ms - ms) / (after.positions - at))
+                plain_ms = fewer[-1].ms + each_ms * (at - fewer[-1].positions)
                 weight = PRIOR_WEIGHT * min(weight, 1.0)
             if plain_ms:
                 sum_ms += weight * (ms - (1.0 + UNSURE_SHARE) * plain_ms)

@@ -136,8 +136,8 @@ class DraftRows(StepExtension):
         self._drafting_ms = source.drafting_ms
         ms -= computed_ms
         if predicted is None:
-            is_plain = self._num_timed and not plan.admissions and plan.layers is None
-            if is_plain and plan.num_tokens == len(plan.slots):
+            is_timed = self._num_timed and plan.layers is None
+            if is_timed and plan.num_tokens == len(plan.slots):
                 self._note_plain(plan, ms, follows=follows)
             if computed_ms or source.notes_plain_steps:
                 source.note_step(ms, None, computed_ms)

@@ -215,6 +215,35 @@ def test_more_drafts_than_were_timed_cost_less_once_in_a_while() -> None:
     assert further_ms > 0.8 * 4 * slope_ms
 
 
+def test_fewer_drafts_than_were_timed_cost_what_the_cost_model_predicts() -> None:
+    """Also while no step without drafts was timed: not nothing."""
+    prices = DraftPrices()
+    learn(prices, 16, 10, true_ms(26), times=8)
+    assert added(prices, 16, 5) == pytest.approx(5 * SLOPE_MS, rel=0.1)
+    assert added(prices, 16, 10) == pytest.approx(10 * SLOPE_MS, rel=0.1)
+
+
+def test_steps_that_take_longer_by_their_positions_are_not_the_time_of_the_host() -> None:
+    """The cost model expects less of a position than it takes beyond sixteen. By its slope alone,
+    half of a step would be the host's."""
+    prices = DraftPrices()
+    for _ in range(4):
+        prices.note_plain(16, true_ms(16))
+    for num_drafts in (8, 16, 32):
+        learn(prices, 16, num_drafts, true_ms(16 + num_drafts), times=6, slope_ms=0.5)
+    assert prices.once_ms <= 0.25 * true_ms(16)
+
+
+def test_drafts_beyond_the_timed_ones_are_tried_for_half_a_step_at_most() -> None:
+    prices = DraftPrices()
+    for _ in range(4):
+        prices.note_plain(16, true_ms(16))
+    learn(prices, 16, 44, 190.0, times=UNTRIED_EVERY + NOTES_PER_MAKE)
+    prices.note_plain(16, true_ms(16))
+    usual_ms = added(prices, 16, 44) + 30 * SLOPE_MS
+    assert usual_ms - added(prices, 16, 74) <= 0.55 * true_ms(16)
+
+
 def test_points_that_fall_are_pooled_by_their_weight() -> None:
     points = [Point(1, 3.0, 1.0), Point(2, 1.0, 3.0), Point(4, 2.0, 1.0)]
     assert never_falling(points) == [Point(1, 1.5, 4.0), Point(2, 1.5, 4.0), Point(4, 2.0, 1.0)]
