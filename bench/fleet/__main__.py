@@ -4,21 +4,19 @@ Replicas are servers of the built-in model on this machine. A schedule drawn fro
 stops them, drains them and kills their engines; all are started again. Before, each request is sent
 alone to one replica; every answer through the router must have the same bytes. How long streams
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
-counts as its own. `false_alarms` are replicas that the router gave up while no fault was theirs,
-with the reasons in its log. The router's processor time per request and per streamed token is taken
-without faults, before: of eight requests at a time as in bench.router, of one at a time, and of an
-idle router, which is no request's. With `--beside smg` the same replicas, requests and schedule
-follow behind that gateway, and its broken streams are counted. Both come before replicas and
-clients at the processors, as one on a machine of its own does: their nice value is -5 where that is
-allowed, and is in the result.
-
-On a machine with few cores a thousand streams are silent for seconds without any fault. `floor_s`
-is what it can do at all: as many new streams as a failed replica hands over begin at once at the
-others, which stream as many as they have, without a router or a failure. A quiet run of
-fewer streams is `--streams 300 --minutes 5 --beside smg --max-minutes 16`. The time with faults is
-shortened, for both gateways alike, where all would not fit into `--max-minutes`. Adds the run to
-bench/results/fleet.json, where it replaces the one of as many streams, and exits with 1 if an
-answer through the router was wrong, lost or repeated.
+counts as its own. `false_alarms` are replicas that the router gave up for their silence while no
+fault was theirs, with the reasons in its log. The router's processor time per request and per
+streamed token is taken without faults, before: of eight requests at a time as in bench.router, of
+one at a time, and of an idle router, which is no request's. With `--beside smg` the same replicas,
+requests and schedule follow behind that gateway, and its broken streams are counted. Both come
+before replicas and clients at the processors, as one on a machine of its own does: their nice value
+is -5 where that is allowed, and is in the result. On a machine with few cores a thousand streams
+are silent for seconds without any fault. `floor_s` is what it can do at all: as many new streams as
+a failed replica hands over begin at once at the others, which stream as many as they have, without
+a router or a failure. A quiet run of fewer streams is `--streams 300 --minutes 5 --beside smg
+--max-minutes 16`. The time with faults is shortened, for both gateways alike, where all would not
+fit into `--max-minutes`. Adds the run to bench/results/fleet.json, where it replaces the one of as
+many streams, and exits with 1 if an answer through the router was wrong, lost or repeated.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Injected:
 
 def false_alarms(log: Iterable[str], faults: Sequence[Injected]) -> dict[str, Any]:
     """Return how many healthy replicas were given up for their silence, and the first of them: when
-    after which fault, why (with the limit), and how many streams and other replicas there were."""
+    after which fault, why, and how many streams and other replicas there were."""
     found = []
     for line in log:
         head, is_fence, rest = line.partition(_FENCED)

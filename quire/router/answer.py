@@ -105,6 +105,12 @@ class Answer:
             await race.close()
         return await self._take(first)
 
+    def _note_late(self, attempt: Attempt) -> None:
+        """Learn from the loser of a race: its first token takes at least as long as was waited."""
+        attempt.note_first_tokens()
+        if self._request.is_stream and self._request.transfer is None:
+            self._fleet.note_first_token(attempt.replica, attempt.load, attempt.age_s)
+
     async def _hedge(self, race: Race, replica: Replica) -> bool:
         """Send the request to a second replica as well, and pass on what begins first."""
         state = self._state
@@ -115,10 +121,8 @@ class Answer:
             await race.close()
             for attempt in (race.first, second):
                 if attempt is not winner and attempt.replica not in state.failures.at:
-                    if attempt is race.first:  # it takes as long as it was waited for, at least
-                        attempt.note_first_tokens()
-                        load = attempt.load
-                        self._fleet.note_first_token(attempt.replica, load, attempt.age_s)
+                    if attempt is race.first:
+                        self._note_late(attempt)
                     attempt.cancel()
                     state.tried.discard(attempt.replica)
             outcome = "failed" if winner is None else "won" if winner is second else "lost"
@@ -234,7 +238,7 @@ class Answer:
                 502,
                 "replicas_failed",
                 f"{failures.summary}, so it is tried no more",
-                is_final=failures.are_evidence,
+                is_final=failures.blame_request,
             )
         if self._refused is not None:
             status, headers, body = self._refused

@@ -59,12 +59,12 @@ class Failures:
     @property
     def are_final(self) -> bool:
         """Whether the request is tried no more."""
-        if not self._num_delivered and self.are_evidence:
+        if not self._num_delivered and self.blame_request:
             return True
         return self._in_a_row >= MAX_IN_A_ROW or self._num_all >= MAX_OF_ALL
 
     @property
-    def are_evidence(self) -> bool:
+    def blame_request(self) -> bool:
         """Whether the request is probably their cause, and would make further replicas fail."""
         return self._num_blamed >= MAX_BLAMED
 

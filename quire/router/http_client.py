@@ -390,7 +390,8 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close the kept connections."""
+        """Close the kept connections; another server may answer at the address next."""
+        self.has_processes = False
         while self._idle:
             self._idle.pop().abort()
 

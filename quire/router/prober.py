@@ -171,7 +171,8 @@ class Prober:
             return
         stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
-        if limit_s := self._exceeded_s(replica, quiet_s, stall_s, now_s):
+        limit_s = self._exceeded_s(replica, quiet_s, stall_s, now_s)
+        if limit_s is not None:
             self._give_up(replica, now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s, limit {limit_s:.1f}")
 
@@ -189,7 +190,8 @@ class Prober:
             return
         now_s = self._loop.time()
         quiet_s = now_s - max(asked_s, replica.progress_s)
-        if limit_s := self._exceeded_s(replica, quiet_s, self._answer_limit_s(replica), now_s):
+        limit_s = self._exceeded_s(replica, quiet_s, self._answer_limit_s(replica), now_s)
+        if limit_s is not None:
             self._silence.given_up(replica, now_s)
             why = f"no answer to /health for {quiet_s:.1f} s, limit {limit_s:.1f}"
             self._fence(replica, "stalled", why)
@@ -265,8 +267,7 @@ class Prober:
     def _exceeded_s(
         self, replica: Replica, quiet_s: float, usual_s: float, now_s: float
     ) -> float | None:
-        """Return the limit that a replica's silence exceeds; None where it does not, and then look
-        at it when it may."""
+        """Return the exceeded limit, or None and schedule the next check."""
         others_work = quiet_s <= usual_s or self._others_work(replica, quiet_s, now_s)
         limit_s = usual_s * self._silence.factor_of(replica, now_s, others_work=others_work)
         if quiet_s > limit_s:

@@ -34,6 +34,7 @@ DISPLACED = 1.0
 # longer. It gets one in so many requests all the same, which show whether it still is.
 SLOW_FACTOR, SLOW_S = 2.0, 0.02
 SLOW_EVERY = 32
+MIN_QUICK = 3  # first tokens in a row that take less than half of what was learned: slow no longer
 
 
 class WarmCache:
@@ -55,6 +56,7 @@ class WarmCache:
         self._learned: dict[int, TTFTCosts] = {}  # of those that have had enough first tokens
         self._model_of_all = TTFTModel()
         self._num_without_slow = 0
+        self._num_quick: dict[int, int] = {}
         self.matched_blocks_total = 0
         self.blocks_total = 0
         self.left_total = 0
@@ -176,6 +178,8 @@ class WarmCache:
         self, replica: Replica, new_tokens: int, queued_tokens: int, seconds: float
     ) -> None:
         """Learn from a first token how fast the replica is."""
+        if self._has_recovered(replica.number, new_tokens, queued_tokens, seconds):
+            self._forget_pace(replica.number)
         model = self._models.get(replica.number)
         if model is None:
             model = self._models[replica.number] = TTFTModel()
@@ -183,6 +187,24 @@ class WarmCache:
             one.note(new_tokens, queued_tokens, seconds)
         if (costs := model.costs) is not None:
             self._learned[replica.number] = costs
+
+    def _has_recovered(
+        self, number: int, new_tokens: int, queued_tokens: int, seconds: float
+    ) -> bool:
+        """Return whether a slow replica is no longer slow: it would get too few requests to show
+        that by the mean of the newest 128."""
+        known, usual = self._learned.get(number), self._model_of_all.costs
+        if known is None or usual is None:
+            return False
+        known_s = known.seconds(new_tokens, queued_tokens)
+        is_slow = known_s > SLOW_FACTOR * usual.seconds(new_tokens, queued_tokens)
+        num = self._num_quick.get(number, 0) + 1 if SLOW_FACTOR * seconds < known_s else 0
+        self._num_quick[number] = num
+        return is_slow and num >= MIN_QUICK
+
+    def _forget_pace(self, number: int) -> None:
+        for learned in (self._models, self._learned, self._num_quick):
+            learned.pop(number, None)
 
     def counts(self) -> Sequence[PolicyCount]:
         """Return the blocks of prompts, and those that their replicas had, by the history; and
@@ -215,7 +237,6 @@ class WarmCache:
     def forget(self, replica: Replica) -> None:
         """Note that its cache is empty."""
         self._history.forget(replica.number)
-        self._models.pop(replica.number, None)
-        self._learned.pop(replica.number, None)
+        self._forget_pace(replica.number)
         if self.sets is not None:
             self.sets.forget(replica.number)

@@ -151,7 +151,7 @@ def test_integer_products_match_the_reference_or_fail_the_section(
 ) -> None:
     stage, results = _dry()
     integers.integers(stage)
-    assert set(results) == {f"{name} products" for name in integers.INTEGERS}
+    assert set(results) == {f"{name} products, 200 -> 40" for name in integers.INTEGERS}
     assert {found["other_bits"] for found in results.values()} == {0}
     right = integers.int_linear
     monkeypatch.setattr(integers, "int_linear", lambda *given: right(*given) * np.float32(1 + 1e-7))

@@ -151,14 +151,14 @@ def test_a_model_in_fast_mode_uses_the_library_and_agrees(
 
     monkeypatch.setattr(library_fp8, "multiply", counted)
     monkeypatch.setattr(library_fp8, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(library_fp8, "OURS_UP_TO", 0)
+    monkeypatch.setattr(library_fp8, "MAX_TRITON_ROWS", 0)
     executor = torch_executor(folder, program, exact=False, kernels=True)
     count.clear()
     found = sequence_logits(executor, ids, max_positions=program.max_positions)
     assert len(count) == 4  # the head's logits are f32
     right = logits_of(reference_executor(folder, program), ids, max_positions=program.max_positions)
     assert np.abs(found - right).max() <= 0.05 * np.abs(right).max()
-    monkeypatch.setattr(library_fp8, "OURS_UP_TO", 64)
+    monkeypatch.setattr(library_fp8, "MAX_TRITON_ROWS", 64)
     count.clear()
     few = sequence_logits(executor, ids, max_positions=program.max_positions)
     assert not count, "few rows by rows' scales are not the library's"

@@ -10,7 +10,7 @@ from quire.execute import reference_ops as ops
 from quire.execute.gpu.kernels import linear_gemv
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.linear_fixed import Workspace
-from quire.execute.gpu.kernels.linear_gemv import MAX_ROWS, division_of, gemv, max_gemv_sums
+from quire.execute.gpu.kernels.linear_gemv import MAX_ROWS, gemv, k_split_of, max_gemv_sums
 from quire.execute.gpu.products import int_product, pack_ints
 from quire.quant.int_weights import IntMatrix, quantize_matrix
 from quire.quant.scheme import SCHEMES
@@ -44,7 +44,7 @@ def workspace_for(outputs: int, columns: int, bits: int) -> Workspace:
 def test_products_match_the_reference_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch, scheme: str, rows: int, outputs: int, columns: int, fill: int
 ) -> None:
-    monkeypatch.setattr(linear_gemv, "FILL", fill)
+    monkeypatch.setattr(linear_gemv, "MIN_PROGRAMS", fill)
     rng, bits = np.random.default_rng(2), SCHEMES[scheme].bits
     whole, x, bias = matrix(rng, outputs, columns, scheme), normal(rng, rows, columns), None
     room = workspace_for(outputs, columns, bits)
@@ -57,13 +57,13 @@ def test_products_match_the_reference_bit_for_bit(
 
 
 def test_few_outputs_are_divided_by_columns_and_many_are_not() -> None:
-    assert division_of(4096, 112, 4).splits > 4
-    assert division_of(4096, 32, 8).splits > 4
-    assert division_of(28672, 32, 4).splits == division_of(28672, 32, 8).splits == 1
+    assert k_split_of(4096, 112, 4).splits > 4
+    assert k_split_of(4096, 32, 8).splits > 4
+    assert k_split_of(28672, 32, 4).splits == k_split_of(28672, 32, 8).splits == 1
     for outputs, blocks, bits in ((4096, 112, 4), (4096, 32, 8), (6144, 33, 4), (5, 1, 8)):
-        division = division_of(outputs, blocks, bits)
-        assert (division.splits - 1) * division.per_split < blocks
-        assert blocks <= division.splits * division.per_split
+        split = k_split_of(outputs, blocks, bits)
+        assert (split.splits - 1) * split.per_split < blocks
+        assert blocks <= split.splits * split.per_split
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-zp"])

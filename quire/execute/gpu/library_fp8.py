@@ -22,8 +22,8 @@ from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
 E4M3 = torch.float8_e4m3fn
 OUTPUTS = 16  # the library's products need multiples of it
 BY_TENSOR, BY_ROW = "tensor", "row"
-# Up to so many rows, with scales of rows, ours is faster in all shapes of an 8B model (H200).
-OURS_UP_TO = 64
+# Up to so many rows, with scales of rows, the Triton kernel is faster (8B shapes, H200).
+MAX_TRITON_ROWS = 64
 LibraryProduct = Callable[[ByteRows, Tensor], None]
 
 
@@ -82,7 +82,7 @@ def product_for(
         return library
 
     def by_rows(x: ByteRows, y: Tensor) -> None:
-        if len(y) <= OURS_UP_TO:
+        if len(y) <= MAX_TRITON_ROWS:
             linear_bytes(x, weight, y)
         else:
             library(x, y)

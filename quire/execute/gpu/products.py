@@ -3,8 +3,9 @@
 Products of bf16 and fp8 are the vendor library's in fast mode, where it has them, and fixed tiles
 in exact mode. Those of few bits take rows in bytes (kernels/byte_rows.py), which are made just
 before, or by the operation that makes the rows (fused.py). Knows operations and loaded weights.
-Always holds: a bound product uses one kernel for any number of rows; in fast mode bf16 uses another
-for few rows.
+Always holds: in exact mode a row's bits do not depend on the number of rows, although one or two
+rows of integers have a kernel of their own. In fast mode bf16 and fp8 may use other kernels for few
+rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from quire.execute.gpu import library_fp8
 from quire.execute.gpu.kernels.byte_rows import ByteRows, quantize_rows
 from quire.execute.gpu.kernels.int4_layout import Int4Weight
 from quire.execute.gpu.kernels.linear_bytes import ByteWeight, linear_bytes
-from quire.execute.gpu.kernels.linear_fixed import Workspace, linear, max_sums
+from quire.execute.gpu.kernels.linear_fixed import MAX_TILES, Workspace, linear, max_sums
 from quire.execute.gpu.kernels.linear_gemv import MAX_ROWS, gemv, max_gemv_sums
 from quire.execute.gpu.kernels.linear_int4 import linear_int4
 from quire.execute.gpu.load import Fp8Weight
@@ -76,7 +77,7 @@ class Scratch:
             rows * -(-columns // ACTIVATION_GROUP) * (ACTIVATION_GROUP + 4)
             for columns, _ in _byte_rows(program)
         )
-        return 4 * _sums(program, rows) + of_rows
+        return 4 * (_sums(program, rows) + MAX_TILES) + of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 A captured step has room for so many rows and for no other number of them, so a step is padded to a
 size of a few ladders. Steps of one token a sequence always are; mixed ones (chunks of prompts, with
 rows that decode beside them or without) up to the tokens that a device computes in the time in
-which the host launches a step kernel by kernel. Up to there a replayed step is the sooner one
-however much of it is padding; beyond, the host is ready before the device anyway. Knows what a
+which the host launches a step kernel by kernel. Up to there a replayed step is usually the sooner
+one, padding included; beyond, the host is ready before the device anyway. Knows what a
 program costs; no kernels, no graphs. Always holds: there are few sizes, whatever steps come.
 """
 

@@ -155,12 +155,13 @@ class DraftRows(StepExtension):
         return ms if predicted is None else 0.0
 
     def _note_plain(self, plan: StepPlan, ms: float, *, follows: bool) -> None:
-        """Learn from a step without drafts and prompts."""
+        """Learn from a step without drafts, of one position a row."""
         num_rows = len(plan.slots)
         self._num_plain += 1
         if plan.step == self._asked_step:  # in vain
             self._end_after()
-            self._prices.note_asked(num_rows, ms)
+            if not plan.admissions:
+                self._prices.note_asked(num_rows, ms)
         elif follows or self._num_plain >= self._plain_steps:
             self._end_after()
             self._num_timed -= 1

@@ -423,6 +423,7 @@ def test_late_whole_answers_are_hedged_where_that_is_set(whole_answers: bool) ->
         first.whole_gate = asyncio.Event()
         _learn_whole(router, 60)
         _fill(late)
+        noted = _noted(router)
         late.has_passed.set()
         answering = asyncio.ensure_future(router.post("/generate", WHOLE))
         await first.began.wait()
@@ -432,6 +433,7 @@ def test_late_whole_answers_are_hedged_where_that_is_set(whole_answers: bool) ->
             first.whole_gate.set()
         status, _, body = await answering
         assert (status, body) == (200, second.body)
+        assert not noted, "a whole answer has no first token"
         assert _count(router, "won") == int(whole_answers)
         tokens = 62 if whole_answers else 0
         assert router.count("quire_router_hedged_tokens_total") == tokens

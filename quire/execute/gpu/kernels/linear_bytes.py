@@ -44,9 +44,9 @@ TILES = {
 }
 
 
-# Scales of groups are not fetched ahead as what is multiplied is: each time round the loop waits
-# for some. Few rows take several groups a time, so that it is for these together: groups of a turn
-# by the rows of a tile.
+# Scales of groups are not prefetched: each iteration of the loop waits for them. Tiles of few rows
+# unroll the loop, so that several groups share a wait: UNROLLED up to WAITING_ROWS rows, and for
+# more rows of int8 UNROLLED_MORE_ROWS.
 WAITING_ROWS, UNROLLED, UNROLLED_STAGES = 16, 4, 3
 UNROLLED_MORE_ROWS = 2
 
@@ -166,9 +166,10 @@ def linear_bytes(
         return
     tiles = TILES[kind]
     tile = next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
-    if tile is not tiles[-1] and "block" in (x.scaled, weight_kind):
-        tile = tile._replace(num_stages=UNROLLED_STAGES)
+    is_unrolled = tile.rows <= WAITING_ROWS or (kind == torch.int8 and tile is not tiles[-1])
+    if is_unrolled and "block" in (x.scaled, weight_kind):
         unroll = UNROLLED if tile.rows <= WAITING_ROWS else UNROLLED_MORE_ROWS
+        tile = tile._replace(num_stages=UNROLLED_STAGES)
     else:
         unroll = 1
     num_n, num_r = cdiv(outputs, tile.outputs), cdiv(rows, tile.rows)

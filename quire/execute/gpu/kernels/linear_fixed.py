@@ -26,7 +26,7 @@ from quire.execute.gpu.kernels.launch import EXACT, cdiv, check_rows, check_vect
 from quire.execute.gpu.kernels.rounding import as_type, dot
 
 FILL = 128  # programs that keep an H200 busy, about one for each of its multiprocessors
-MAX_TILES = 4096  # with pieces made by several programs
+MAX_TILES = 1024  # that several programs share: at most 528 (linear_gemv.py)
 PIECE_OUTPUTS = PIECE_ROWS = 64  # of the largest tile of few rows
 # Part of the mode's numerics, with FILL and PIECE_OUTPUTS: pieces of a weight at most, and columns
 # of K of the shortest; lengths are whole numbers of PIECE_STEP.
@@ -94,15 +94,16 @@ def choose_tile(
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Room for pieces of few tiles: f32 `sums`, and int32 `arrived` [MAX_TILES], zeros between
-    launches. A launch for which it is too small makes its pieces one after the other."""
+    """Scratch for partial sums of a tile that several programs share: f32 `sums`, and int32
+    `arrived` [MAX_TILES], zeros between launches. Where it is too small, `linear` computes pieces
+    one after the other, and `gemv` raises ValueError."""
 
     sums: torch.Tensor
     arrived: torch.Tensor
 
     @classmethod
     def of(cls, elements: int, device: torch.device | str) -> Workspace:
-        """Return room for `elements` sums, the largest of max_sums."""
+        """Return room for `elements` sums: the largest of max_sums and max_gemv_sums."""
         return cls(
             sums=torch.full((elements,), float("nan"), dtype=torch.float32, device=device),
             arrived=torch.zeros(MAX_TILES, dtype=torch.int32, device=device),

@@ -1,12 +1,11 @@
 """Products of int8 and int4 weights by one or two int8 rows, without the matrix unit.
 
-So few rows wait for their weights and for little else. A thread multiplies the bytes that it has
-loaded, four of them an instruction, and a weight of few outputs is divided by its columns too, so
-that all of the chip reads it: sums of blocks go to memory, where the last program of a tile adds
-them. Sums of a group are whole numbers and are folded in the order of K whichever program has them,
-so bits are those of linear_bytes.py and linear_int4.py. Twin: reference_ops.int_linear, bit for
-bit. Knows nothing of rows of floats or fp8. Scratch (`Workspace`) is the caller's, used by one
-launch at a time.
+At one or two rows a product is limited by reading its weight. Each thread multiplies the bytes that
+it loaded, four per instruction (dp4a). A weight with few outputs is split along K over several
+programs (split-K): they store one partial sum per 128 columns, and the last program of a tile adds
+them in the order of K. Sums of a group are whole numbers, so bits equal those of linear_bytes.py
+and linear_int4.py. Twin: reference_ops.int_linear, bit for bit. Knows nothing of rows of floats or
+fp8. Scratch (`Workspace`) is the caller's, used by one launch at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ HAS_PTX = torch.version.hip is None and not INTERPRETED
 
 MAX_ROWS = 2  # each row reads the weights again, from the second-level cache
 # Programs that fill an H200: eight for each multiprocessor, so that 32 warps wait for weights.
-FILL = 1056
-FEWEST_BLOCKS = 4  # of 128 columns, of a program where several share a tile's
+MIN_PROGRAMS = 1056
+MIN_SPLIT_BLOCKS = 4  # of 128 columns, of a program where several share a tile's
 
 
 class Shape(NamedTuple):
@@ -41,9 +40,9 @@ class Shape(NamedTuple):
     unroll: int
 
 
-# By bits of a weight: where tiles of few outputs fill the chip twice, and where blocks are divided.
-WIDE = {8: Shape(outputs=16, num_warps=4, unroll=4), 4: Shape(outputs=8, num_warps=1, unroll=4)}
-NARROW = {8: Shape(outputs=64, num_warps=4, unroll=2), 4: Shape(outputs=64, num_warps=4, unroll=2)}
+# By bits of a weight: where small tiles are programs enough, and where K is split.
+UNSPLIT = {8: Shape(outputs=16, num_warps=4, unroll=4), 4: Shape(outputs=8, num_warps=1, unroll=4)}
+SPLIT = {8: Shape(outputs=64, num_warps=4, unroll=2), 4: Shape(outputs=64, num_warps=4, unroll=2)}
 
 
 # Bytes of an int32: the high nibbles, the highest bits, and ones.
@@ -207,28 +206,28 @@ def _gemv(
         tl.store(at, as_type(total, y.dtype.element_ty), mask=inside)
 
 
-class Division(NamedTuple):
-    """How a weight is divided: the programs' shape, blocks of a program, programs of a tile."""
+class KSplit(NamedTuple):
+    """The programs' shape, blocks of a program, and programs of a tile."""
 
     shape: Shape
     per_split: int
     splits: int
 
 
-def division_of(outputs: int, blocks: int, bits: int) -> Division:
-    """Return the division of a weight's outputs and blocks; rows do not matter."""
-    wide, narrow = WIDE[bits], NARROW[bits]
-    if cdiv(outputs, wide.outputs) >= FILL:
-        return Division(wide, blocks, 1)
-    wanted = max(1, FILL // cdiv(outputs, narrow.outputs))
-    per_split = max(cdiv(blocks, wanted), min(FEWEST_BLOCKS, blocks))
-    return Division(narrow, per_split, cdiv(blocks, per_split))
+def k_split_of(outputs: int, blocks: int, bits: int) -> KSplit:
+    """Return how programs share a weight; rows do not matter."""
+    wide, narrow = UNSPLIT[bits], SPLIT[bits]
+    if cdiv(outputs, wide.outputs) >= MIN_PROGRAMS:
+        return KSplit(wide, blocks, 1)
+    wanted = max(1, MIN_PROGRAMS // cdiv(outputs, narrow.outputs))
+    per_split = max(cdiv(blocks, wanted), min(MIN_SPLIT_BLOCKS, blocks))
+    return KSplit(narrow, per_split, cdiv(blocks, per_split))
 
 
 def max_gemv_sums(outputs: int, columns: int, bits: int) -> int:
     """Return elements that a Workspace needs for a weight."""
     blocks = cdiv(columns, ACTIVATION_GROUP)
-    return MAX_ROWS * blocks * outputs if division_of(outputs, blocks, bits).splits > 1 else 0
+    return MAX_ROWS * blocks * outputs if k_split_of(outputs, blocks, bits).splits > 1 else 0
 
 
 def gemv(
@@ -250,12 +249,17 @@ def gemv(
     else:
         values, zeros, bits = weight.values, None, 8
         group, groups = ACTIVATION_GROUP, blocks
+    weight_outputs = weight.outputs if isinstance(weight, Int4Weight) else len(weight.values)
     check_rows("x", x.values, len(y), blocks * ACTIVATION_GROUP)
-    check_rows("y", y)
+    check_rows("y", y, len(y), weight_outputs)
     check_vector("bias", bias, outputs, torch.float32)
     if len(y) > MAX_ROWS:
         raise ValueError(f"{len(y)} rows; at most {MAX_ROWS} are taken here")
-    shape, per_split, splits = division_of(outputs, blocks, bits)
+    if x.scaled != "block" or not values.is_contiguous():
+        raise ValueError("rows with scales of blocks, and a contiguous weight, are needed")
+    if not len(y):
+        return
+    shape, per_split, splits = k_split_of(outputs, blocks, bits)
     num_tiles = cdiv(outputs, shape.outputs)
     if splits > 1:
         sums, counters = len(workspace.sums), len(workspace.arrived)
