@@ -130,7 +130,9 @@ def main() -> None:
     for traffic in TRAFFIC:
         shares = np.array([share_of_best(traffic, seed) for seed in range(200)])
         low = int(np.count_nonzero(shares < MIN_OF_BEST))
-        print(f"{traffic}: mean {shares.mean():.3f}, least {shares.min():.3f}, {low} below {MIN_OF_BEST}")
+        print(
+            f"{traffic}: mean {shares.mean():.3f}, least {shares.min():.3f}, {low} below {MIN_OF_BEST}"
+        )
 
 
 if __name__ == "__main__":
