@@ -37,6 +37,9 @@ _NUM_ANSWERS, _MIN_ANSWERS = 24, 8
 # A probe waits for longer than a replica may be silent: one that is only slow answers it at last.
 PROBE_S = 5.0
 _SOON_S = 0.005
+# Times the limit of beats is longer for each other replica that failed lately: their threads are
+# 1.3 s late at most where hundreds of requests come at once, and streams wait for a stop meanwhile.
+BEATS_TOGETHER = 2.5
 # How often it is checked that beats come.
 _GLANCE_S = 0.1
 
@@ -66,7 +69,7 @@ class Prober:
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
         self._silence = SilenceLimit(fleet.log)
         # An engine that is only slow says nothing of the process that writes beats.
-        self._beat_silence = SilenceLimit(fleet.log)
+        self._beat_silence = SilenceLimit(fleet.log, together=BEATS_TOGETHER)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answer_times: dict[Replica, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_ANSWERS)

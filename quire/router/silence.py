@@ -4,9 +4,9 @@ Where replicas are overloaded, silence means little: a replica that is given up 
 to the others, which are silent next. So three signs of an overload lengthen the limits. A replica
 that was given up and is back at once doubles those of all, and a minute without such a false alarm
 halves them (as retransmission timers back off). Each other replica that was given up just before,
-or failed with many requests that the others take over, makes them four times as long. So does every
-moment in which no other replica works that could take over. Reads no clock. Always holds: a factor
-is between 1 and MAX_FACTOR.
+or failed with many requests that the others take over, makes them `together` times as long, and
+every moment in which no other replica works that could take over four times. Reads no clock. Always
+holds: a factor is between 1 and MAX_FACTOR.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ ALONE_FACTOR = 4.0
 
 
 class SilenceLimit:
-    """factor: of the limits of all replicas now."""
+    """factor: of the limits of all replicas now. together: of one's limits, for each other one that
+    failed lately."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, *, together: float = TOGETHER_FACTOR) -> None:
         self.factor = 1.0
+        self._together = together
         self._log = log
         self._changed_s = 0.0
         self._given_up_s: dict[Replica, float] = {}
@@ -41,7 +43,7 @@ class SilenceLimit:
         num_others = sum(
             now_s - at_s < TOGETHER_S for one, at_s in self._lately_s.items() if one is not replica
         )
-        factor = self.factor * TOGETHER_FACTOR**num_others
+        factor = self.factor * self._together**num_others
         return min(factor if others_work else ALONE_FACTOR * factor, MAX_FACTOR)
 
     def given_up(self, replica: Replica, now_s: float) -> None:

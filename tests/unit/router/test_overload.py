@@ -151,7 +151,7 @@ def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
     async def story() -> None:
         servers = servers_of(calm)
         servers[1] = SteppedServer(1, lambda now_s, count: CALM_STEP_S + busy(now_s), busy)
-        servers[1].beat_s = lambda now_s: 0.1 + (1.4 if 106.1 < now_s < 106.6 else 0.0)
+        servers[1].beat_s = lambda now_s: 0.1 + (1.2 if 106.1 < now_s < 106.6 else 0.0)
         fleet = VirtualFleet(servers, **SETTINGS)
         await fleet.router.start()
 
