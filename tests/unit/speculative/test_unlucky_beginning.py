@@ -130,9 +130,8 @@ def main() -> None:
     for traffic in TRAFFIC:
         shares = np.array([share_of_best(traffic, seed) for seed in range(200)])
         low = int(np.count_nonzero(shares < MIN_OF_BEST))
-        print(
-            f"{traffic}: mean {shares.mean():.3f}, least {shares.min():.3f}, {low} below {MIN_OF_BEST}"
-        )
+        means = f"mean {shares.mean():.3f}, least {shares.min():.3f}"
+        print(f"{traffic}: {means}, {low} below {MIN_OF_BEST}")
 
 
 if __name__ == "__main__":
