@@ -216,12 +216,12 @@ class KSplit(NamedTuple):
 
 def k_split_of(outputs: int, blocks: int, bits: int) -> KSplit:
     """Return how programs share a weight; rows do not matter."""
-    wide, narrow = UNSPLIT[bits], SPLIT[bits]
-    if cdiv(outputs, wide.outputs) >= MIN_PROGRAMS:
-        return KSplit(wide, blocks, 1)
-    wanted = max(1, MIN_PROGRAMS // cdiv(outputs, narrow.outputs))
+    if cdiv(outputs, UNSPLIT[bits].outputs) >= MIN_PROGRAMS:
+        return KSplit(UNSPLIT[bits], blocks, 1)
+    shape = SPLIT[bits]
+    wanted = max(1, MIN_PROGRAMS // cdiv(outputs, shape.outputs))
     per_split = max(cdiv(blocks, wanted), min(MIN_SPLIT_BLOCKS, blocks))
-    return KSplit(narrow, per_split, cdiv(blocks, per_split))
+    return KSplit(shape, per_split, cdiv(blocks, per_split))
 
 
 def max_gemv_sums(outputs: int, columns: int, bits: int) -> int:
