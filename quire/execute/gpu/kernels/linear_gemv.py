@@ -242,16 +242,15 @@ def gemv(
 
     weight: int8 with a scale for each output, or int4; y is f32 or bf16, any row stride.
     """
-    outputs, blocks = y.shape[1], x.groups
+    blocks = x.groups
     if isinstance(weight, Int4Weight):
-        values, zeros, bits = weight.packed, weight.zeros, 4
+        values, zeros, bits, outputs = weight.packed, weight.zeros, 4, weight.outputs
         group, groups = weight.group, len(weight.scales)
     else:
-        values, zeros, bits = weight.values, None, 8
+        values, zeros, bits, outputs = weight.values, None, 8, len(weight.values)
         group, groups = ACTIVATION_GROUP, blocks
-    weight_outputs = weight.outputs if isinstance(weight, Int4Weight) else len(weight.values)
     check_rows("x", x.values, len(y), blocks * ACTIVATION_GROUP)
-    check_rows("y", y, len(y), weight_outputs)
+    check_rows("y", y, len(y), outputs)
     check_vector("bias", bias, outputs, torch.float32)
     if len(y) > MAX_ROWS:
         raise ValueError(f"{len(y)} rows; at most {MAX_ROWS} are taken here")
