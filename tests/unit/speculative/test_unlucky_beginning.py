@@ -28,9 +28,9 @@ PRICES = Prices(once_ms=1.0, row_ms=0.1, ask_ms=0.3, curve=CURVE)
 FIXED = (0, 1, 2, 4, 8)
 # Steps until the control is judged, and of which it is.
 WARM_UP_STEPS, STEPS = 64, 120
-# Shares of the speed of the best fixed number: of each draw (one of 200 has 0.896, the next 0.914),
-# and of the mean.
-MIN_OF_BEST, MIN_MEAN = 0.88, 0.97
+# Shares of the speed of the best fixed number: of each draw, of which one in 200 has 0.896 and the
+# next 0.914, and of the mean.
+MIN_OF_BEST, MIN_MEAN = 0.88 if DRAWS_ALL else 0.9, 0.97
 NUM_SEEDS = 200 if DRAWS_ALL else 24
 
 
