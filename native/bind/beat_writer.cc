@@ -1,5 +1,6 @@
-// Bindings for the writer of beats. No call waits: the writer's lock is held for writes that do not
-// block, by a thread that never takes the interpreter lock.
+// Bindings for the writer of beats.
+// No call waits: the writer's lock is held for writes that do not block, by a thread that never
+// takes the interpreter lock. Callers keep a socket open until it is removed.
 
 #include "quire/beat_writer.h"
 

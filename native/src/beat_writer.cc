@@ -1,4 +1,6 @@
-// See beat_writer.h. The thread sleeps without a deadline while there is no socket.
+// The writer of beats: one thread, which sleeps without a deadline while there is no socket.
+// A message is missed where a socket has no room for it; one that took only a part is shut down, so
+// that its other user ends the connection.
 
 #include "quire/beat_writer.h"
 
