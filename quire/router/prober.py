@@ -37,9 +37,6 @@ _NUM_ANSWERS, _MIN_ANSWERS = 24, 8
 # A probe waits for longer than a replica may be silent: one that is only slow answers it at last.
 PROBE_S = 5.0
 _SOON_S = 0.005
-# Times the limit of beats is longer for each other replica that failed lately: their threads are
-# 1.3 s late at most where hundreds of requests come at once, and streams wait for a stop meanwhile.
-BEATS_TOGETHER = 2.5
 # How often it is checked that beats come.
 _GLANCE_S = 0.1
 
@@ -68,8 +65,8 @@ class Prober:
         self._loop = asyncio.get_running_loop()
         self._answer_s = min(self._settings.stall_s, ANSWER_S)
         self._silence = SilenceLimit(fleet.log)
-        # An engine that is only slow says nothing of the process that writes beats.
-        self._beat_silence = SilenceLimit(fleet.log, together=BEATS_TOGETHER)
+        # A replica that is slow, as after the failure of another one, has no late beats.
+        self._beat_silence = SilenceLimit(fleet.log, together=1.0)
         self._asked_s: dict[Replica, float] = {}  # of the first probe without an answer since
         self._answer_times: dict[Replica, deque[float]] = defaultdict(
             lambda: deque(maxlen=_NUM_ANSWERS)
@@ -114,12 +111,10 @@ class Prober:
             await asyncio.gather(*probing, return_exceptions=True)
 
     def _note_failed(self) -> None:
-        """Let replicas that take over many requests of another be silent for longer, their beats
-        included: a process that reads hundreds of requests at once has late threads as well."""
+        """Let replicas that take over many requests of another be silent for longer."""
         for replica in self._fleet.replicas.values():
             if replica.num_handed_over > MAX_BEGINNING:
-                for silence in (self._silence, self._beat_silence):
-                    silence.failed(replica, self._loop.time())
+                self._silence.failed(replica, self._loop.time())
             replica.num_handed_over = 0
 
     def _forget_removed(self) -> None:
@@ -187,13 +182,17 @@ class Prober:
 
     def _check_answers(self, replica: Replica) -> None:
         """Fence a replica that neither answers a probe nor sends anything: it is stopped or gone,
-        however long its steps may take."""
+        however long its steps may take. One with beats is neither: it gets the time of a stall."""
         asked_s = self._asked_s.get(replica)
         if replica.is_fenced or asked_s is None:
             return
-        now_s = self._loop.time()
+        now_s, usual_s = self._loop.time(), self._answer_limit_s(replica)
+        silent_s = self._beats.quiet_s(replica, now_s)
+        if silent_s is not None and silent_s <= self._beats.limit_s(replica, usual_s):
+            stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
+            usual_s = max(usual_s, stall_s)
         quiet_s = now_s - max(asked_s, replica.progress_s)
-        limit_s = self._exceeded_s(replica, quiet_s, self._answer_limit_s(replica), now_s)
+        limit_s = self._exceeded_s(replica, quiet_s, usual_s, now_s)
         if limit_s is not None:
             self._silence.given_up(replica, now_s)
             why = f"no answer to /health for {quiet_s:.1f} s, limit {limit_s:.1f}"

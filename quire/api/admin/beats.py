@@ -2,20 +2,18 @@
 
 For routers: a connection that stays open, with a comment ten times a second and an event whenever
 `/health` has another state, another API process of this server stops or goes on, or the engine
-sends nothing for several times as long as usual, or goes on after that. A thread writes the
-comments, so they come while the event loop is busy with a thousand streams, and whatever the engine
-computes; they stop where the process stops. Where no thread can write to the connection (TLS,
-another ASGI server), the event loop does. Knows no router. Always holds: a draining or dead server
-ends the connection after its last event; a reader that does not keep up misses comments and delays
-no other.
+sends nothing for several times as long as usual, or goes on after that. A native thread writes the
+comments, without the interpreter lock, so they come while the event loop is busy with a thousand
+streams, and whatever the engine computes; they stop where the process stops. Where no thread can
+write to the connection (TLS, another ASGI server), the event loop does. Knows no router. Always
+holds: a draining or dead server ends the connection after its last event; a reader that does not
+keep up misses comments and delays no other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import threading
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire._native import BeatWriter
 from quire.api.http.parameterless import refuse_parameters
 from quire.api.server_state import ServerState
 from quire.api.workers.process_beats import ProcessBeats
@@ -41,63 +40,6 @@ _LAST_STATES = ("draining", "dead")
 _MAX_SILENT_S = 2.0
 # Times of messages are whole milliseconds.
 _ROUNDED_S = 0.002
-
-
-class BeatThread:
-    """Writes a beat to each of its sockets, from a thread that runs while there are any."""
-
-    def __init__(self, period_s: float = BEAT_S) -> None:
-        self._period_s = period_s
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._thread: threading.Thread | None = None
-        self._is_empty = threading.Event()
-
-    def add(self, to: socket.socket) -> None:
-        """Write beats to a socket that does not block."""
-        with self._lock:
-            self._sockets.add(to)
-            self._is_empty.clear()  # a thread that is about to end goes on
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="quire-beats", daemon=True)
-                self._thread.start()
-
-    def remove(self, to: socket.socket) -> None:
-        """Write no more to a socket, and close it."""
-        with self._lock:
-            self._sockets.discard(to)
-            if not self._sockets:
-                self._is_empty.set()
-            to.close()
-
-    def write(self, to: socket.socket, piece: bytes) -> None:
-        """Write between two beats. A connection that takes only a part is broken."""
-        with self._lock:
-            self._write(to, piece)
-
-    def _run(self) -> None:
-        beat = _chunk(_BEAT)
-        while True:
-            self._is_empty.wait(self._period_s)
-            with self._lock:
-                if not self._sockets:
-                    self._thread = None
-                    return
-                for to in list(self._sockets):
-                    self._write(to, beat)
-
-    def _write(self, to: socket.socket, piece: bytes) -> None:
-        try:
-            if to.send(piece) == len(piece):
-                return
-        except BlockingIOError:
-            if piece == _chunk(_BEAT):
-                return
-        except OSError:
-            pass
-        self._sockets.discard(to)
-        with contextlib.suppress(OSError):
-            to.shutdown(socket.SHUT_RDWR)  # the event loop notices, and ends the request
 
 
 class EngineWatch:
@@ -131,7 +73,7 @@ class BeatRoutes:
     def __init__(self, server_state: ServerState, processes: ProcessBeats | None = None) -> None:
         self._server_state = server_state
         self._processes = processes
-        self._thread = BeatThread()
+        self._beats = BeatWriter(BEAT_S, _chunk(_BEAT))
         self._num_readers = 0
 
     async def get(self, request: Request) -> _BeatResponse | Response:
@@ -195,7 +137,7 @@ class BeatRoutes:
         found = transport.get_extra_info("socket")
         if found is None or found.fileno() < 0:
             return _LoopWriter(send)
-        return _ThreadWriter(self._thread, found.fileno())
+        return _ThreadWriter(self._beats, found.fileno())
 
 
 class _BeatResponse:
@@ -219,20 +161,21 @@ class _Writer(Protocol):
 class _ThreadWriter:
     """Writes through the thread. number: the descriptor of the connection."""
 
-    def __init__(self, thread: BeatThread, number: int) -> None:
-        self._thread = thread
+    def __init__(self, beats: BeatWriter, number: int) -> None:
+        self._beats = beats
         self._socket = socket.fromfd(number, socket.AF_INET, socket.SOCK_STREAM)  # a duplicate
         self._socket.setblocking(False)
-        thread.add(self._socket)
+        beats.add(self._socket.fileno())
 
     async def write(self, event: bytes) -> None:
-        self._thread.write(self._socket, _chunk(event))
+        self._beats.write(self._socket.fileno(), _chunk(event))
 
     async def write_if_due(self) -> None:
         """Do nothing: the thread writes."""
 
     def close(self) -> None:
-        self._thread.remove(self._socket)
+        self._beats.remove(self._socket.fileno())
+        self._socket.close()
 
 
 class _LoopWriter:

@@ -142,8 +142,8 @@ def test_a_killed_replica_hands_over_its_own_streams_and_no_others() -> None:
 def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
     end: Callable[[SteppedServer], None],
 ) -> None:
-    """Their servers read all those requests at once: neither answers nor tokens come meanwhile, and
-    the threads that write beats have little of the processors, too."""
+    """Their servers read all those requests at once: neither answers nor tokens come meanwhile;
+    beats do, as their threads need no interpreter lock."""
 
     def busy(now_s: float) -> float:
         return 1.8 if 105.5 < now_s < 108.0 else 0.01
@@ -151,7 +151,7 @@ def test_replicas_that_take_over_many_streams_may_be_silent_for_a_while(
     async def story() -> None:
         servers = servers_of(calm)
         servers[1] = SteppedServer(1, lambda now_s, count: CALM_STEP_S + busy(now_s), busy)
-        servers[1].beat_s = lambda now_s: 0.1 + (1.2 if 106.1 < now_s < 106.6 else 0.0)
+        servers[1].beat_s = lambda now_s: 0.1 + (0.4 if 106.1 < now_s < 106.6 else 0.0)
         fleet = VirtualFleet(servers, **SETTINGS)
         await fleet.router.start()
 
@@ -258,6 +258,38 @@ def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
         try:
             assert await answers_of(fleet, 60) == {"whole": 60}
             assert fleet.router.count("quire_router_resumed_streams_total") == 0
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("has_beats", [True, False])
+def test_a_server_that_answers_no_probe_has_the_time_of_a_stall_while_its_beats_come(
+    has_beats: bool,
+) -> None:
+    """Its event loop is busy, for longer than probes are waited for; at last it hangs."""
+
+    def busy(now_s: float) -> float:
+        return 1.6 if 106.0 < now_s < 106.5 else 1000.0 if now_s > 112.0 else 0.01
+
+    async def story() -> None:
+        servers = servers_of(calm)
+        servers[1] = SteppedServer(1, lambda now_s, count: CALM_STEP_S + busy(now_s), busy)
+        for server in servers:
+            server.has_beats = has_beats
+        fleet = VirtualFleet(servers, **SETTINGS | {"stall_s": 5.0})
+        await fleet.router.start()
+        loop = asyncio.get_running_loop()
+        try:
+            streams = fleet.open_streams(60, 200)
+            await asyncio.sleep(110.0 - loop.time())
+            assert any("replica fenced" in line for line in fleet.router.lines) != has_beats
+            while fleet.is_up(servers[1]) and loop.time() < 130.0:
+                await asyncio.sleep(0.01)
+            assert loop.time() < 120.0
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(200)
         finally:
             await fleet.close()
 

@@ -175,15 +175,14 @@ class SteppedServer:
             exchange.got_head(404, [])
             exchange.completed()
             return
-        while self.is_stopped:
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(self._health_s(self._loop.time()))  # its event loop takes connections
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])
         while not (link.is_cut or self.is_killed):
-            await asyncio.sleep(self.beat_s(self._loop.time()))
             while self.is_stopped:
                 await asyncio.sleep(0.01)
             exchange.last_s = self._loop.time()
             exchange.got(b":\n\n")
+            await asyncio.sleep(self.beat_s(self._loop.time()))
         exchange.lost("the replica closed the connection")
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import socket
 import threading
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from quire._native import BeatWriter
 from quire.api.admin.beats import (
     MAX_READERS,
     BeatRoutes,
-    BeatThread,
     EngineWatch,
     _event_of,
     _fields_of,
@@ -43,28 +44,50 @@ def _read(reader: socket.socket, num_bytes: int) -> bytes:
     return found
 
 
-def test_a_thread_writes_them_while_nothing_else_runs() -> None:
-    """And it ends once there is no reader."""
-    beats, (ours, theirs) = BeatThread(0.001), _pair()
-    beats.add(ours)
+def test_they_are_written_while_the_interpreter_lock_is_held() -> None:
+    """By Python code they would be late where another thread computes, or waits with the lock."""
+    beats, (ours, theirs) = BeatWriter(0.001, BEAT), _pair()
+    beats.add(ours.fileno())
     assert _read(theirs, 3 * len(BEAT)) == 3 * BEAT
-    thread = beats._thread
-    assert thread is not None
-    beats.write(ours, b"1\r\nx\r\n")
-    assert b"1\r\nx\r\n" in _read(theirs, 60)
-    beats.remove(ours)
-    thread.join(30)
-    assert not thread.is_alive()
-    theirs.close()
-    ours, theirs = _pair()
-    beats.add(ours)  # another thread
+    theirs.setblocking(False)
+    while True:
+        try:
+            theirs.recv(1 << 16)
+        except BlockingIOError:
+            break
+    ctypes.PyDLL(None).usleep(200_000)  # such calls keep the lock
+    assert theirs.recv(1 << 16).count(BEAT) > 5
+    beats.remove(ours.fileno())
+    for one in (ours, theirs):
+        one.close()
+
+
+def test_events_are_written_between_beats_and_removed_sockets_are_left_alone() -> None:
+    beats, (ours, theirs), other = BeatWriter(0.001, BEAT), _pair(), _pair()
+    beats.add(ours.fileno())
     assert _read(theirs, len(BEAT)) == BEAT
-    beats.remove(ours)
-    theirs.close()
+    beats.write(ours.fileno(), b"1\r\nx\r\n")
+    found = b""
+    while not found.endswith(b"x\r\n"):
+        found += _read(theirs, 1)
+    assert found.replace(BEAT, b"") == b"1\r\nx\r\n", "whole, and not within a beat"
+    beats.remove(ours.fileno())
+    beats.write(ours.fileno(), b"nothing")
+    beats.remove(ours.fileno())
+    assert len(beats) == 0
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            assert set(theirs.recv(len(BEAT))) <= set(BEAT)
+    beats.add(other[0].fileno())  # the thread goes on
+    assert _read(other[1], len(BEAT)) == BEAT
+    del beats  # with a socket, and its thread ends
+    for one in (ours, theirs, *other):
+        one.close()
 
 
 def test_a_reader_that_does_not_keep_up_misses_beats_and_one_that_has_left_is_forgotten() -> None:
-    beats, slow, gone, good = BeatThread(0.001), _pair(), _pair(), _pair()
+    beats, slow, gone, good = BeatWriter(0.001, BEAT), _pair(), _pair(), _pair()
     try:
         while True:
             slow[0].send(b"." * 4096)
@@ -72,30 +95,30 @@ def test_a_reader_that_does_not_keep_up_misses_beats_and_one_that_has_left_is_fo
         pass
     gone[1].close()
     for ours, _ in (slow, gone, good):
-        beats.add(ours)
+        beats.add(ours.fileno())
     assert _read(good[1], 20 * len(BEAT)) == 20 * BEAT
-    assert beats._sockets == {slow[0], good[0]}
-    beats.write(slow[0], b"an event that has no room")
-    assert beats._sockets == {good[0]}, "it would have a part of an event"
+    assert len(beats) == 2
+    beats.write(slow[0].fileno(), b"an event that has no room")
+    assert len(beats) == 1, "it would have a part of an event"
+    while piece := slow[1].recv(1 << 16):
+        assert set(piece) == set(b"."), "nothing after what it had"
     for ours, theirs in (slow, gone, good):
-        beats.remove(ours)
+        beats.remove(ours.fileno())
+        ours.close()
         theirs.close()
 
 
 def test_a_reader_that_comes_as_the_last_one_leaves_gets_beats_at_their_pace() -> None:
-    beats, last, new = BeatThread(60.0), _pair(), _pair()
-    beats.add(last[0])
-    beats.remove(last[0])
-    beats.add(new[0])  # before the thread has noticed that there was none
+    beats, last, new = BeatWriter(60.0, BEAT), _pair(), _pair()
+    beats.add(last[0].fileno())
+    beats.remove(last[0].fileno())
+    beats.add(new[0].fileno())
     new[1].settimeout(0.2)
-    found = b""
     with contextlib.suppress(TimeoutError):
-        while len(found) < 10 * len(BEAT):
-            found += new[1].recv(100)
-    beats.remove(new[0])
-    assert found in (b"", BEAT), "one, if it was woken in between"
-    for _, theirs in (last, new):
-        theirs.close()
+        assert new[1].recv(100) == b"nothing so soon"
+    assert len(beats) == 1
+    for one in (*last, *new):
+        one.close()
 
 
 class _State:
