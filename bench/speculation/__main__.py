@@ -50,9 +50,9 @@ QUICK_MINUTES, QUICK_ENGINES = 4.0, 4
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
 # Engines of a group start, and answer what they must, within about so many seconds, which its cells
-# do not have; with --minutes these are set apart. In part small it is for each engine of a side;
-# those of the second shape take as much longer as its steps.
-START_S = {"small": 7.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
+# do not have; with --minutes these are set apart. In part small it is for each engine; those of the
+# second shape take as much longer as its steps.
+START_S = {"small": 2.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
 # What is left of a group is spent on undecided cells, in turns of so many times their first time.
 FURTHER_TIMES = 0.6
 

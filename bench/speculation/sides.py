@@ -108,9 +108,9 @@ class Drafted:
 class Stream:
     """Keeps `batch` requests running on a side: `tasks` in turn, again from the first.
 
-    ends_anywhere: the answers of the first batch do. seed: draws where, and which task is the first
-    if it has several numbers. tokens, seconds, steps: so far. answers: of the tasks that have
-    ended, by their number.
+    ends_anywhere: the answers of the first batch do; seed: draws where. first: the number of the
+    first task. tokens, seconds, steps: so far. answers: of the tasks that have ended, by their
+    number.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Stream:
         batch: int,
         *,
         ends_anywhere: bool = True,
-        seed: int | tuple[int, int] = SEED,
+        first: int = 0,
+        seed: int | tuple[int, ...] = SEED,
     ) -> None:
         side.attach()
         self.tokens = self.steps = 0
@@ -131,8 +132,7 @@ class Stream:
         self._before = 0, 0.0  # tokens and seconds before the last step that yielded some
         self._num_begun = 0
         self._phases = np.random.default_rng(seed)
-        is_drawn = isinstance(seed, tuple)
-        self._first = int(self._phases.integers(len(tasks))) if is_drawn else 0
+        self._first = first
         self._running: dict[str, tuple[int, list[int]]] = {}  # task and its tokens, by request id
         self._drafted = Drafted(side.core.stats())
 

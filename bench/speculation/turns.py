@@ -35,7 +35,7 @@ class Turns(Protocol):
     engines: Sequence[int | None]
 
     def take(self, name: str, engine: int | None, number: int) -> float:
-        """Return the seconds of a turn in round `number`."""
+        """Return the seconds of a turn in round `number` of an engine."""
 
     def end(self) -> None:
         """Abort what is running."""
@@ -85,10 +85,12 @@ class SharedEngines:
         self._sides, self._tasks, self._cell, self._drafted = sides, tasks, cell, drafted
 
     def take(self, name: str, engine: int | None, number: int) -> float:
-        """See Turns. All sides have the tasks and the phases of the round."""
+        """See Turns. All sides have the tasks and the phases of the round; an engine comes to all
+        tasks in turn, each from another one on."""
         assert engine is not None, "an engine is shared"
         side, cell = self._sides[name][engine], self._cell
-        stream = Stream(side, self._tasks, cell.batch, seed=(SEED, number))
+        first = (engine + number) * (cell.round_tokens // cell.num_tokens)
+        stream = Stream(side, self._tasks, cell.batch, first=first, seed=(SEED, engine, number))
         try:
             before_s = stream.until(cell.run_in_tokens)
             return stream.until(cell.run_in_tokens + cell.round_tokens) - before_s
@@ -105,7 +107,6 @@ class Rounds:
 
     def __init__(self) -> None:
         self.num_disturbed = 0
-        self._num_taken = 0
         self._nums: defaultdict[int | None, int] = defaultdict(int)  # that counted, by engine
         self._random = random.Random(SEED)
 
@@ -124,8 +125,7 @@ class Rounds:
             seconds: dict[str, float] = {}
             watch, began_s = CpuWatch([os.getpid()]), time.monotonic()
             for name in [one for one in order if one in names]:
-                seconds[name] = round(turns.take(name, engine, self._num_taken), 7)
-            self._num_taken += 1
+                seconds[name] = round(turns.take(name, engine, self._nums[engine]), 7)
             most = MAX_DISTURBED_TIMES * (sum(self._nums.values()) + 1)
             if self.num_disturbed < most and _is_disturbed(watch, began_s):
                 self.num_disturbed += 1

@@ -184,6 +184,8 @@ def test_sides_that_share_an_engine_have_the_same_requests_in_a_round(
     seconds = [one.take(name, 0, number) for number in (1, 2) for name in names]
     assert seconds == [SMALL.round_tokens / SMALL.batch] * 4
     assert begun[0] == begun[1] != begun[2] == begun[3]
+    in_turn = SMALL.round_tokens // SMALL.num_tokens
+    assert [one[0][0] for one in begun] == [in_turn, in_turn, 2 * in_turn, 2 * in_turn]
     assert attached == [*names, *names]
 
 

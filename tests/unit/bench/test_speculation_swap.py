@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from bench.speculation import engines
 from bench.speculation.cells import Cell
 from bench.speculation.engines import Engines
-from bench.speculation.sides import Side, Stream, Task, answers_of
+from bench.speculation.sides import PausedClock, Side, Stream, Task, answers_of
 from quire.base.sampling_params import SamplingParams
 
 NGRAM = Cell(part="small", model="box", proposer="ngram", batch=4)
@@ -34,6 +35,18 @@ def small_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def ending() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+class CountedClock(PausedClock):
+    """Goes on by 0.01 ms each time that it is read, so that times do not differ between engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted_ms = 1e9
+
+    def now_ms(self) -> float:
+        self._counted_ms += 0.01
+        return self._counted_ms
 
 
 def tasks() -> list[Task]:
@@ -68,6 +81,7 @@ def calls_and_plans(side: Side, asked: list[Task]) -> tuple[Counter[str], list[l
             calls[f"quire/{name.split('/quire/')[-1]}: {frame.f_code.co_qualname}"] += 1
 
     core.runner.submit = noted
+    side = replace(side, clock=CountedClock())
     side.attach()
     sys.setprofile(count)
     try:
