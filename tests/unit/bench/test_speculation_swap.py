@@ -109,6 +109,12 @@ def test_a_side_without_drafts_is_an_engine_that_was_made_without(ending: ExitSt
     assert found[0] == expected[0]
     assert not [name for name in found[0] if name.startswith(OF_DRAFTS)]
     assert off.core.stats().proposer == plain.core.stats().proposer == ""
+    parts = []
+    for one in (off, plain):
+        scheduler: Any = one.core.scheduler  # type: ignore[attr-defined]
+        assert scheduler._drafts is scheduler._outcomes._drafts is None
+        parts.append([type(extension) for extension in scheduler._extensions])
+    assert parts[0] == parts[1]
 
 
 def test_a_side_learns_from_its_own_steps_only(ending: ExitStack) -> None:
