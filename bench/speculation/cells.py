@@ -16,9 +16,10 @@ SHAPES = tuple(ACCEPTANCES)
 PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
 # Tokens of an answer: of a small model, and of a shape.
 TOKENS, SHAPE_TOKENS = 128, 64
-# Answers of each row in a turn of a small model, by batch. A turn begins with an engine that has no
-# requests; half an answer of each row does not count, or beginnings would count too much.
-TURN_ANSWERS = {1: 8, 4: 4, 16: 4, 64: 2}
+# Answers of each row in a turn of a small model, by batch: a turn takes a tenth of a second, as the
+# machine drifts meanwhile. It begins with an engine that has no requests; half an answer of each
+# row does not count, or beginnings would count too much.
+TURN_ANSWERS = {1: 2, 4: 2, 16: 2, 64: 1}
 # Steps without drafts in a round of a shape, by batch. At batch 1 it is half an answer: in a few
 # tokens the number of right drafts varies more than the speed. First come some that do not count.
 SHAPE_ROUND_STEPS = {1: SHAPE_TOKENS // 2, 4: 8, 16: 4, 64: 2}
@@ -32,7 +33,7 @@ SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
 NUM_ENGINES = 8
 # Seconds of a cell, with its warm-up: by part, and of a shape by batch. Steps of the second shape
 # take twice as long.
-CELL_S = {"small": 20.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
+CELL_S = {"small": 30.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
 SHAPE_CELL_S = {1: 30.0, 4: 20.0, 16: 24.0, 64: 32.0}
 SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with

@@ -24,6 +24,8 @@ from bench.speculation.turns import OwnEngines, Rounds, SharedEngines, Turns
 
 # Rounds that a cell has before its time ends it, until it may end before its time, and at most.
 FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
+# Rounds of each shared engine until a cell may end before its time.
+MIN_VISITS = 2
 # How long the first rounds may go on beyond the time of a cell, as a multiple of it.
 MAX_TIME_TIMES = 2.5
 # Whether rounds end is asked each time when there are so many times as many as before.
@@ -58,7 +60,8 @@ class Measurement:
     @property
     def has_ended(self) -> bool:
         """Return whether more rounds would say little, or there may be no more."""
-        if len(self.rounds) < MIN_ROUNDS:
+        num_engines = len(self._sides["off"])
+        if len(self.rounds) < max(MIN_ROUNDS, MIN_VISITS * num_engines):
             return False
         if len(self.rounds) >= MAX_ROUNDS:
             return True

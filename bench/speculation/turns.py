@@ -85,11 +85,12 @@ class SharedEngines:
         self._sides, self._tasks, self._cell, self._drafted = sides, tasks, cell, drafted
 
     def take(self, name: str, engine: int | None, number: int) -> float:
-        """See Turns. All sides have the tasks and the phases of the round; an engine comes to all
-        tasks in turn, each from another one on."""
+        """See Turns. All sides have the tasks and the phases of the round; an engine goes through
+        the tasks from round to round, each from another one on."""
         assert engine is not None, "an engine is shared"
         side, cell = self._sides[name][engine], self._cell
-        first = (engine + number) * (cell.round_tokens // cell.num_tokens)
+        first = engine * len(self._tasks) // len(self.engines)
+        first += number * (cell.round_tokens // cell.num_tokens)
         stream = Stream(side, self._tasks, cell.batch, first=first, seed=(SEED, engine, number))
         try:
             before_s = stream.until(cell.run_in_tokens)

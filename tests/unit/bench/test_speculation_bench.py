@@ -177,15 +177,16 @@ def test_sides_that_share_an_engine_have_the_same_requests_in_a_round(
     attached: list[str] = []
     names = ("off", "auto")
     sides_ = {
-        name: [replace(side(name, Core()), attach=lambda name=name: attached.append(name))]
+        name: 2 * [replace(side(name, Core()), attach=lambda name=name: attached.append(name))]
         for name in names
     }
     one = turns.SharedEngines(sides_, tasks, SMALL, {name: [0, 0, 0] for name in names})
-    seconds = [one.take(name, 0, number) for number in (1, 2) for name in names]
+    seconds = [one.take(name, 1, number) for number in (1, 2) for name in names]
     assert seconds == [SMALL.round_tokens / SMALL.batch] * 4
     assert begun[0] == begun[1] != begun[2] == begun[3]
     in_turn = SMALL.round_tokens // SMALL.num_tokens
-    assert [one[0][0] for one in begun] == [in_turn, in_turn, 2 * in_turn, 2 * in_turn]
+    firsts = [25 + in_turn, 25 + 2 * in_turn]  # the second of two engines, of 50 tasks
+    assert [one[0][0] for one in begun] == [firsts[0], firsts[0], firsts[1], firsts[1]]
     assert attached == [*names, *names]
 
 
