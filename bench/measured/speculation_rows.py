@@ -116,7 +116,7 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
         yield (
             f"| speeds of equal engines without drafts, small models | standard deviation: median "
             f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %; the "
-            f"intervals include it, of {num_engines} engines a side | |"
+            f"intervals of {len(floors)} cells include it, with {num_engines} engines a side | |"
         )
     earlier = sum("tokens" not in one for one in known.values())
     if earlier:

@@ -46,13 +46,13 @@ OUT = Path("bench/results/speculation.json")
 FIXED, QUICK_FIXED = (1, 2, 4, 8), (4,)
 # Fixed numbers up to this one by batch: more cost far more than they can gain.
 MAX_FIXED = {1: 8, 4: 8, 16: 4, 64: 4}
-QUICK_MINUTES, QUICK_ENGINES = 4.0, 3
+QUICK_MINUTES, QUICK_ENGINES = 4.0, 4
 # A cell is begun while so many seconds of the run are left.
 MIN_LEFT_S = 15.0
 # Engines of a group start, and answer what they must, within about so many seconds, which its cells
-# do not have; with --minutes these are set apart. In part small it is for each engine of a side;
-# those of the second shape take as much longer as its steps.
-START_S = {"small": 7.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
+# do not have; with --minutes these are set apart. In part small it is for each engine; those of the
+# second shape take as much longer as its steps.
+START_S = {"small": 2.0, "shapes": 25.0, "repeats": 25.0, "history": 20.0, "llama.cpp": 0.0}
 # What is left of a group is spent on undecided cells, in turns of so many times their first time.
 FURTHER_TIMES = 0.6
 
@@ -127,12 +127,14 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 def _is_done(known: dict[str, Any], cell: Cell, *, quick: bool) -> bool:
     """Return whether a cell is measured, with its intervals. A quick measurement is not enough for
     a whole run, and neither are the rounds of a cell that the end of a run cut, or those of other
-    lengths or with one engine a side, as they were measured once; a refusal is none."""
+    lengths or on engines that sides did not share, as they were measured once; a refusal is
+    none."""
     found = known.get(cell.name, {})
     if "speedup_interval" not in found or "tokens" not in found:
         return False
+    engines = "shared_engines" if cell.shares_engines else "engines"
     if cell.part != "llama.cpp" and (
-        "engines" not in found or found["tokens"] != found["rounds"] * cell.round_tokens
+        engines not in found or found["tokens"] != found["rounds"] * cell.round_tokens
     ):
         return False
     return quick or (not found.get("quick") and is_measured(found))
@@ -186,15 +188,15 @@ class Run:
         missing, taken = list(cells), []
         try:
             with ExitStack() as ending:
-                engines, left_s = Engines(cells[0], ending), 0.0  # of the time of these cells
+                engines = Engines(cells[0], ending, self._num_engines)
+                left_s = 0.0  # of the time of these cells
                 for cell in cells:
                     if self._left_s() < MIN_LEFT_S:
                         return
-                    tasks = loads.of(cell, engines.of("off")[0])
+                    tasks = loads.of(cell, engines.off)
                     fixed = [f"k{num}" for num in self._fixed if num <= MAX_FIXED[cell.batch]]
                     ready = partial(engines.ready, tasks)
-                    num = self._num_engines if cell.is_small else 1
-                    one = Measurement(cell, ["off", "auto", *fixed], ready, tasks, num)
+                    one = Measurement(cell, ["off", "auto", *fixed], ready, tasks)
                     one.prepare()
                     freeze_heap()  # collections must not visit what other engines hold
                     cell_s, began_s = self._take(cell), time.monotonic()
@@ -212,7 +214,7 @@ class Run:
                     if not open_:
                         break
                     one, cell, cell_s = max(open_, key=lambda entry: entry[0].width)
-                    loads.of(cell, engines.of("off")[0])
+                    loads.of(cell, engines.off)
                     began_s = time.monotonic()
                     has_time = partial(_is_before, began_s + FURTHER_TIMES * cell_s)
                     one.extend(has_time, has_time)

@@ -16,26 +16,24 @@ SHAPES = tuple(ACCEPTANCES)
 PARTS = ("small", "shapes", "repeats", "history", "llama.cpp")
 # Tokens of an answer: of a small model, and of a shape.
 TOKENS, SHAPE_TOKENS = 128, 64
-# Steps without drafts in a round, by batch: a turn of a small model takes some milliseconds. In
-# turns of 20 the spread of an engine's sum was twice as wide after the same time, as the machine
-# drifts meanwhile; a change of sides takes a part of a millisecond. Of a shape at batch 1 it is
-# half an answer: in a few tokens the number of right drafts varies more than the speed.
-ROUND_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
-SHAPE_ROUND_STEPS = {**ROUND_STEPS, 1: SHAPE_TOKENS // 2}
-# Rounds of a small model that do not count at first. Of a shape it is one of as many steps: its
-# longer rounds would take a quarter of a cell's time.
-RUN_IN_ROUNDS = 4
-# Steps of the control before it is measured, by batch.
+# Answers of each row in a turn of a small model, by batch: a turn takes a tenth of a second, as the
+# machine drifts meanwhile. It begins with an engine that has no requests; half an answer of each
+# row does not count, or beginnings would count too much.
+TURN_ANSWERS = {1: 2, 4: 2, 16: 2, 64: 1}
+# Steps without drafts in a round of a shape, by batch. At batch 1 it is half an answer: in a few
+# tokens the number of right drafts varies more than the speed. First come some that do not count.
+SHAPE_ROUND_STEPS = {1: SHAPE_TOKENS // 2, 4: 8, 16: 4, 64: 2}
+RUN_IN_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
+# Steps of the control before it is measured, by batch, on each engine.
 WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
 SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
-# Engines of a side of a small model: without drafts and with the control, and with a fixed number
-# that may be the best. Equal ones differ by 1 % (their memory lies elsewhere), as much as the goals
-# leave, so that one of them decides nothing. For so much time, eight have the narrowest interval:
-# fewer differ more in their mean, and more have too few turns each.
-NUM_ENGINES, NUM_FIXED_ENGINES = 8, 3
+# Engines of a small model, which all sides share by turns. Equal ones differ by 2 % (their memory
+# lies elsewhere), as much as the goals leave; in the ratio of two sides of one engine that cancels,
+# and several show what is left of it. With eight, Student's t is 2.4; with four it is 3.2.
+NUM_ENGINES = 8
 # Seconds of a cell, with its warm-up: by part, and of a shape by batch. Steps of the second shape
 # take twice as long.
-CELL_S = {"small": 20.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
+CELL_S = {"small": 30.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
 SHAPE_CELL_S = {1: 30.0, 4: 20.0, 16: 24.0, 64: 32.0}
 SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with
@@ -77,6 +75,11 @@ class Cell:
         return self.part == "small" or self.model == "stories260K"
 
     @property
+    def shares_engines(self) -> bool:
+        """Return whether the sides share engines by turns."""
+        return self.part == "small"
+
+    @property
     def max_num_seqs(self) -> int:
         """Return how many requests the engine runs at once."""
         return {"repeats": max(REPEATS_BATCHES), "history": 1}.get(self.part, max(BATCHES))
@@ -89,12 +92,17 @@ class Cell:
     @property
     def round_tokens(self) -> int:
         """Return the tokens of all requests in a round."""
-        return self.batch * (ROUND_STEPS if self.is_small else SHAPE_ROUND_STEPS)[self.batch]
+        if self.shares_engines:
+            return self.batch * TURN_ANSWERS[self.batch] * self.num_tokens
+        return self.batch * SHAPE_ROUND_STEPS[self.batch]
 
     @property
     def run_in_tokens(self) -> int:
-        """Return the tokens of all requests before the first round."""
-        return self.batch * ROUND_STEPS[self.batch] * (RUN_IN_ROUNDS if self.is_small else 1)
+        """Return the tokens of all requests that do not count after they have begun: before the
+        first round, or where sides share engines before each turn."""
+        if self.shares_engines:
+            return self.batch * self.num_tokens // 2
+        return self.batch * RUN_IN_STEPS[self.batch]
 
     @property
     def warm_up_steps(self) -> int:

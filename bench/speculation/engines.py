@@ -1,10 +1,10 @@
 """Engines and requests of the cells.
 
-The engines of a cell differ in nothing but their drafts: none, those that the control chooses, and
-fixed numbers. They map one file of packed weights, and are started where they are first needed.
-What replaces parts of an engine (a control, a synthetic proposer) is put in place where it is
-assembled. Answers without drafts are computed once for all cells that share them, whatever their
-batch. Knows no times.
+The sides of a cell differ in nothing but their drafts: none, those that the control chooses, and
+fixed numbers. In a small model they share engines; else each has one. Engines map one file of
+packed weights, and are started where they are first needed. What replaces parts of an engine (a
+control, a synthetic proposer) is put in place where it is assembled. Answers without drafts are
+computed once for all cells that share them, whatever their batch. Knows no times.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bench.data import outside
 from bench.speculation.cells import SHAPE_TOKENS, Cell
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Task, answers_of
+from bench.speculation.swap import DraftModels, SharedEngine
 from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
@@ -29,11 +30,11 @@ from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
 from quire.engine.assembly import draft_model, lookup
 from quire.engine.assembly import drafter as assembly
-from quire.engine.assembly.assemble import assemble
+from quire.engine.assembly.assemble import Engine, assemble
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.hub.cache import with_local_model
-from quire.runner.draft_runner import DraftRunner
 from quire.speculative.control import AdaptiveControl, FixedControl
+from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 
 MAX_DRAFTS = 8
@@ -55,36 +56,79 @@ SHAPE_MODEL_LEN = 512
 
 
 class Engines:
-    """The engines of a group of cells, by side: "off", "auto", and "k4" for a fixed number. They
-    end with `ending`."""
+    """The engines of a group of cells, for sides "off", "auto", and "k4" for a fixed number: `num`
+    that all sides share, or one for each side. They end with `ending`."""
 
-    def __init__(self, cell: Cell, ending: ExitStack) -> None:
-        self._cell, self._ending = cell, ending
-        self._started: dict[str, list[Side]] = {}
+    def __init__(self, cell: Cell, ending: ExitStack, num: int = 1) -> None:
+        self._cell, self._ending, self._num = cell, ending, num
+        self._own: dict[str, Side] = {}
+        self._shared: list[SharedEngine] = []
+        self._models: list[DraftModels] = []  # of each shared engine
         # Ids of a side and of a list of tasks that it has answered. Such lists are never freed.
         self._answered: set[tuple[int, int]] = set()
 
-    def of(self, name: str, num: int = 1) -> list[Side]:
-        """Return `num` engines of a side, which are alike."""
-        started = self._started.setdefault(name, [])
-        while len(started) < num:
-            started.append(self._start(name))
-        return started[:num]
+    @property
+    def off(self) -> Side:
+        """Return a side without drafts."""
+        return self._without_drafts()[0]
 
-    def ready(self, tasks: Sequence[Task], name: str, num: int) -> list[Side]:
-        """Return `num` engines of a side. Each has the prompts of `tasks` in its prefix cache, that
-        of a small model has answered them, and one that keeps answers has one."""
-        sides = self.of(name, num)
-        for side in sides:
-            if (id(side), id(tasks)) not in self._answered:
+    def ready(self, tasks: Sequence[Task], name: str) -> list[Side]:
+        """Return a side on each engine. Each engine has the prompts of `tasks` in its prefix cache,
+        that of a small model has answered them, and one that keeps answers has one. A side of
+        shared engines is a new one, which has learned nothing."""
+        if self._cell.shares_engines:
+            off = self._without_drafts()
+            for side in off:
                 self._answer(side, tasks)
-                self._answered.add((id(side), id(tasks)))
-        return sides
+            return off if name == "off" else self._new_sides(name)
+        side = self._of(name)
+        self._answer(side, tasks)
+        return [side]
+
+    def _without_drafts(self) -> list[Side]:
+        if not self._cell.shares_engines:
+            return [self._of("off")]
+        while len(self._shared) < self._num:
+            models = DraftModels(shares_noise=self._cell.proposer != "independent")
+            self._put_in_place("auto", models)
+            shared = SharedEngine(*_started(_config(self._cell, drafts=True), self._ending))
+            self._shared.append(shared)
+            self._models.append(models)
+        return [shared.off for shared in self._shared]
+
+    def _new_sides(self, name: str) -> list[Side]:
+        """Return a side with drafts on each shared engine."""
+        found = []
+        for shared, models in zip(self._shared, self._models, strict=True):
+            self._put_in_place(name, models)
+            found.append(shared.side(name, partial(self._drafter, shared.off, models)))
+        return found
+
+    def _drafter(self, off: Side, models: DraftModels) -> Drafter:
+        """Return one as the assembly makes it."""
+        num_slots = self._cell.max_num_seqs
+        is_computed = self._cell.proposer in ("draft", "independent")
+        return assembly.make_drafter(
+            MAX_DRAFTS,
+            num_slots=num_slots,
+            vocab_size=off.card.vocab_size,
+            report=Log("engine").error,
+            proposer=models.another() if is_computed else lookup.NgramProposer(num_slots),
+        )
+
+    def _of(self, name: str) -> Side:
+        """Return a side with an engine of its own."""
+        if name not in self._own:
+            self._own[name] = self._start(name)
+        return self._own[name]
 
     def _answer(self, side: Side, tasks: Sequence[Task]) -> None:
+        if (id(side), id(tasks)) in self._answered:
+            return
+        self._answered.add((id(side), id(tasks)))
         batch = self._cell.max_num_seqs
         if self._cell.is_small:
-            # A side that has these answers in its prefix cache takes shorter steps: by 8 % once.
+            # An engine that has these answers in its prefix cache takes shorter steps: by 8 % once.
             answers_of(side, tasks, batch)
             return
         answers_of(side, [first_token(task) for task in tasks], batch)
@@ -92,17 +136,21 @@ class Engines:
             answers_of(side, tasks[:1], batch)
 
     def _start(self, name: str) -> Side:
-        cell = self._cell
+        models = DraftModels(shares_noise=self._cell.proposer != "independent")
+        self._put_in_place(name, models)
+        engine, clock = _started(_config(self._cell, drafts=name != "off"), self._ending)
+        return Side(name=name, core=engine.core, card=engine.card, clock=clock)
+
+    def _put_in_place(self, name: str, models: DraftModels) -> None:
+        """Replace parts that an engine, or a side of one, is made of."""
         lookup.NgramProposer = (  # type: ignore[misc]
-            FixedAcceptance if cell.proposer == "synthetic" else NgramProposer
+            FixedAcceptance if self._cell.proposer == "synthetic" else NgramProposer
         )
-        draft_model.DraftRunner = partial(  # type: ignore[misc]
-            DraftRunner, shares_noise=cell.proposer != "independent"
-        )
+        draft_model.DraftRunner = models.runner  # type: ignore[misc, assignment]
+        draft_model.ModelProposer = models.proposer  # type: ignore[misc, assignment]
         assembly.AdaptiveControl = (  # type: ignore[misc]
             partial(_fixed_control, int(name[1:])) if name.startswith("k") else AdaptiveControl
         )
-        return _side(name, _config(cell, drafts=name != "off"), self._ending)
 
 
 def _fixed_control(num_drafts: int, num_slots: int, max_drafts: int) -> FixedControl:
@@ -110,7 +158,7 @@ def _fixed_control(num_drafts: int, num_slots: int, max_drafts: int) -> FixedCon
     return FixedControl(num_drafts)
 
 
-def _side(name: str, config: EngineConfig, ending: ExitStack) -> Side:
+def _started(config: EngineConfig, ending: ExitStack) -> tuple[Engine, PausedClock]:
     clock = PausedClock()
     engine = assemble(config, clock=clock, report=Log("engine").error)
     core = engine.core
@@ -121,7 +169,7 @@ def _side(name: str, config: EngineConfig, ending: ExitStack) -> Side:
     while core.touch():
         pass
     clock.pause()
-    return Side(name=name, core=core, card=engine.card, clock=clock)
+    return engine, clock
 
 
 def _config(cell: Cell, *, drafts: bool) -> EngineConfig:

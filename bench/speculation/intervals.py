@@ -1,9 +1,10 @@
 """Intervals of ratios, and what they say about a goal.
 
 A ratio of times is that of the sums over all rounds: what happens rarely, such as a probe of the
-control, counts as much as it takes. Its interval has the spread of the rounds, with Student's t,
-and is wider where neighbouring rounds are alike. Where each side is several engines, it has their
-spread as well: engines and rounds are both drawn (two crossed factors). Knows no benchmark.
+control, counts as much as it takes. Of one engine its interval has the spread of the rounds, with
+Student's t, and is wider where neighbouring rounds are alike. Of several engines, each with all
+sides, it has the spread of their ratios: that has what their rounds differ by in it, and what is
+the engine's own, such as the place of its memory. Knows no benchmark.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from itertools import pairwise
 from math import sqrt
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 # Probability that the interval covers what it is of, where there are values enough: six are.
 COVERAGE, MIN_VALUES = 0.95, 6
+# Of engines; each is the sum of many steps.
+MIN_ENGINES = 4
 # Of an interval that decides anything.
 MIN_COVERAGE = 0.75
 Z = statistics.NormalDist().inv_cdf(0.5 + COVERAGE / 2.0)
@@ -59,49 +60,31 @@ def ratio_interval(overs: Sequence[float], unders: Sequence[float]) -> Interval:
     num, ratio = len(overs), sum(overs) / sum(unders)
     if num < 2:
         return Interval(ratio, ratio, ratio, 0.0)
-    half = ratio * _student(num - 1) * sqrt(_variance_of_rounds(overs, unders))
-    coverage = COVERAGE if num >= MIN_VALUES else 0.0
-    return Interval(ratio - half, ratio, ratio + half, coverage)
-
-
-def engines_interval(
-    overs: Sequence[Sequence[float]], unders: Sequence[Sequence[float]]
-) -> Interval:
-    """Return the ratio of the means of two groups of engines. Values are rounds, with what each
-    engine took for the same work. With one engine in a group its coverage is 0, and with fewer than
-    MIN_VALUES rounds."""
-    sides = [np.array(rounds, np.float64) / np.mean(rounds) for rounds in (overs, unders)]
-    ratio = float(np.mean(overs) / np.mean(unders))
-    num = len(overs)
-    if num < 2 or min(side.shape[1] for side in sides) < 2:
-        return Interval(ratio, ratio, ratio, 0.0)
-    # Relative variances of the ratio, with their degrees of freedom: of the engines (that of Welch)
-    # and of the rounds. Both hold what is left of single turns.
-    found, of_turns = [], 0.0
-    for side in sides:
-        num_engines = side.shape[1]
-        engines = side.mean(axis=0)
-        found.append((float(engines.var(ddof=1)) / num_engines, num_engines - 1))
-        left = side - engines - side.mean(axis=1, keepdims=True) + 1.0
-        freedom = (num_engines - 1) * (num - 1)
-        of_turns += float((left**2).sum()) / freedom / (num * num_engines)
-    of_rounds = _variance_of_rounds(*(side.mean(axis=1).tolist() for side in sides))
-    found.append((max(of_rounds - of_turns, 0.0), num - 1))
-    variance, half = sum(one for one, _ in found), 0.0
-    if variance:
-        freedom = variance**2 / sum(one**2 / free for one, free in found)  # Satterthwaite
-        half = ratio * _student(freedom) * sqrt(variance)
-    coverage = COVERAGE if num >= MIN_VALUES else 0.0
-    return Interval(ratio - half, ratio, ratio + half, coverage)
-
-
-def _variance_of_rounds(overs: Sequence[float], unders: Sequence[float]) -> float:
-    """Return the variance of the ratio of the sums of paired values, relative to its square."""
-    num, ratio = len(overs), sum(overs) / sum(unders)
     apart = [over - ratio * under for over, under in zip(overs, unders, strict=True)]
-    variance = sum(one * one for one in apart) / (num - 1)
     alike = sum(one * other for one, other in pairwise(apart)) / (num - 1)
-    return (variance + 2.0 * max(alike, 0.0)) / num / (sum(overs) / num) ** 2
+    half = _half(overs, apart, 2.0 * max(alike, 0.0))
+    coverage = COVERAGE if num >= MIN_VALUES else 0.0
+    return Interval(ratio - half * ratio, ratio, ratio + half * ratio, coverage)
+
+
+def engines_interval(overs: Sequence[float], unders: Sequence[float]) -> Interval:
+    """Return the ratio of the sums of what engines took, each for both sides: as many independent
+    pairs as there are engines. With fewer than MIN_ENGINES its coverage is 0."""
+    num, ratio = len(overs), sum(overs) / sum(unders)
+    if num < 2:
+        return Interval(ratio, ratio, ratio, 0.0)
+    apart = [over - ratio * under for over, under in zip(overs, unders, strict=True)]
+    half = _half(overs, apart)
+    coverage = COVERAGE if num >= MIN_ENGINES else 0.0
+    return Interval(ratio - half * ratio, ratio, ratio + half * ratio, coverage)
+
+
+def _half(overs: Sequence[float], apart: Sequence[float], alike: float = 0.0) -> float:
+    """Return half of the width of the interval of a ratio of sums, relative to it. apart: of each
+    value from the ratio. alike: added to their variance."""
+    num = len(overs)
+    variance = sum(one * one for one in apart) / (num - 1) + alike
+    return _student(num - 1) * sqrt(variance / num) / (sum(overs) / num)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -1,39 +1,31 @@
-"""Measure one cell: engines without drafts, with the control, and with fixed k, in short turns.
+"""Measure one cell: sides without drafts, with the control, and with fixed k, in turns.
 
-Equal engines differ, as their memory lies elsewhere, and in a small model by as much as the goals
-leave: there a side is several engines, the ratio of two sides is that of the means of their
-engines' sums, and its interval is that of engines and of rounds. In large models a side is one
-engine, and the interval that of rounds. Rounds go on until both goals are clearly decided or the
-intervals are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly
-slower than the best one are left out, in a small model after a race of one engine each. Always
-holds: before they are measured the control has taken a number of steps, and each engine of a small
-model has answered all requests; an engine with other tokens than without drafts ends the
-measurement; which rounds count does not depend on their ratios, only how many do; a cell has
-FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
+In a small model all sides share some engines: equal ones differ by as much as the goals leave, as
+their memory lies elsewhere. The interval of a ratio is that of the engines. In large models a side
+is one engine, and the interval that of rounds. Rounds go on until both goals are clearly decided or
+the intervals are narrow, or until the cell's time is over; fixed numbers of drafts that are clearly
+slower than the best one are left out. Always holds: before they are measured the control has taken
+a number of steps, and each engine of a small model has answered all requests; a side with other
+tokens than without drafts ends the measurement; which rounds count does not depend on their ratios,
+only how many do; a cell has FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, NUM_FIXED_ENGINES, Cell
+from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
 from bench.speculation.intervals import Interval, verdict
-from bench.speculation.race import SOME_ROUNDS, slower_sides
-from bench.speculation.rounds import (
-    Round,
-    best_side,
-    clipped,
-    num_clipped,
-    off_of_off,
-    side_ratio,
-)
+from bench.speculation.race import slower_sides
+from bench.speculation.rounds import Round, best_side, clipped, num_clipped, side_ratio
 from bench.speculation.sides import Side, Stream, Task
-from bench.speculation.turns import Turn, Turns
+from bench.speculation.turns import OwnEngines, Rounds, SharedEngines, Turns
 
-Ready = Callable[[str, int], Sequence[Side]]
 # Rounds that a cell has before its time ends it, until it may end before its time, and at most.
 FIRST_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 6, 12, 2000
+# Rounds of each shared engine until a cell may end before its time.
+MIN_VISITS = 2
 # How long the first rounds may go on beyond the time of a cell, as a multiple of it.
 MAX_TIME_TIMES = 2.5
 # Whether rounds end is asked each time when there are so many times as many as before.
@@ -44,35 +36,32 @@ NARROW, DECIDED = 0.005, 0.03
 # rounds: by the interval itself 14 % of the cells on a goal would have a verdict at some time (5 %
 # so), and 69 % of their intervals would cover it (90 % so).
 EARLY_TIMES = 1.4
-# A cell of a small model does not end before its time until each request has so many tokens, in
-# answers: the first ones of a stream are no fair sample.
-MIN_ANSWERS = 2
 
 
 class Measurement:
     """The rounds of a cell, which `extend` adds to. names: of the sides; "off" and "auto" are two.
-    ready: returns so many engines of a side that may be measured. num_engines: of a side."""
+    ready: returns a side that may be measured, on each engine."""
 
     def __init__(
         self,
         cell: Cell,
         names: Sequence[str],
-        ready: Ready,
+        ready: Callable[[str], Sequence[Side]],
         tasks: Sequence[Task],
-        num_engines: int = 1,
     ) -> None:
         self.rounds: list[Round] = []
         self._cell, self._ready, self._tasks = cell, ready, tasks
-        self._all, self._names, self._num_engines = list(names), list(names), num_engines
-        self._race: list[Round] = []  # of one engine each, before a side has several
-        self._turns = Turns(cell)
+        self._all, self._names = list(names), list(names)
+        self._sides: dict[str, Sequence[Side]] = {}
+        self._rounds = Rounds()
         self._tokens = self._warm_up_steps = 0
         self._drafted: dict[str, list[int]] = {name: [0, 0, 0] for name in names}
 
     @property
     def has_ended(self) -> bool:
         """Return whether more rounds would say little, or there may be no more."""
-        if len(self.rounds) < min_rounds(self._cell):
+        num_engines = len(self._sides["off"])
+        if len(self.rounds) < max(MIN_ROUNDS, MIN_VISITS * num_engines):
             return False
         if len(self.rounds) >= MAX_ROUNDS:
             return True
@@ -109,100 +98,73 @@ class Measurement:
         return max(self.speed.half_width, self.share.half_width)
 
     def prepare(self) -> None:
-        """Have all engines ready; of fixed numbers those that may be the best, if a side is several
-        engines."""
-        fixed = [name for name in self._names if name != "auto"]
-        if self._num_engines > 1 and len(fixed) > 1 and not self.rounds:
-            engines = {(name, 0): self._ready(name, 1)[0] for name in fixed}
-            self._with_streams(engines, lambda streams: self._take_race(fixed, streams))
-        self._engines()
+        """Have all sides ready."""
+        self._sides = {name: self._ready(name) for name in self._names}
 
     def extend(self, has_time: Callable[[], bool], has_more: Callable[[], bool]) -> None:
         """Take rounds after the control has been warmed up, while there is time; FIRST_ROUNDS
         while there is more of it, and one at least."""
-        engines = self._engines()
-        for (name, _), side in engines.items():
-            if name == "auto":
-                warm = Stream(side, self._tasks, self._cell.batch)
-                while warm.steps < self._cell.warm_up_steps and (has_more() or not warm.steps):
-                    warm.for_steps(1)
-                self._warm_up_steps += warm.steps
-                warm.end()
-        self._with_streams(engines, lambda streams: self._take_rounds(streams, has_time, has_more))
-
-    def _engines(self) -> dict[Turn, Side]:
-        """Return the engines of the sides that are left, by side and number."""
-        found: dict[Turn, Side] = {}
-        for name in self._names:
-            most = NUM_FIXED_ENGINES if name.startswith("k") else self._num_engines
-            sides = self._ready(name, min(most, self._num_engines))
-            found |= {(name, number): side for number, side in enumerate(sides)}
-        return found
-
-    def _with_streams(
-        self, engines: Mapping[Turn, Side], take: Callable[[Mapping[Turn, Stream]], None]
-    ) -> None:
-        """Take rounds on streams of requests, and count their drafts."""
-        streams = {
-            turn: Stream(side, self._tasks, self._cell.batch) for turn, side in engines.items()
-        }
+        is_warm = self._warm_up_steps > 0 and self._cell.shares_engines  # the control is the cell's
+        for side in () if is_warm else self._sides["auto"]:
+            warm = Stream(side, self._tasks, self._cell.batch)
+            while warm.steps < self._cell.warm_up_steps and (has_more() or not warm.steps):
+                warm.for_steps(1)
+            self._warm_up_steps += warm.steps
+            warm.end()
+        turns = self._turns()
         try:
-            take(streams)
+            self._take_rounds(turns, has_time, has_more)
         finally:
-            for (name, _), stream in streams.items():
-                for place, more in enumerate(stream.drafted()):
-                    self._drafted[name][place] += more
-                stream.end()
+            turns.end()
 
-    def _take_race(self, names: list[str], streams: Mapping[Turn, Stream]) -> None:
-        for found in self._turns.rounds(streams, self._names):
-            self._race.append(found)
-            self._leave_out(self._race, names)
-            if len(self._race) >= SOME_ROUNDS:
-                return
+    def _turns(self) -> Turns:
+        sides = {name: self._sides[name] for name in self._names}
+        if self._cell.shares_engines:
+            return SharedEngines(sides, self._tasks, self._cell, self._drafted)
+        own = {name: side for name, [side] in sides.items()}
+        return OwnEngines(own, self._tasks, self._cell, self._drafted)
 
     def _take_rounds(
-        self,
-        streams: Mapping[Turn, Stream],
-        has_time: Callable[[], bool],
-        has_more: Callable[[], bool],
+        self, turns: Turns, has_time: Callable[[], bool], has_more: Callable[[], bool]
     ) -> None:
         check = 0.0
-        for found in self._turns.rounds(streams, self._names):
+        for found in self._rounds.taken(turns, self._names):
             self._tokens += self._cell.round_tokens
             self.rounds.append(found)
             num = len(self.rounds)
-            if num >= check or num in (MIN_ROUNDS, min_rounds(self._cell)):
+            if num >= check or num == MIN_ROUNDS:
                 check = min(num * CHECK_TIMES, MAX_ROUNDS)
-                self._leave_out(self.rounds, [name for name in self._names if name != "auto"])
+                self._leave_out()
                 if self.has_ended:
                     return
             if not (has_time() or (num < FIRST_ROUNDS and has_more())):
                 return
 
-    def _leave_out(self, rounds: Sequence[Round], names: Sequence[str]) -> None:
-        """Take the sides out of later rounds that are clearly not the best of `names`."""
-        left = [name for name in names if name in self._names]
-        for name in slower_sides(self._cell, rounds, left):
+    def _leave_out(self) -> None:
+        """Take the sides out of later rounds that are clearly not the best one."""
+        fixed = [name for name in self._names if name != "auto"]
+        for name in slower_sides(self._cell, self.rounds, fixed):
             self._names.remove(name)
 
     def summary(self) -> dict[str, Any]:
         """Return ratios of speed with the intervals of those of the control, and what they are of:
-        tokens of each engine, how many engines and rounds, and how equal engines differ."""
+        tokens of each side, rounds, and engines: how many all sides share, or how many each has."""
         rounds = clipped(self.rounds)
         rows, drafted, accepted = self._drafted["auto"]
         fixed = [counts for name, counts in self._drafted.items() if name.startswith("k")]
         tried, right = (sum(one[place] for one in fixed) for place in (1, 2))
-        race = clipped(self._race)
+        num_engines: dict[str, Any] = {"engines": dict.fromkeys(self.rounds[0].seconds, 1)}
+        if self._cell.shares_engines:
+            num_engines = {"shared_engines": len({one.engine for one in self.rounds})}
         return {
             "rounds": len(self.rounds),
             "tokens": self._tokens,
-            "engines": {name: len(values) for name, values in self.rounds[0].items()},
+            **num_engines,
             "warm_up_steps": self._warm_up_steps,
-            "disturbed": self._turns.num_disturbed,
+            "disturbed": self._rounds.num_disturbed,
             "clipped": num_clipped(self.rounds, rounds),
             "speedups": {
-                name: round(side_ratio(rounds if name in rounds[0] else race, "off", name).value, 3)
+                name: round(side_ratio(rounds, "off", name).value, 3)
                 for name in self._all
                 if name != "off"
             },
@@ -211,15 +173,8 @@ class Measurement:
             "control_of_best": round(self.share.value, 3),
             "control_interval": self.share.shown(),
             "half_width": round(self.width, 4),
-            "off_of_off": off_of_off(rounds),
             "drafted": drafted,
             "acceptance": round(accepted / drafted, 4) if drafted else None,
             "acceptance_of_fixed": round(right / tried, 4) if tried else None,
             "tokens_per_row_with_drafts": round(1 + accepted / rows, 3) if rows else None,
         }
-
-
-def min_rounds(cell: Cell) -> int:
-    """Return the rounds until a cell may end before its time."""
-    answers = MIN_ANSWERS * cell.num_tokens * cell.batch if cell.is_small else 0
-    return max(MIN_ROUNDS, -(-answers // cell.round_tokens))

@@ -1,55 +1,65 @@
-"""Rounds of a cell: the seconds of each engine, and the ratios of sides.
+"""Rounds of a cell: the seconds of each side for the same work, and the ratios of sides.
 
-A round holds what each engine of a side took for the same work; sides that were left out are
-missing in later rounds. Single slow turns are clipped. Measures nothing. Always holds: a ratio is
-of the rounds that have both sides.
+A round is of one engine where sides share engines, and else of one engine a side; sides that were
+left out are missing in later rounds. Single slow turns are clipped. Measures nothing. Always holds:
+a ratio is of the rounds that have both sides.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from bench.speculation.intervals import Interval, engines_interval, ratio_interval
 
-Round = dict[str, list[float]]  # seconds by side, of each of its engines
-# A turn counts as so many times the median one of its engine at most: something else took the
+# A turn counts as so many times the median one of its side at most: something else took the
 # processor. How many there were is part of the result.
 MAX_TIMES = 3.0
 
 
+class Round(NamedTuple):
+    """Seconds by side. engine: the number of that which the sides share; None: each has its own."""
+
+    seconds: dict[str, float]
+    engine: int | None = None
+
+
 def clipped(rounds: Sequence[Round]) -> list[Round]:
-    """Return rounds without what is beyond MAX_TIMES the median of an engine."""
-    found: list[Round] = [{} for _ in rounds]
-    for name in {name: None for one in rounds for name in one}:
-        there = [place for place, one in enumerate(rounds) if name in one]
-        by_engine = list(zip(*(rounds[place][name] for place in there), strict=True))
-        most = [MAX_TIMES * statistics.median(one) for one in by_engine]
-        for place in there:
-            found[place][name] = [
-                min(one, limit) for one, limit in zip(rounds[place][name], most, strict=True)
-            ]
-    return found
+    """Return rounds without what is beyond MAX_TIMES the median of a side."""
+    names = {name: None for one in rounds for name in one.seconds}
+    most = {
+        name: MAX_TIMES
+        * statistics.median(one.seconds[name] for one in rounds if name in one.seconds)
+        for name in names
+    }
+    return [
+        one._replace(seconds={name: min(s, most[name]) for name, s in one.seconds.items()})
+        for one in rounds
+    ]
 
 
 def num_clipped(rounds: Sequence[Round], others: Sequence[Round]) -> int:
     """Return how many turns differ between rounds and the same ones clipped."""
     return sum(
-        one != other
-        for taken, found in zip(rounds, others, strict=True)
-        for name in taken
-        for one, other in zip(taken[name], found[name], strict=True)
+        one.seconds[name] != other.seconds[name]
+        for one, other in zip(rounds, others, strict=True)
+        for name in one.seconds
     )
 
 
 def side_ratio(rounds: Sequence[Round], over: str, under: str) -> Interval:
     """Return the seconds of side `over` by those of `under`, in the rounds that have both."""
-    overs, unders = zip(
-        *((one[over], one[under]) for one in rounds if over in one and under in one), strict=True
+    both = [one for one in rounds if over in one.seconds and under in one.seconds]
+    if both[0].engine is None:
+        overs, unders = ([one.seconds[name] for one in both] for name in (over, under))
+        return ratio_interval(overs, unders)
+    engines = {one.engine: None for one in both}
+    sums = (
+        [sum(one.seconds[name] for one in both if one.engine == engine) for engine in engines]
+        for name in (over, under)
     )
-    if len(overs[0]) == len(unders[0]) == 1:
-        return ratio_interval([one for [one] in overs], [one for [one] in unders])
-    return engines_interval(overs, unders)
+    return engines_interval(*sums)
 
 
 def best_side(rounds: Sequence[Round], names: Sequence[str]) -> str:
@@ -58,9 +68,3 @@ def best_side(rounds: Sequence[Round], names: Sequence[str]) -> str:
         (name for name in names if name != "auto"),
         key=lambda name: side_ratio(rounds, "off", name).value,
     )
-
-
-def off_of_off(rounds: Sequence[Round]) -> list[float]:
-    """Return the speed of each engine without drafts, relative to their mean; of one: nothing."""
-    sums = [sum(one) for one in zip(*(one["off"] for one in rounds), strict=True)]
-    return [round(statistics.fmean(sums) / one, 4) for one in sums] if len(sums) > 1 else []

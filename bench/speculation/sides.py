@@ -1,8 +1,9 @@
-"""The engines of the sides of a cell, which differ in their drafts only, and streams of requests.
+"""The sides of a cell, which differ in their drafts only, and streams of requests.
 
-Each is an engine of its own (its scheduler, control, prices and KV cache) over the same packed
-weights, and is stepped by the caller. So sides take turns within milliseconds, each as if it were
-alone: its clock stands still while others compute, and a control learns from its own steps only.
+A side is an engine of its own (its scheduler, control, prices and KV cache) over the same packed
+weights, or has one with other sides by turns, with a control and prices of its own (swap.py). It
+is stepped by the caller, as if it were alone: its clock stands still while others compute, and a
+control learns from its own steps only.
 Always holds: a step's time has no work of other sides and no checks; a token other than the
 expected one ends the measurement.
 """
@@ -65,14 +66,20 @@ class Core(Protocol):
     def stats(self) -> EngineStats: ...
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """An engine. name: "off", "auto", or "k" and a fixed number of drafts."""
+    """An engine. name: "off", "auto", or "k" and a fixed number of drafts. attach: called while
+    nothing runs, before the side has a turn."""
 
     name: str
     core: Core
     card: ModelCard
     clock: PausedClock
+    attach: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +108,22 @@ class Drafted:
 class Stream:
     """Keeps `batch` requests running on a side: `tasks` in turn, again from the first.
 
-    ends_anywhere: the answers of the first batch do. tokens, seconds, steps: so far. answers: of
-    the tasks that have ended, by their number.
+    ends_anywhere: the answers of the first batch do; seed: draws where. first: the number of the
+    first task. tokens, seconds, steps: so far. answers: of the tasks that have ended, by their
+    number.
     """
 
     def __init__(
-        self, side: Side, tasks: Sequence[Task], batch: int, *, ends_anywhere: bool = True
+        self,
+        side: Side,
+        tasks: Sequence[Task],
+        batch: int,
+        *,
+        ends_anywhere: bool = True,
+        first: int = 0,
+        seed: int | tuple[int, ...] = SEED,
     ) -> None:
+        side.attach()
         self.tokens = self.steps = 0
         self.seconds = 0.0
         self.answers: dict[int, tuple[int, ...]] = {}
@@ -115,7 +131,8 @@ class Stream:
         self._num_cut = batch if ends_anywhere else 0
         self._before = 0, 0.0  # tokens and seconds before the last step that yielded some
         self._num_begun = 0
-        self._phases = np.random.default_rng(SEED)
+        self._phases = np.random.default_rng(seed)
+        self._first = first
         self._running: dict[str, tuple[int, list[int]]] = {}  # task and its tokens, by request id
         self._drafted = Drafted(side.core.stats())
 
@@ -185,7 +202,7 @@ class Stream:
         requests that begin and take blocks in the same steps cost less, and only without drafts do
         they stay together."""
         begun = self._num_begun
-        number = begun % len(self._tasks)
+        number = (self._first + begun) % len(self._tasks)
         task = self._tasks[number]
         sampling = task.sampling
         if begun < self._num_cut:

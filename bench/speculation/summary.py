@@ -51,7 +51,7 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
     floors = noise_floors(known[cell.name] for cell in ours)
     if floors:
         yield (
-            f"equal engines without drafts: standard deviation median "
+            f"equal engines without drafts, where each side has several: standard deviation median "
             f"{100 * statistics.median(floors):.1f} %, largest {100 * max(floors):.1f} %"
         )
     for part in dict.fromkeys(cell.part for cell in ours):
@@ -91,8 +91,8 @@ def half_width(found: Found) -> float:
 
 
 def noise_floors(found: Iterable[Found]) -> list[float]:
-    """Return the standard deviation of the speeds of equal engines of each cell that has several,
-    relative to their mean: the noise floor of one engine a side."""
+    """Return the standard deviation of the speeds of equal engines, relative to their mean, of each
+    cell that was measured with several engines a side: the noise floor of one engine a side."""
     return [spread(one["off_of_off"]) for one in found if one.get("off_of_off")]
 
 
