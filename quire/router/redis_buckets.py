@@ -16,8 +16,8 @@ from quire.router.redis_link import RedisDown, RedisLink
 
 _RETRY_S = 1.0
 
-# A bucket that is full again expires: one that is not there is full. Where the clock was put back, a
-# bucket fills from then on.
+# A bucket that is full again expires: one that is not there is full. Where the clock was put back,
+# a bucket fills from then on.
 SCRIPT = """-- quire: take tokens from a bucket
 local rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2])
 local tokens, is_settling = tonumber(ARGV[3]), ARGV[4] == '1'

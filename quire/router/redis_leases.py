@@ -1,7 +1,7 @@
 """RedisLeases: replicas that hold a lease in Redis, as a Discovery; and how a lease is held.
 
-A lease is a key that expires, `PREFIX` + `replica:` + the address. Redis alone decides when: what is
-sent is a duration, and routers and holders measure theirs by clocks that are never set. Knows no
+A lease is a key that expires, `PREFIX` + `replica:` + the address. Redis alone decides when: a
+duration is sent, and routers and holders measure theirs by clocks that are never set. Knows no
 health: the prober checks replicas. Always holds: a replica leaves the list only after its lease was
 absent for longer than holders need to renew theirs, as seen by a Redis that answers; so a Redis
 that is down, or was restarted empty, takes no replica away.
