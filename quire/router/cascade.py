@@ -254,7 +254,7 @@ def _is_json(text: str | None) -> bool:
     return True
 
 
-def _is_empty(event: dict[str, Any]) -> bool:
+def _is_empty(event: Any) -> bool:
     """Return whether an event of a stream says nothing: a server without log-probabilities to show
     does not write it."""
     if event.get("usage") is not None or event.get("error") is not None:
