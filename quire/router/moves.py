@@ -1,6 +1,6 @@
 """MovePlaces: how many requests without output may be moved again at one time.
 
-A request whose replica fails together with others moves to another replica at once: the work there
+A request that loses its replica together with others moves to another one at once: the work there
 is lost, so this adds no load to what clients have asked for. Moved requests may overload the next
 replica, which then fails, too. So each further attempt takes a place until it has output, and the
 others wait in the order in which they came. Knows no replica and reads no clock. Always holds: a

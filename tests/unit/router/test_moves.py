@@ -1,4 +1,4 @@
-"""Requests without output whose replica fails: they move or wait, and none is refused for that.
+"""Requests without output at a replica that fails: they move or wait; none is refused for that.
 
 In virtual time, with more requests than the budget of retries allows, and beyond the capacity of
 the replicas that are left.
