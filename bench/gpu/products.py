@@ -3,8 +3,8 @@
 In the shapes of an 8B model's layer, with several copies of a weight in turn if one would fit the
 GPU's cache. Results of both are compared before either is timed. fp8 has per-token scales and
 static ones; fast mode uses the vendor's if the installed PyTorch has it
-(quire/execute/gpu/library_fp8.py). For bf16 it uses the vendor's, except for the weights and rows
-in OURS_UP_TO of quire/execute/gpu/products.py, which these reports determine.
+(quire/execute/gpu/library_fp8.py). For bf16 it uses the vendor's; "ours up to" are the rows up to
+which ours would be the faster one.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def cascade(rounds: int) -> dict[str, Any]:
             f"{threshold:g}": _row(urls, asked, f"min-mean-logprob = {threshold}\n")
             for threshold in THRESHOLDS
         }
-        guessed = f'classifier = "{file}"\nexplore = 0.0\nhard-above = {{}}\n'
+        guessed = f'classifier = "{file}"\nhard-above = {{}}\n'
         ways = {
             "by_max_prompt_tokens": ("max-prompt-tokens = {}\nescalate = []\n", PROMPT_TOKENS),
             "by_hard_above": (f"{guessed}escalate = []\n", HARD_ABOVE),

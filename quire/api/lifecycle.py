@@ -97,6 +97,8 @@ class Lifecycle:
     def draining_reason(self) -> str:
         """Return why no requests are accepted."""
         cause = (
-            "the server is shutting down" if self.stopping.done() else "an admin drained the server"
+            "the server is shutting down"
+            if self.stopping.done()
+            else "the server was drained by an admin"
         )
         return f"{cause} and accepts no new requests"

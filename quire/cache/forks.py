@@ -73,7 +73,8 @@ class Forks:
         for first, row in zip(firsts, rows, strict=True):
             self._operations.share(row[first:full])
         copy_from = np.concatenate([NO_BLOCKS, *(row[full:] for row in rows)])
-        hold(np.unique(copy_from))
+        # np.unique would import numpy.ma in the first step that forks.
+        hold(np.array(sorted(set(copy_from.tolist())), np.int32))
         index = np.array(slots, np.intp)
         self._operations.release(self._tables.take(index))
         copy_to = self._take_blocks(len(copy_from))

@@ -13,7 +13,7 @@ import signal
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
 from quire.router.discovery import replica_url
-from quire.router.redis_leases import LEASE_S, hold_lease
+from quire.router.redis_leases import LEASE_S, PUT_TIMEOUT_S, hold_lease
 from quire.router.redis_link import RedisLink
 
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
     log = Log("lease")
-    link = RedisLink(arguments.redis, LEASE_S / 3)
+    link = RedisLink(arguments.redis, PUT_TIMEOUT_S)
     return asyncio.run(_hold(link, arguments.prefix, url.shown + url.path, log))
 
 

@@ -43,7 +43,11 @@ _SECONDS = {
         "time without a byte after which a stream counts as interrupted",
     ),
     "connect_s": ("--connect-seconds", "time to connect to a replica"),
-    "resume_s": ("--resume-seconds", "time that an interrupted stream waits for another replica"),
+    "resume_s": (
+        "--resume-seconds",
+        "time that a stream, or a request without output, waits for another replica after its own "
+        "has failed",
+    ),
     "wait_s": (
         "--wait-seconds",
         "time that a request waits for a first replica, where replicas are started on demand; 0: "

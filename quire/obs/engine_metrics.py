@@ -256,10 +256,13 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
     )
     predicted = stats.prediction_rows_total
     rows.add_metric((PREDICTION,), predicted)
+    for family, ms in (
+        (seconds, stats.drafting_ms_total),
+        (saved, stats.draft_saved_ms_total),
+        (added, stats.draft_added_ms_total),
+    ):  # of whole steps, which may have drafts of both
+        family.add_metric((stats.proposer or PREDICTION,), ms / 1000.0)
     if stats.proposer:
-        seconds.add_metric((stats.proposer,), stats.drafting_ms_total / 1000.0)
-        saved.add_metric((stats.proposer,), stats.draft_saved_ms_total / 1000.0)
-        added.add_metric((stats.proposer,), stats.draft_added_ms_total / 1000.0)
         rows.add_metric((stats.proposer,), stats.draft_rows_total - predicted)
     for family, of_all, of_predictions in (
         (drafted, stats.draft_tokens_total, stats.prediction_tokens_total),
@@ -267,7 +270,8 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
     ):
         pairs = zip_longest(of_all, of_predictions, fillvalue=0)
         for position, (num, num_predicted) in enumerate(pairs, start=1):
-            family.add_metric((str(position), stats.proposer), num - num_predicted)
+            if stats.proposer:
+                family.add_metric((str(position), stats.proposer), num - num_predicted)
             family.add_metric((str(position), PREDICTION), num_predicted)
     return seconds, saved, added, rows, drafted, accepted
 

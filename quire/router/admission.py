@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from quire.base.http_apis import AUTHORIZATION
 from quire.router.faults import Refusal
 from quire.router.fleet import Fleet
+from quire.router.moves import MovePlaces
 
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 _RATE_S = 10.0
@@ -23,7 +24,8 @@ _MAX_SHOWN_CHARS = 200
 
 
 class Admission:
-    """num_open: requests that were admitted and have not ended."""
+    """num_open: requests that were admitted and have not ended. places: for those that move to
+    another replica again."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -36,6 +38,7 @@ class Admission:
         self._waiting_tokens = 0
         self.num_open = 0
         self.is_draining = False
+        self.places = MovePlaces(self._settings.max_retry_share, lambda: self.num_open)
 
     def admit(self, headers: list[tuple[bytes, bytes]], key: bytes, now_s: float) -> bytes:
         """Count a request; return a digest of its key for `leave`. Raises Refusal.

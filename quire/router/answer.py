@@ -54,6 +54,7 @@ class Answer:
             await self._run()
         finally:
             self._state.continuation.end()
+            self._state.leave_place()
 
     async def _run(self) -> None:
         request, state = self._request, self._state
@@ -156,8 +157,9 @@ class Answer:
         body = attempt.early + await exchange.body()
         status, error = exchange.status, read_error(body) or ErrorBody()
         code = error.code if isinstance(error.code, str) else ""
-        # 429: a client sends a new request again later; a stream that has begun waits here.
-        has_no_room = request.form.is_overloaded(status) or (client.started and status == 429)
+        # 429: a client sends a new request again later; one that a replica had waits here.
+        waits = client.started or self._placement.is_displaced
+        has_no_room = request.form.is_overloaded(status) or (waits and status == 429)
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
             why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
@@ -191,6 +193,7 @@ class Answer:
         """Another model is asked: whatever replicas refused before, they were not asked this."""
         self._state.key = self._request.key()
         self._state.tried.clear()
+        self._placement.begin_anew()
         self._refused = None
 
     def _read_whole(self, replica: Replica, status: int, body: bytes) -> None:

@@ -37,7 +37,7 @@ class AnswerParts:
 class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
     answer; None for any. key: what policies read of it. tried: replicas that failed with it or
-    refused it. fingerprint: of the replica that has begun its stream."""
+    refused it. fingerprint: of the replica that has begun its stream. has_place: of MovePlaces."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class AnswerState:
         self.tried: set[Replica] = set()
         self.failures = Failures()
         self.fingerprint = ""
+        self.has_place = False
         self.continuation = Continuation(parts.fleet.resumes, parts.metrics)
         self.read_prompt()
 
@@ -65,6 +66,12 @@ class AnswerState:
         lanes = self.parts.features.lanes
         self.key = self.request.key()
         self.is_long = lanes is not None and lanes.is_long(self.request.prompt_tokens)
+
+    def leave_place(self) -> None:
+        """Give back the place to move again: the attempt has output or has ended."""
+        if self.has_place:
+            self.has_place = False
+            self.parts.admission.places.give_back()
 
     @property
     def is_fresh(self) -> bool:

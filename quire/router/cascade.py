@@ -35,6 +35,8 @@ from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 
 _MAX_SEARCHED_CHARS = 16_384
+# Share of hard requests that are answered by the small model, where outcomes are logged.
+EXPLORE = 0.02
 # Of an answer: refusals are in its beginning.
 _MAX_REFUSAL_CHARS = 300
 _encode = msgspec.json.Encoder().encode
@@ -60,6 +62,7 @@ class Cascade:
         self._refusals = [re.compile(one) for one in table.refusal_patterns]
         self._classifier = read_classifier(table.classifier) if table.classifier else None
         self._outcomes = OutcomeLog(table.outcomes) if table.outcomes else None
+        self._explore = EXPLORE if table.explore is None else table.explore
         self._unexplored = 0.0
 
     def report_to(self, log: Log) -> None:
@@ -87,7 +90,7 @@ class Cascade:
         outcome is known; each time that their share allows it."""
         if self._outcomes is None or not self._is_judged(request):
             return False
-        self._unexplored += self._table.explore
+        self._unexplored += self._explore
         is_due = self._unexplored >= 1.0
         self._unexplored -= is_due
         return is_due
@@ -191,12 +194,14 @@ class Judge:
         """Return events for the client: without what only the router has asked for."""
         if not self._asked:
             return events
-        shown = []
+        shown = list[bytes]()
         for block in events.split(b"\n\n"):
             start = block.find(b"data: {")
             event = _object(block[start + 6 :]) if start >= 0 else None
             if choices_of(event):
                 self._form.hide(event)
+                if _is_empty(event):  # there for its log-probabilities
+                    continue
                 block = block[: start + 6] + _encode(event)
             shown.append(block)
         return b"\n\n".join(shown)
@@ -246,4 +251,18 @@ def _is_json(text: str | None) -> bool:
         msgspec.json.decode(text)
     except msgspec.MsgspecError:
         return False
+    return True
+
+
+def _is_empty(event: Any) -> bool:
+    """Return whether an event of a stream says nothing: a server without log-probabilities to show
+    does not write it."""
+    if event.get("usage") is not None or event.get("error") is not None:
+        return False
+    for one in choices_of(event):
+        delta = one.get("delta")
+        if one.get("finish_reason") or one.get("text"):
+            return False
+        if isinstance(delta, dict) and any(delta.values()):
+            return False
     return True

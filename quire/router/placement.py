@@ -1,9 +1,10 @@
 """Placement: the replica for the next attempt of one request, and the wait for one.
 
-A request without output goes where the policy sends it. A stream that has output goes on at a
-replica of its fingerprint, and streams that are interrupted at one time are placed in the order of
-their last events. Sends nothing. Always holds: a request is tried on no third replica after two
-failed with it at one place (failures.py).
+A request without output goes where the policy sends it; where its replica has failed or drains, it
+waits for another one. A stream that has output goes on at a replica of its fingerprint, and streams
+that are interrupted at one time are placed in the order of their last events. Sends nothing. Always
+holds: a request is tried on no third replica after two failed with it at one place (failures.py);
+it waits no longer than resume_s from the last failure.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from quire.router.replica import Replica
 _RETRY_EVERY_S = 0.25
 # So long a stream waits for another replica before it goes on at the one that failed.
 _RETURN_S = 1.0
+# A request that all replicas refuse is sent again after 0.25, 0.5, 1, 2, 2, ... s.
+_MAX_RETRY_EVERY_S = 2.0
 
 
 class Placement:
-    """Of one request. why_refused: by the last replica since one failed with it; "" for none."""
+    """Of one request. why_refused: by the last replica since one failed with it; "" for none.
+    is_displaced: a replica that had the request has failed or drains."""
 
     def __init__(self, state: AnswerState) -> None:
         self._state = state
@@ -34,11 +38,19 @@ class Placement:
         self._is_refused = self._was_held = False
         self._draining: set[Replica] = set()
         self.why_refused = ""
+        self.is_displaced = False
+        self._needs_budget = False  # the request may be the cause of the last failure
+        self._has_moved = False
+        self._failed_s = 0.0
+        self._full: set[Replica] = set()  # refused it since the last pause
+        self._pause_s = _RETRY_EVERY_S
 
     def failed(self, fault: ReplicaFault) -> None:
         """Note that a replica has failed: from now on another one is waited for as long as is
         allowed. While a stream is without a replica, another one that was full, or could not be
         reached, allows no more time: nothing else bounds their number."""
+        self._displace()
+        self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
         if has_worked or not self._state.continuation.has_failed:
             self._begin_wait()
@@ -49,11 +61,26 @@ class Placement:
         """Note that a replica was full, or drains: the next one is not asked at once. The first
         time that it drains allows the time anew."""
         self._is_refused = True
+        self._full.add(replica)
+        self._state.leave_place()
+        if is_drain:
+            self._displace()
         if is_drain and replica not in self._draining:
             self._draining.add(replica)
             self._begin_wait()
         else:
             self.why_refused = why
+
+    def begin_anew(self) -> None:
+        """Note that another model is asked: no replica has failed with that or refused it."""
+        self.is_displaced = self._needs_budget = self._is_refused = False
+        self._full.clear()
+        self._state.leave_place()
+
+    def _displace(self) -> None:
+        self.is_displaced = True
+        self._failed_s = self._loop.time()
+        self._state.leave_place()
 
     def _begin_wait(self) -> None:
         self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
@@ -64,11 +91,13 @@ class Placement:
         state = self._state
         if state.failures.are_final:
             return None
-        if state.client.started or state.failures.are_at_two:
+        if state.client.started:
             return await self._successor()
         if state.home is not None:
             is_able = state.home.is_available(self._loop.time())
             return state.home if is_able and state.home not in state.tried else None
+        if self.is_displaced:
+            return await self._displaced()
         found = await self._place()
         if found is not None and state.tried:
             if not state.parts.budget.take():
@@ -115,8 +144,7 @@ class Placement:
                 state.key, model, exclude=state.tried, max_long=state.max_long
             )
 
-        if not (self._was_held or state.request.route.is_free):
-            self._was_held = await self._fleet.resumes.hold(model)
+        await self._let_streams_go_first()
         if self._fleet.settings.wait_s and not state.failures.reasons:
             await self._wait_for_first(model)
         if lanes is None or not state.is_long:
@@ -128,6 +156,45 @@ class Placement:
                 lambda: self._fleet.is_served(model, state.tried),
                 lambda: state.client.is_gone,
             )
+
+    async def _let_streams_go_first(self) -> None:
+        """Wait a moment, once, while many streams continue."""
+        request = self._state.request
+        if not (self._was_held or request.route.is_free):
+            self._was_held = await self._fleet.resumes.hold(request.model)
+
+    async def _displaced(self) -> Replica | None:
+        """Return another replica for a request without output; waits for one for some time.
+
+        What may have made its replica fail needs the budget of retries. Others move at once, and a
+        second time once there is a place.
+        """
+        state = self._state
+        if self._needs_budget:
+            self._needs_budget = False
+            if not state.parts.budget.take():
+                return None
+        with state.parts.admission.waiting(state.request.expected_tokens):
+            await self._let_streams_go_first()
+            return await self._successor()
+
+    async def _wait_for_place(self) -> bool:
+        """Wait for a place to move again; return whether there was one in time."""
+        state, places = self._state, self._state.parts.admission.places
+        place = places.ask()
+        try:
+            while not place.done():
+                self._check_client()
+                left_s = self._resume_until_s - self._loop.time()
+                if left_s <= 0:
+                    return False
+                with self._fleet.waiting():
+                    await asyncio.wait({place}, timeout=min(left_s, _RETRY_EVERY_S))
+            state.has_place = True
+        finally:
+            if not state.has_place:
+                places.withdraw(place)
+        return True
 
     async def _wait_for_first(self, model: str) -> None:
         """Wait while no replica is available, such as one that is still to be started."""
@@ -142,13 +209,13 @@ class Placement:
                 await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     async def _successor(self) -> Replica | None:
-        """Return a replica that can continue the stream, or compute anew what two others failed
-        with; waits for one for some time."""
+        """Return a replica that can continue the stream, or compute anew a request without output;
+        waits for one for some time."""
         state, fleet = self._state, self._fleet
         request, started = state.request, state.client.started
         if started and request.why_not:
             return None
-        if self._is_refused:  # the successor was full
+        if started and self._is_refused:  # the successor was full
             self._is_refused = False
             await fleet.wait_for_change(_RETRY_EVERY_S)
         while True:
@@ -162,9 +229,16 @@ class Placement:
                 if started:
                     self._metrics.resumed.inc()
                     state.continuation.chosen(request.model)
+                elif self._has_moved and not state.has_place:
+                    if not await self._wait_for_place():
+                        return None
+                    continue  # another one may be the better choice now
                 else:
-                    self._metrics.retries.labels("failed").inc()
+                    self._has_moved = True
+                    is_refused, self._is_refused = self._is_refused, False
+                    self._metrics.retries.labels("refused" if is_refused else "failed").inc()
                 return found
+            state.leave_place()
             left_s = self._resume_until_s - now_s
             # Where replicas are started on demand, one that is not known yet may have it.
             is_coming = fleet.settings.wait_s > 0
@@ -172,7 +246,19 @@ class Placement:
             if left_s <= 0 or not (is_coming or is_known):
                 return None
             with fleet.waiting():
-                await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
+                if self._full and not started:
+                    await self._pause()
+                else:
+                    await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
+
+    async def _pause(self) -> None:
+        """Wait after all replicas have refused a request without output: longer each time."""
+        until_s = min(self._loop.time() + self._pause_s, self._resume_until_s)
+        self._pause_s = min(2 * self._pause_s, _MAX_RETRY_EVERY_S)
+        while (left_s := until_s - self._loop.time()) > 0:
+            await asyncio.sleep(min(left_s, _RETRY_EVERY_S))
+            self._check_client()
+        self._full.clear()
 
     def _able_successor(self, now_s: float) -> Replica | None:
         """Return a replica that can go on now; one that failed is the last choice: it was fenced
@@ -180,7 +266,10 @@ class Placement:
         state, fleet = self._state, self._fleet
         started = state.client.started
         barred = state.failures.barred(fleet.replicas.values())
-        may_return = state.failures.are_at_two or state.continuation.since_s(now_s) > _RETURN_S
+        away_s = state.continuation.since_s(now_s) if started else now_s - self._failed_s
+        may_return = state.failures.are_at_two or away_s > _RETURN_S
+        if not started:
+            barred |= self._full
         others = barred | state.failures.at
         for exclude in (others, barred) if may_return else (others,):
             found = fleet.choose(

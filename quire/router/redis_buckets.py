@@ -16,7 +16,8 @@ from quire.router.redis_link import RedisDown, RedisLink
 
 _RETRY_S = 1.0
 
-# A bucket that is full again expires: one that is not there is full.
+# A bucket that is full again expires: one that is not there is full. Where the clock was put back,
+# a bucket fills from then on.
 SCRIPT = """-- quire: take tokens from a bucket
 local rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2])
 local tokens, is_settling = tonumber(ARGV[3]), ARGV[4] == '1'
@@ -26,6 +27,9 @@ local found = redis.call('HMGET', KEYS[1], 'level', 'since')
 local level, since = tonumber(found[1]) or burst, tonumber(found[2]) or now
 level = math.min(burst, level + math.max(0, now - since) * rate)
 if not is_settling and level < tokens then
+  if now < since then
+    redis.call('HSET', KEYS[1], 'since', string.format('%.6f', now))
+  end
   return {0, string.format('%.6f', (tokens - level) / rate)}
 end
 level = math.min(burst, level - tokens)

@@ -1,9 +1,10 @@
 """RedisLeases: replicas that hold a lease in Redis, as a Discovery; and how a lease is held.
 
-A lease is a key that expires, `PREFIX` + `replica:` + the address. Knows no health: the prober
-checks replicas. Always holds: a replica leaves the list only after its lease was absent for longer
-than holders need to renew theirs, as seen by a Redis that answers; so a Redis that is down, or was
-restarted empty, takes no replica away.
+A lease is a key that expires, `PREFIX` + `replica:` + the address. Redis alone decides when: a
+duration is sent, and routers and holders measure theirs by clocks that are never set. Knows no
+health: the prober checks replicas. Always holds: a replica leaves the list only after its lease was
+absent for longer than holders need to renew theirs, as seen by a Redis that answers; so a Redis
+that is down, or was restarted empty, takes no replica away.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ LEASE_S = 15.0
 _READ_EVERY_S = 1.0
 _RENEW_EVERY_S = LEASE_S / 3
 ABSENT_S = _RENEW_EVERY_S + 1.0
+# A Redis that returns has the lease again after a renewal that began before and gets no answer, a
+# pause and another one: sooner than routers miss it.
+PUT_TIMEOUT_S = 1.0
+_RETRY_EVERY_S = 1.0
 
 
 class RedisLeases(LeaseDiscovery):
@@ -68,10 +73,12 @@ class RedisLeases(LeaseDiscovery):
 
 
 async def hold_lease(link: RedisLink, prefix: str, url: str, log: Log) -> None:
-    """Hold the lease of a replica until cancelled, then give it up."""
-    key, is_down = f"{prefix}replica:{url}", False
+    """Hold the lease of a replica until cancelled, then give it up. link: waits for an answer no
+    longer than PUT_TIMEOUT_S."""
+    key, is_down, loop = f"{prefix}replica:{url}", False, asyncio.get_running_loop()
     try:
         while True:
+            next_s = loop.time() + _RENEW_EVERY_S
             try:
                 await link.put(key, "1", LEASE_S)
                 is_down = False
@@ -79,7 +86,8 @@ async def hold_lease(link: RedisLink, prefix: str, url: str, log: Log) -> None:
                 if not is_down:
                     log.warning("the lease could not be renewed", reason=str(error))
                 is_down = True
-            await asyncio.sleep(_RENEW_EVERY_S)
+                next_s = loop.time() + _RETRY_EVERY_S
+            await asyncio.sleep(max(next_s - loop.time(), 0.0))
     finally:
         try:
             await link.remove(key)

@@ -69,7 +69,8 @@ class CascadeTable(Table, frozen=True):
 
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
     classifier: a file of `quire cascade`; what it finds hard with more than hard_above goes to the
-    large model, but for a share to explore. outcomes: a file for judged answers of the small model.
+    large model, but for a share to explore (None: EXPLORE). outcomes: a file for judged answers of
+    the small model.
     escalate: the reasons for which an answer of the small model is replaced. refusal_patterns: an
     answer with a match in its beginning is a refusal. judge_streams: hold streams of the small
     model until they can be judged.
@@ -82,7 +83,7 @@ class CascadeTable(Table, frozen=True):
     large_patterns: tuple[Pattern, ...] = ()
     classifier: str = ""
     hard_above: Share = 0.5
-    explore: Share = 0.02
+    explore: Share | None = None
     outcomes: str = ""
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
     refusal_patterns: tuple[Pattern, ...] = (ENGLISH_REFUSAL,)
@@ -314,6 +315,12 @@ def _check_whole(found: RouteFile) -> None:
         elif not table:
             raise ValueError(f"models.{name} is empty; give the name of a model")
     for name, cascade in found.cascades.items():
+        if cascade.explore is not None and not cascade.outcomes:
+            raise ValueError(
+                f"cascades.{name}: explore has no effect without outcomes, to which the answers of "
+                'explored requests are written; name a file, as in outcomes = "outcomes.jsonl", or '
+                "leave explore out"
+            )
         for key, patterns in (
             ("large-patterns", cascade.large_patterns),
             ("refusal-patterns", cascade.refusal_patterns),

@@ -101,6 +101,7 @@ class StreamRelay:
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
         counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
+            self._state.leave_place()
             attempt.replica.progressed(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
@@ -163,6 +164,7 @@ class StreamRelay:
         load, lanes = attempt.load, self._features.lanes
         if not request.num_delivered and request.transfer is None:
             fleet.note_first_token(attempt.replica, load, attempt.age_s)
+        self._state.leave_place()
         attempt.replica.gave_output(load)
         if attempt.replica.breaker.gave_output():
             fleet.became_available()

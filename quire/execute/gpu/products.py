@@ -41,10 +41,6 @@ ROW_FORMS: Mapping[str, tuple[torch.dtype, str]] = {
     "fp8-static": (torch.float8_e4m3fn, "tensor"),
 }
 ByteProduct = Callable[[ByteRows, Counts], None]
-# Outputs and columns of a weight, and the rows up to which ours is the faster one: what the GPU
-# check reports as "ours up to" (bf16_products). On an H200 up to 10 % of the smallest of a layer's
-# products, which is 0.3 % of a step: the vendor's for all.
-OURS_UP_TO: Mapping[tuple[int, int], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ class Products:
         undivided = place.program.weights[op.weight].undivided_rows
         is_plain = bias is None and view.dtype == op.y.dtype
         if not place.exact and is_plain and held.device.type != "cpu":
-            product = fast_product(held, self.scratch.workspace)
+            product = fast_product(held)
             return lambda counts: product(place.of(view, counts), place.of(op.y, counts))
         return lambda counts: linear(
             place.of(view, counts),
@@ -167,16 +163,16 @@ def pack_ints(matrix: IntMatrix, device: torch.device) -> ByteWeight | Int4Weigh
     return Int4Weight.of(matrix, device)
 
 
-def fast_product(weight: Tensor, workspace: Workspace) -> Callable[[Tensor, Tensor], None]:
-    """y = x @ weight.T of bf16 where no order of K is promised."""
-    outputs, columns = weight.shape
-    turned, most = weight.T, OURS_UP_TO.get((outputs, columns), 0)
+def fast_product(weight: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """y = x @ weight.T of bf16 where no order of K is promised: the vendor's.
+
+    On an H200 ours is faster for few rows, by 10 % at most of the smallest of a layer's products,
+    which is 0.3 % of a step (bench/gpu/products.py).
+    """
+    turned = weight.T
 
     def product(x: Tensor, y: Tensor) -> None:
-        if len(x) <= most:
-            linear(x, weight, y, workspace=workspace)
-        else:
-            torch.mm(x, turned, out=y)
+        torch.mm(x, turned, out=y)
 
     return product
 

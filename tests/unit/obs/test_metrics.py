@@ -181,6 +181,19 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
 ]
 
 
+def test_drafts_of_an_engine_without_a_proposer_are_all_those_of_predictions() -> None:
+    """Times too: they were left out, as counts were not."""
+    metrics = Metrics()
+    engine(**{**DRAFTED, "proposer": "", "draft_rows_total": 3})(metrics)
+    found = {name: value for name, value in samples(metrics).items() if "draft" in name}
+    ours = {name for name in found if name.startswith("quire_")}
+    assert ours
+    assert all("proposer=prediction" in name for name in ours)
+    assert found["quire_draft_saved_seconds_total{proposer=prediction}"] == pytest.approx(0.07)
+    assert found["quire_draft_added_seconds_total{proposer=prediction}"] == pytest.approx(0.011)
+    assert found["quire_drafting_seconds_total{proposer=prediction}"] == pytest.approx(0.029)
+
+
 @each_case(("name", "happens", "value"), MOVES, ids=[name for name, _, _ in MOVES])
 def test_each_metric_moves_when_its_event_happens(
     name: str, happens: Callable[[Metrics], None], value: float

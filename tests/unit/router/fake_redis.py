@@ -89,6 +89,8 @@ class FakeRedis:
         level, since_s = self.buckets.get(key, (burst, self.now_s))
         level = min(burst, level + max(0.0, self.now_s - since_s) * rate)
         if not is_settling and level < tokens:
+            if self.now_s < since_s:
+                self.buckets[key] = (level, self.now_s)
             return [0, f"{(tokens - level) / rate:.6f}"]
         level = min(burst, level - tokens)
         self.buckets[key] = (level, self.now_s)

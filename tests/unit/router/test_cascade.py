@@ -382,6 +382,21 @@ def test_a_confident_stream_is_passed_on_without_its_logprobs() -> None:
     assert not large.requests
 
 
+def test_events_that_are_there_for_their_logprobs_only_are_left_out() -> None:
+    """A server writes none for tokens without text, unless log-probabilities are asked for."""
+    small, large = _replicas(b"")
+    _scripted(small, _events(("a ", -0.1), ("", -0.2), ("b", -0.1)))
+
+    async def story(router: Router) -> None:
+        body = (await router.post("/v1/chat/completions", _chat(stream=True)))[2]
+        assert _texts(body) == "a b"
+        assert body.count(b"data: {") == 3, "two of text and one with the reason of the end"
+        asks = _chat(stream=True, logprobs=True)
+        assert (await router.post("/v1/chat/completions", asks))[2].count(b"data: {") == 4
+
+    run([small, large], story, _streaming())
+
+
 @pytest.mark.parametrize(
     ("events", "fields", "decision"),
     [

@@ -340,7 +340,8 @@ def test_an_unreachable_replica_gives_a_request_without_output_no_more_time() ->
         settings = SimpleNamespace(resume_s=2.0)
         parts = SimpleNamespace(fleet=SimpleNamespace(settings=settings), metrics=0, features=0)
         continuation = Continuation(Resumes(), cast(Any, None))
-        placement = Placement(cast(Any, SimpleNamespace(parts=parts, continuation=continuation)))
+        state = SimpleNamespace(parts=parts, continuation=continuation, leave_place=lambda: None)
+        placement = Placement(cast(Any, state))
         loop = asyncio.get_running_loop()
 
         async def until_s(fault: ReplicaFault) -> float:

@@ -92,6 +92,10 @@ def test_a_whole_file_is_read() -> None:
         ("[models.chat]\ntargets = [{model = 'a'}, {model = 'a'}]", "a target twice"),
         ("[models.chat]", "has no targets"),
         ("[models]\na = 'x'\n[cascades.a]\nsmall = 'b'\nlarge = 'c'", r"in \[models\] and in"),
+        (
+            "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nclassifier = 'd'\nexplore = 0.1",
+            "explore has no effect without outcomes.*name a file",
+        ),
         ("[cascades.a]\nsmall = 'b'\nlarge = 'c'\nlarge-patterns = ['(']", "no regular expression"),
         (
             "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nescalate = ['x']",

@@ -299,7 +299,7 @@ def test_a_rejection_while_draining_has_reason_and_retry_after() -> None:
     async def exchange() -> None:
         site = Site(grace_s=40.0)
         site.server_state.lifecycle.refuse_new()
-        for said, again in (("an admin drained", "10"), ("is shutting down", "40")):
+        for said, again in (("drained by an admin", "10"), ("is shutting down", "40")):
             reply = await site.post("/v1/completions", {"prompt": "a"})
             assert (reply.status, reply.headers["retry-after"]) == (503, again)
             assert said in reply.error["message"]

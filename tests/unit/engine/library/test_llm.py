@@ -491,6 +491,23 @@ def test_no_step_with_drafts_imports_anything() -> None:
     assert done.stdout.split() == []
 
 
+def test_no_step_with_forks_imports_anything() -> None:
+    script = (
+        "import sys\n"
+        "from quire import LLM, SamplingParams\n"
+        "llm = LLM(threads=1)\n"
+        "llm.generate('a', SamplingParams(max_tokens=2))\n"
+        "before = set(sys.modules)\n"
+        "llm.generate('Once upon a time', SamplingParams(max_tokens=4, n=3, seed=1))\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
 def test_a_timed_out_prompt_is_an_error_and_the_others_are_answered(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
