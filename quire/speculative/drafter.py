@@ -155,7 +155,9 @@ class Drafter:
                 self._end(proposer, slot)
         self._asks_nothing(slot)
 
-    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+    def note_step(
+        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+    ) -> None:
         """See DraftSource."""
         balance = self._control.balance
         known_ms = self._caught_up_ms() if computed_ms > 0.0 else 0.0
@@ -166,7 +168,7 @@ class Drafter:
             caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
-            balance.plain(step_ms)
+            balance.plain(step_ms, num_steps)
         elif gained_ms > 0.0 or not self._control.probes:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled

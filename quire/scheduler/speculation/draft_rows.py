@@ -43,6 +43,11 @@ TIMED_STEPS = 2
 # steps: prompts may come between them, so that none is timed.
 FIRST_RUN_EVERY = 128
 NEVER = 1 << 62  # a step that does not come
+# Where the source wants to know of steps without drafts, one is noted for all that took together so
+# many milliseconds: noting each would take a part of the step of a small model.
+NOTED_MS, MAX_NOTED_STEPS = 4.0, 16
+# Their mean counts as at most so many times the last one: no request may have run in between.
+MAX_NOTED_TIMES = 1.25
 
 
 class Rows(NamedTuple):
@@ -96,6 +101,9 @@ class DraftRows(StepExtension):
         self.noted_from = NEVER
         self.is_resting = self._may_predict = False  # the latter: a live request may
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
+        self._rest_active: Index | None = None  # batch.active when these were noted
+        self._rest_sequences: list[SequenceState | None] = []  # by slot
+        self._took_step, self._took_at_ms = 0, 0.0  # of the last call of `took`
         self._num_arrived = 0  # requests that the source knows of before they enter
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
@@ -140,7 +148,8 @@ class DraftRows(StepExtension):
             if is_timed and plan.num_tokens == len(plan.slots):
                 self._note_plain(plan, ms, follows=follows)
             if computed_ms or source.notes_plain_steps:
-                source.note_step(ms, None, computed_ms)
+                each_ms, num_steps = self._plain_since(plan, ms)
+                source.note_step(each_ms, None, computed_ms, num_steps)
         else:
             self._num_plain = 0
             self._prices.note(predicted, ms)
@@ -149,10 +158,23 @@ class DraftRows(StepExtension):
             self._timed = (ms, predicted, computed_ms)
         if self.is_resting:
             self._note_rest(plan)
-        is_noting = self._num_timed or self._predicted or source.notes_plain_steps
-        idle_until = self._rest_until if self.is_resting else NEVER
-        self.noted_from = 0 if is_noting else idle_until
+        self._took_step, self._took_at_ms = plan.step, self._requests.now_ms
+        self.noted_from = self._rest_until if self.is_resting else NEVER
+        if self._num_timed or self._predicted:
+            self.noted_from = 0
+        elif source.notes_plain_steps:
+            num_steps = min(int(NOTED_MS / max(ms, 1e-3)), MAX_NOTED_STEPS)
+            self.noted_from = min(self.noted_from, plan.step + max(num_steps, 1))
         return ms if predicted is None else 0.0
+
+    def _plain_since(self, plan: StepPlan, ms: float) -> tuple[float, int]:
+        """Return what a step without drafts took since the last one noted, and how many of them
+        there were, with `plan`."""
+        num_steps = plan.step - self._took_step
+        if not 1 < num_steps <= MAX_NOTED_STEPS:
+            return ms, 1
+        each_ms = (self._requests.now_ms - self._took_at_ms) / num_steps
+        return min(each_ms, MAX_NOTED_TIMES * ms), num_steps
 
     def _note_plain(self, plan: StepPlan, ms: float, *, follows: bool) -> None:
         """Learn from a step without drafts, of one position a row."""
@@ -316,16 +338,22 @@ class DraftRows(StepExtension):
             self._may_predict = any(map(_predicts, live))
         if not self._may_predict:
             self.is_active, self.is_resting, self._rest_from = False, True, step
+            self._rest_active = self._batch.active
+            self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
             self.noted_from = 0
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""
-        source = self._source
+        source, active = self._source, self._batch.active
         self._pass_rest(plan.step)
-        if plan.admissions:
-            source.note_arrivals(len(plan.admissions), len(self._batch.active))
-            self._num_arrived += len(plan.admissions)
+        if active is not self._rest_active:
+            before, now = self._rest_sequences, self._batch.sequences.copy()
+            self._rest_active, self._rest_sequences = active, now
+            pairs = zip(before, now, strict=True)
+            if num_new := len([new for old, new in pairs if new is not old and new is not None]):
+                source.note_arrivals(num_new, len(active))
+                self._num_arrived += num_new
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:

@@ -67,8 +67,11 @@ class FakeDrafts:
     def note_kv(self, slots: NDArray[np.intp], block_tables: Int32s, capacities: Int32s) -> None:
         raise AssertionError("these drafts use no cache")
 
-    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+    def note_step(
+        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+    ) -> None:
         assert step_ms >= 0.0
+        assert num_steps == 1 or (num_steps > 1 and gained_ms is None)
         assert computed_ms >= 0.0
 
     def would_propose(
