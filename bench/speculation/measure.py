@@ -148,6 +148,8 @@ class Measurement:
         }
         try:
             take(streams)
+            for (name, _), side in engines.items():
+                _refuse_errors(name, side)
         finally:
             for (name, _), stream in streams.items():
                 for place, more in enumerate(stream.drafted()):
@@ -217,6 +219,16 @@ class Measurement:
             "acceptance_of_fixed": round(right / tried, 4) if tried else None,
             "tokens_per_row_with_drafts": round(1 + accepted / rows, 3) if rows else None,
         }
+
+
+def _refuse_errors(name: str, side: Side) -> None:
+    """Raise SystemExit if speculation failed on an engine: drafts are missing then."""
+    stats = side.core.stats()
+    if stats.draft_errors_total or stats.draft_proposer_errors_total:
+        raise SystemExit(
+            f"{name}: {stats.draft_errors_total} errors of the control of drafts and "
+            f"{stats.draft_proposer_errors_total} of a proposer (see the log); nothing is reported"
+        )
 
 
 def min_rounds(cell: Cell) -> int:

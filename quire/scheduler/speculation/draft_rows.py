@@ -75,8 +75,8 @@ class DraftRows(StepExtension):
     rest.
 
     is_resting: the source rests. noted_from: `took` must be called for plans from this step on.
-    proposer: the name of its kind. was_used: whether drafts were computed or verified. rejected: by
-    row of the last plan with drafts, how many of them were not accepted.
+    proposer: the name of its kind. rejected: by row of the last plan with drafts, how many of them
+    were not accepted.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DraftRows(StepExtension):
         self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
-        self.proposer, self.was_used = source.proposer_name, False
+        self.proposer, self._was_used = source.proposer_name, False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
         self._saved_ms = self._added_ms = 0.0  # by accepted drafts, and to steps with drafts
@@ -139,33 +139,37 @@ class DraftRows(StepExtension):
         if not (self.is_active or self.is_resting):
             return ms
         source = self._source
-        computed_ms = source.drafting_ms - self._drafting_ms
-        predicted = self._predicted.pop(plan.step, None) if self._predicted else None
-        self._drafting_ms = source.drafting_ms
-        ms -= computed_ms
-        if predicted is None:
-            is_timed = self._num_timed and plan.layers is None
-            if is_timed and plan.num_tokens == len(plan.slots):
-                self._note_plain(plan, ms, follows=follows)
-            if computed_ms or source.notes_plain_steps:
-                each_ms, num_steps = self._plain_since(plan, ms)
-                source.note_step(each_ms, None, computed_ms, num_steps)
-        else:
-            self._num_plain = 0
-            self._prices.note(predicted, ms)
-            self._end_after()
-            self._after_ms = 0.0
-            self._timed = (ms, predicted, computed_ms)
-        if self.is_resting:
-            self._note_rest(plan)
-        self._took_step, self._took_at_ms = plan.step, self._requests.now_ms
-        self.noted_from = self._rest_until if self.is_resting else NEVER
-        if self._num_timed or self._predicted:
-            self.noted_from = 0
-        elif source.notes_plain_steps:
-            num_steps = min(int(NOTED_MS / max(ms, 1e-3)), MAX_NOTED_STEPS)
-            self.noted_from = min(self.noted_from, plan.step + max(num_steps, 1))
-        return ms if predicted is None else 0.0
+        try:
+            computed_ms = source.drafting_ms - self._drafting_ms
+            predicted = self._predicted.pop(plan.step, None) if self._predicted else None
+            self._drafting_ms = source.drafting_ms
+            ms -= computed_ms
+            if predicted is None:
+                is_timed = self._num_timed and plan.layers is None
+                if is_timed and plan.num_tokens == len(plan.slots):
+                    self._note_plain(plan, ms, follows=follows)
+                if computed_ms or source.notes_plain_steps:
+                    each_ms, num_steps = self._plain_since(plan, ms)
+                    source.note_step(each_ms, None, computed_ms, num_steps)
+            else:
+                self._num_plain = 0
+                self._prices.note(predicted, ms)
+                self._end_after()
+                self._after_ms = 0.0
+                self._timed = (ms, predicted, computed_ms)
+            if self.is_resting:
+                self._note_rest(plan)
+            self._took_step, self._took_at_ms = plan.step, self._requests.now_ms
+            self.noted_from = self._rest_until if self.is_resting else NEVER
+            if self._num_timed or self._predicted:
+                self.noted_from = 0
+            elif source.notes_plain_steps:
+                num_steps = min(int(NOTED_MS / max(ms, 1e-3)), MAX_NOTED_STEPS)
+                self.noted_from = min(self.noted_from, plan.step + max(num_steps, 1))
+            return ms if predicted is None else 0.0
+        except Exception as error:  # noqa: BLE001  prices change no answer
+            source.fail(error)
+            return 0.0
 
     def _plain_since(self, plan: StepPlan, ms: float) -> tuple[float, int]:
         """Return what a step without drafts took since the last one noted, and how many of them
@@ -199,12 +203,20 @@ class DraftRows(StepExtension):
             self._after_ms = None
 
     @property
+    def was_used(self) -> bool:
+        """Return whether drafts were computed or verified, or failed: `fields` say something."""
+        source = self._source
+        return self._was_used or source.num_errors > 0 or source.num_proposer_errors > 0
+
+    @property
     def fields(self) -> dict[str, Any]:
         """Counters of drafts, as fields of EngineStats."""
         return {
             "drafting_ms_total": self._source.drafting_ms,
             "draft_saved_ms_total": self._saved_ms,
             "draft_added_ms_total": self._added_ms,
+            "draft_proposer_errors_total": self._source.num_proposer_errors,
+            "draft_errors_total": self._source.num_errors,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": self._stats.drafted_at,
             "accepted_draft_tokens_total": self._stats.accepted_at,
@@ -290,7 +302,7 @@ class DraftRows(StepExtension):
 
         self._num_plain, self._asked_step = 0, step.builder.step
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
-        self.was_used |= self._source.drafting_ms > 0.0
+        self._was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
             if costs:
                 self._prices.fade()
@@ -384,7 +396,7 @@ class DraftRows(StepExtension):
         if not np.logical_and.reduce(has_drafts):
             drafted, accepted = drafted[has_drafts], accepted[has_drafts]
             index, starts = index[has_drafts], starts[has_drafts]
-        self.was_used = True
+        self._was_used = True
         nums, goods = drafted.tolist(), accepted.tolist()
         for slot, num, good in zip(index.tolist(), nums, goods, strict=True):
             sequence = self._batch.sequence(slot)
@@ -397,7 +409,10 @@ class DraftRows(StepExtension):
             self._prediction_stats.count(drafted[of_some].tolist(), accepted[of_some].tolist())
         self._source.verified(slots, drafted, accepted)
         if self._timed is not None:
-            self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
+            try:
+                self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
+            except Exception as error:  # noqa: BLE001  prices change no answer
+                self._source.fail(error)
         return VerifiedRows(slots, starts, accepted)
 
     def _note_gain(

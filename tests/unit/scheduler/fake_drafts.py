@@ -22,6 +22,7 @@ class FakeDrafts:
 
     proposer_name, uses_cache, may_begin_late = "fake", False, False
     from_prediction = None
+    num_proposer_errors = num_errors = 0
 
     def __init__(
         self,
@@ -58,6 +59,9 @@ class FakeDrafts:
 
     def skips_step(self, tokens: TokenTable) -> bool:
         return False
+
+    def fail(self, error: Exception) -> None:
+        raise error
 
     def learn(self, slot: int, output: Int32s) -> None:
         request, answer = self._live[slot]

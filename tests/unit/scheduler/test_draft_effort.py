@@ -18,6 +18,7 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation.draft_prices import DraftPrices
 from quire.scheduler.speculation.draft_rows import NOTED_MS
 from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
 from quire.speculative.draft_balance import MAX_STEPS, DraftBalance
@@ -501,3 +502,28 @@ def test_requests_that_begin_between_steps_that_are_noted_are_known() -> None:
         case.turn()
     assert sum(num for num, _ in arrivals) == 2
     assert arrivals[-1][1] == 3
+
+
+@pytest.mark.parametrize("method", ["note", "note_plain", "added_ms"])
+def test_an_error_in_prices_ends_drafts_and_changes_no_answer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted; steps go on."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("not so many values")
+
+    case = Case(2, Repeats(finds=True), FixedControl(MAX_DRAFTS))
+    case.counts = False
+    with monkeypatch.context() as planted:
+        planted.setattr(DraftPrices, method, fails)
+        for _ in range(200):
+            case.turn()
+    stats = case.scheduler.stats()
+    assert stats.draft_errors_total >= 1
+    assert stats.draft_proposer_errors_total == 0
+    case.num_drafts = case.num_rows = 0
+    for _ in range(64):
+        case.turn()
+    assert case.num_drafts == 0
+    assert case.num_rows == 2 * 64
