@@ -158,8 +158,16 @@ class Stream:
             self._step()
 
     def drafted(self) -> tuple[int, int, int]:
-        """Return rows with drafts, drafts, and those accepted, since it began."""
-        return Drafted(self._side.core.stats()).since(self._drafted)
+        """Return rows with drafts, drafts, and those accepted, since it began. Raises SystemExit if
+        speculation failed meanwhile: drafts are missing then."""
+        stats = self._side.core.stats()
+        if stats.draft_errors_total or stats.draft_proposer_errors_total:
+            raise SystemExit(
+                f"{self._side.name}: {stats.draft_errors_total} errors of the control of drafts and"
+                f" {stats.draft_proposer_errors_total} of a proposer (see the log); nothing is "
+                "reported"
+            )
+        return Drafted(stats).since(self._drafted)
 
     def end(self) -> None:
         """Abort what is running."""

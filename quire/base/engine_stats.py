@@ -76,6 +76,9 @@ class EngineStats:
     # Decode steps that accepted drafts saved, and what steps took longer for drafts.
     draft_saved_ms_total: float = 0.0
     draft_added_ms_total: float = 0.0
+    # Errors of proposers, and of other parts of speculation, which is off after one.
+    draft_proposer_errors_total: int = 0
+    draft_errors_total: int = 0
     draft_rows_total: int = 0  # rows with draft tokens that were verified
     # Of these drafts, by position in the row: how many there were, and how many were accepted.
     draft_tokens_total: tuple[int, ...] = ()

@@ -254,6 +254,14 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
         "proposer",
         labels=("position", "proposer"),
     )
+    errors = CounterMetricFamily(
+        "quire_draft_errors",
+        "Errors in speculation, which change no answer, by part: of a proposer, which cost a "
+        "request its drafts, or of the prices and the choice of drafts, after which none are made",
+        labels=("part",),
+    )
+    errors.add_metric(("proposer",), stats.draft_proposer_errors_total)
+    errors.add_metric(("control",), stats.draft_errors_total)
     predicted = stats.prediction_rows_total
     rows.add_metric((PREDICTION,), predicted)
     for family, ms in (
@@ -273,7 +281,7 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
             if stats.proposer:
                 family.add_metric((str(position), stats.proposer), num - num_predicted)
             family.add_metric((str(position), PREDICTION), num_predicted)
-    return seconds, saved, added, rows, drafted, accepted
+    return seconds, saved, added, rows, errors, drafted, accepted
 
 
 def _expert_tokens(stats: EngineStats) -> Metric:

@@ -61,10 +61,12 @@ class DraftSource(Protocol):
     step. drafting_ms: milliseconds that computing them took so far, inside `propose`. learns,
     uses_cache: whether `learn` and `note_kv` are called. may_begin_late: `begin` and `end` may come
     when drafts are asked for next, and not at all for a request that has ended by then.
-    notes_plain_steps: whether `note_step` is called for steps without drafts. rest_steps: in so
+    notes_plain_steps: whether `note_step` is called for steps without drafts, for several at once
+    where they are short. rest_steps: in so
     many further steps nothing is proposed, unless a request begins, or `note_step` changes that.
-    from_prediction: by slot, whether its last drafts are of the text that its request predicts;
-    None: none ever were.
+    num_proposer_errors, num_errors: errors of proposers, and of other parts; after one of the
+    latter nothing is proposed. from_prediction: by slot, whether its last drafts are of the text
+    that its request predicts; None: none ever were.
     """
 
     proposer_name: str
@@ -74,6 +76,8 @@ class DraftSource(Protocol):
     uses_cache: bool
     may_begin_late: bool
     notes_plain_steps: bool
+    num_proposer_errors: int
+    num_errors: int
     from_prediction: Bools | None
 
     @property
@@ -123,9 +127,16 @@ class DraftSource(Protocol):
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
         """Note that of drafted[i] drafts the first accepted[i] were tokens of the answer."""
 
-    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
-        """Note a step that takes about `step_ms` without drafts, and what time its drafts gained;
-        None: it had none. computed_ms: computing drafts took so long since the last call."""
+    def fail(self, error: Exception) -> None:
+        """Note an error in the prices of drafts; report the first. Nothing is proposed from then
+        on."""
+
+    def note_step(
+        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+    ) -> None:
+        """Note a step that takes about `step_ms` without drafts, and what time its drafts gained.
+        None: it had none, nor had the `num_steps` steps up to it, of which `step_ms` is the mean.
+        computed_ms: computing drafts took so long since the last call."""
 
 
 class DraftVerifier(Protocol):

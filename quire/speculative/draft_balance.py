@@ -72,17 +72,18 @@ class DraftBalance:
         gained_ms = max(gained_ms, -MAX_LOST_STEPS * step_ms)
         self._add(gained_ms - min(computed_ms, MAX_COMPUTED_STEPS * step_ms), step_ms)
 
-    def plain(self, step_ms: float) -> None:
-        """Note a step without drafts."""
+    def plain(self, step_ms: float, num_steps: int = 1) -> None:
+        """Note steps without drafts, which took `step_ms` in the mean."""
         if self.is_settled:
             return
-        self._plain_ms += step_ms
-        self._num_plain += 1
-        if self._num_plain == PLAIN_STEPS:
-            plain_ms, self._plain_ms, self._num_plain = self._plain_ms, 0.0, 0
-            self._until_change = max(self._until_change - PLAIN_STEPS, 0)
+        self._plain_ms += num_steps * step_ms
+        self._num_plain += num_steps
+        if self._num_plain >= PLAIN_STEPS:
+            num, self._num_plain = self._num_plain, 0
+            plain_ms, self._plain_ms = self._plain_ms, 0.0
+            self._until_change = max(self._until_change - num, 0)
             share = LOSS_SHARE if self.retry_steps or self._needed_ms else self._share
-            self._add(share * plain_ms, plain_ms / PLAIN_STEPS, PLAIN_STEPS)
+            self._add(share * plain_ms, plain_ms / num, num)
 
     def caught_up(self, ms: float) -> None:
         """Note that known tokens were computed for so long, which drafts of later steps need."""

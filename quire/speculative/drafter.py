@@ -4,12 +4,14 @@ The scheduler's DraftSource. A request's predicted text is asked first, then the
 Proposers that only look up tokens are asked before the control chooses among what they found; one
 that computes a model (CostlyProposer) is asked afterwards, for what the control chose. Always
 holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
-nothing else, unless the device of the model is lost.
+nothing else, unless the device of the model is lost; an error of any other part of speculation,
+such as prices and control, ends drafts for all requests, and no answer.
 """
 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from typing import Protocol
 
@@ -64,11 +66,30 @@ class PredictedCost(Protocol):
     def asked_ms(self) -> float: ...
 
 
+class ProposerFailed(Exception):
+    """A proposer raised its cause."""
+
+
+class AsksProposer:
+    """A context in which a proposer is asked: what it raises becomes ProposerFailed."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, DeviceLost):
+            raise ProposerFailed from error
+
+
+ASKS_PROPOSER = AsksProposer()
+
+
 class Drafter:
     """For requests in `num_slots` slots, with at most `max_drafts` drafts a step.
 
     proposer: of the engine. prediction: proposes from the texts that requests bring. report:
-    receives the errors of proposers.
+    receives the errors. num_proposer_errors: requests that lost their drafts as a proposer raised,
+    and such errors without a request's loss. num_errors: of any other part; no drafts after it.
     """
 
     def __init__(
@@ -83,6 +104,7 @@ class Drafter:
         report: Report,
     ) -> None:
         self.max_drafts, self.drafting_ms, self.notes_plain_steps = max_drafts, 0.0, False
+        self.num_proposer_errors = self.num_errors = 0
         self._proposer, self._prediction = proposer, prediction
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         self._lookup = proposer if isinstance(proposer, LookupProposer) else None
@@ -155,18 +177,20 @@ class Drafter:
                 self._end(proposer, slot)
         self._asks_nothing(slot)
 
-    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+    def note_step(
+        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+    ) -> None:
         """See DraftSource."""
         balance = self._control.balance
         known_ms = self._caught_up_ms() if computed_ms > 0.0 else 0.0
-        if balance is None:
+        if balance is None or self.num_errors:
             return
         caught_up_ms = computed_ms
         if computed_ms > 0.0:  # all of it, where nothing was drafted
             caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
-            balance.plain(step_ms)
+            balance.plain(step_ms, num_steps)
         elif gained_ms > 0.0 or not self._control.probes:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not balance.is_settled
@@ -180,6 +204,8 @@ class Drafter:
     @property
     def rest_steps(self) -> int:
         """See DraftSource."""
+        if self.num_errors:
+            return UNTIL_EARNED
         if self._num_predicting:
             return 0
         balance = self._control.balance
@@ -208,6 +234,8 @@ class Drafter:
     def skips_step(self, tokens: TokenTable) -> bool:
         """See DraftSource."""
         rests, balance = self._control.rests, self._control.balance
+        if self.num_errors:
+            return True
         if not self._num_predicting:
             if rests.left:
                 rests.left -= 1
@@ -239,8 +267,8 @@ class Drafter:
             return self._chosen(tokens, index, limits, may_compute > 0, None) > 0
         except DeviceLost:
             raise
-        except Exception as error:  # noqa: BLE001  of whatever proposes: nothing waits for it
-            self._give_up_all(index, error)
+        except Exception as error:  # noqa: BLE001  nothing waits for drafts
+            self._lose(index, error)
             return np.zeros(len(index), np.bool_)
 
     def propose(
@@ -251,9 +279,29 @@ class Drafter:
             return self._proposed(tokens, index, limits, cost)
         except DeviceLost:
             raise
-        except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
-            self._give_up_all(index, error)
+        except Exception as error:  # noqa: BLE001  no draft, no harm
+            self._lose(index, error)
             return np.zeros(len(index), np.int32), NO_INTS
+
+    def _lose(self, index: Index, error: Exception) -> None:
+        """Propose no more for slots `index` if a proposer raised `error`, or else for any."""
+        if isinstance(error, ProposerFailed):
+            assert isinstance(error.__cause__, Exception), "of a proposer"
+            self._give_up_all(index, error.__cause__)
+        else:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """See DraftSource."""
+        self.num_errors += 1
+        self.notes_plain_steps = False
+        if self.num_errors > 1:  # of steps in flight
+            return
+        self._report(
+            "speculation failed and is off until the server starts again; please report this bug",
+            error=f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+        )
 
     def _proposed(
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
@@ -287,7 +335,9 @@ class Drafter:
         if balance is None:
             return np.ones(len(slots), np.bool_)
         assert self._costly is not None, "drafts are computed"
-        affordable = balance.affords(self._costly.behind_ms(tokens, slots), self._step_ms)
+        with ASKS_PROPOSER:
+            behind_ms = self._costly.behind_ms(tokens, slots)
+        affordable = balance.affords(behind_ms, self._step_ms)
         self.notes_plain_steps = not balance.is_settled
         return affordable
 
@@ -329,7 +379,8 @@ class Drafter:
             if not len(some):
                 continue
             if proposer is self._costly:
-                may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
+                with ASKS_PROPOSER:
+                    may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
                 continue
             found = no_drafts(len(some), self.max_drafts)
             self._ask(proposer, tokens, index[some], limits[some], found)
@@ -367,10 +418,11 @@ class Drafter:
                 draft_ms = np.zeros(len(some))
             else:
                 rows = is_computed[some]
-                passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
-                behind_ms = self._costly.behind_ms(tokens, index[some])
+                with ASKS_PROPOSER:
+                    passes = Passes(self._costly.pass_ms(int(np.add.reduce(rows))), rows)
+                    behind_ms = self._costly.behind_ms(tokens, index[some])
+                    once_ms = self._costly.call_ms()
                 draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
-                once_ms = self._costly.call_ms()
             self._step_ms, self._asked_ms = predicted.step_ms, predicted.asked_ms
             of_some = StepCost(
                 predicted.step_ms,
@@ -388,9 +440,12 @@ class Drafter:
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See DraftSource."""
-        self._control.verified(index, drafted, accepted)
-        if self._control.probes and np.logical_or.reduce(2 * accepted >= drafted):
-            self._control.rests.note_success()
+        try:
+            self._control.verified(index, drafted, accepted)
+            if self._control.probes and np.logical_or.reduce(2 * accepted >= drafted):
+                self._control.rests.note_success()
+        except Exception as error:  # noqa: BLE001  the tokens are known
+            self.fail(error)
         for proposer, asks in self._proposers():
             some = asks[index]
             if not np.logical_or.reduce(some):
@@ -443,6 +498,7 @@ class Drafter:
             if asks[slot]:
                 self._end(proposer, slot)
         self._asks_nothing(slot)
+        self.num_proposer_errors += 1
         self._report(
             "proposer failed; the request goes on without drafts",
             request_id=self._request_ids[slot],
@@ -462,6 +518,7 @@ class Drafter:
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  the request has ended, or has no drafts any more
+            self.num_proposer_errors += 1
             self._report(
                 "proposer failed to forget a request",
                 request_id=self._request_ids[slot],

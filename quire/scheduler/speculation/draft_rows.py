@@ -43,6 +43,11 @@ TIMED_STEPS = 2
 # steps: prompts may come between them, so that none is timed.
 FIRST_RUN_EVERY = 128
 NEVER = 1 << 62  # a step that does not come
+# Where the source wants to know of steps without drafts, one is noted for all that took together so
+# many milliseconds: noting each would take a part of the step of a small model.
+NOTED_MS, MAX_NOTED_STEPS = 4.0, 16
+# Their mean counts as at most so many times the last one: no request may have run in between.
+MAX_NOTED_TIMES = 1.25
 
 
 class Rows(NamedTuple):
@@ -70,8 +75,8 @@ class DraftRows(StepExtension):
     rest.
 
     is_resting: the source rests. noted_from: `took` must be called for plans from this step on.
-    proposer: the name of its kind. was_used: whether drafts were computed or verified. rejected: by
-    row of the last plan with drafts, how many of them were not accepted.
+    proposer: the name of its kind. rejected: by row of the last plan with drafts, how many of them
+    were not accepted.
     """
 
     def __init__(
@@ -96,6 +101,9 @@ class DraftRows(StepExtension):
         self.noted_from = NEVER
         self.is_resting = self._may_predict = False  # the latter: a live request may
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
+        self._rest_active: Index | None = None  # batch.active when these were noted
+        self._rest_sequences: list[SequenceState | None] = []  # by slot
+        self._took_step, self._took_at_ms = 0, 0.0  # of the last call of `took`
         self._num_arrived = 0  # requests that the source knows of before they enter
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
@@ -112,7 +120,7 @@ class DraftRows(StepExtension):
         self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
-        self.proposer, self.was_used = source.proposer_name, False
+        self.proposer, self._was_used = source.proposer_name, False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
         self._saved_ms = self._added_ms = 0.0  # by accepted drafts, and to steps with drafts
@@ -131,28 +139,46 @@ class DraftRows(StepExtension):
         if not (self.is_active or self.is_resting):
             return ms
         source = self._source
-        computed_ms = source.drafting_ms - self._drafting_ms
-        predicted = self._predicted.pop(plan.step, None) if self._predicted else None
-        self._drafting_ms = source.drafting_ms
-        ms -= computed_ms
-        if predicted is None:
-            is_timed = self._num_timed and plan.layers is None
-            if is_timed and plan.num_tokens == len(plan.slots):
-                self._note_plain(plan, ms, follows=follows)
-            if computed_ms or source.notes_plain_steps:
-                source.note_step(ms, None, computed_ms)
-        else:
-            self._num_plain = 0
-            self._prices.note(predicted, ms)
-            self._end_after()
-            self._after_ms = 0.0
-            self._timed = (ms, predicted, computed_ms)
-        if self.is_resting:
-            self._note_rest(plan)
-        is_noting = self._num_timed or self._predicted or source.notes_plain_steps
-        idle_until = self._rest_until if self.is_resting else NEVER
-        self.noted_from = 0 if is_noting else idle_until
-        return ms if predicted is None else 0.0
+        try:
+            computed_ms = source.drafting_ms - self._drafting_ms
+            predicted = self._predicted.pop(plan.step, None) if self._predicted else None
+            self._drafting_ms = source.drafting_ms
+            ms -= computed_ms
+            if predicted is None:
+                is_timed = self._num_timed and plan.layers is None
+                if is_timed and plan.num_tokens == len(plan.slots):
+                    self._note_plain(plan, ms, follows=follows)
+                if computed_ms or source.notes_plain_steps:
+                    each_ms, num_steps = self._plain_since(plan, ms)
+                    source.note_step(each_ms, None, computed_ms, num_steps)
+            else:
+                self._num_plain = 0
+                self._prices.note(predicted, ms)
+                self._end_after()
+                self._after_ms = 0.0
+                self._timed = (ms, predicted, computed_ms)
+            if self.is_resting:
+                self._note_rest(plan)
+            self._took_step, self._took_at_ms = plan.step, self._requests.now_ms
+            self.noted_from = self._rest_until if self.is_resting else NEVER
+            if self._num_timed or self._predicted:
+                self.noted_from = 0
+            elif source.notes_plain_steps:
+                num_steps = min(int(NOTED_MS / max(ms, 1e-3)), MAX_NOTED_STEPS)
+                self.noted_from = min(self.noted_from, plan.step + max(num_steps, 1))
+            return ms if predicted is None else 0.0
+        except Exception as error:  # noqa: BLE001  prices change no answer
+            source.fail(error)
+            return 0.0
+
+    def _plain_since(self, plan: StepPlan, ms: float) -> tuple[float, int]:
+        """Return what a step without drafts took since the last one noted, and how many of them
+        there were, with `plan`."""
+        num_steps = plan.step - self._took_step
+        if not 1 < num_steps <= MAX_NOTED_STEPS:
+            return ms, 1
+        each_ms = (self._requests.now_ms - self._took_at_ms) / num_steps
+        return min(each_ms, MAX_NOTED_TIMES * ms), num_steps
 
     def _note_plain(self, plan: StepPlan, ms: float, *, follows: bool) -> None:
         """Learn from a step without drafts, of one position a row."""
@@ -177,12 +203,20 @@ class DraftRows(StepExtension):
             self._after_ms = None
 
     @property
+    def was_used(self) -> bool:
+        """Return whether drafts were computed or verified, or failed: `fields` say something."""
+        source = self._source
+        return self._was_used or source.num_errors > 0 or source.num_proposer_errors > 0
+
+    @property
     def fields(self) -> dict[str, Any]:
         """Counters of drafts, as fields of EngineStats."""
         return {
             "drafting_ms_total": self._source.drafting_ms,
             "draft_saved_ms_total": self._saved_ms,
             "draft_added_ms_total": self._added_ms,
+            "draft_proposer_errors_total": self._source.num_proposer_errors,
+            "draft_errors_total": self._source.num_errors,
             "draft_rows_total": self._stats.rows_total,
             "draft_tokens_total": self._stats.drafted_at,
             "accepted_draft_tokens_total": self._stats.accepted_at,
@@ -268,7 +302,7 @@ class DraftRows(StepExtension):
 
         self._num_plain, self._asked_step = 0, step.builder.step
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
-        self.was_used |= self._source.drafting_ms > 0.0
+        self._was_used |= self._source.drafting_ms > 0.0
         if not len(ids):
             if costs:
                 self._prices.fade()
@@ -316,16 +350,22 @@ class DraftRows(StepExtension):
             self._may_predict = any(map(_predicts, live))
         if not self._may_predict:
             self.is_active, self.is_resting, self._rest_from = False, True, step
+            self._rest_active = self._batch.active
+            self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
             self.noted_from = 0
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""
-        source = self._source
+        source, active = self._source, self._batch.active
         self._pass_rest(plan.step)
-        if plan.admissions:
-            source.note_arrivals(len(plan.admissions), len(self._batch.active))
-            self._num_arrived += len(plan.admissions)
+        if active is not self._rest_active:
+            before, now = self._rest_sequences, self._batch.sequences.copy()
+            self._rest_active, self._rest_sequences = active, now
+            pairs = zip(before, now, strict=True)
+            if num_new := len([new for old, new in pairs if new is not old and new is not None]):
+                source.note_arrivals(num_new, len(active))
+                self._num_arrived += num_new
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
         if num_steps <= self._overlaps:
@@ -356,7 +396,7 @@ class DraftRows(StepExtension):
         if not np.logical_and.reduce(has_drafts):
             drafted, accepted = drafted[has_drafts], accepted[has_drafts]
             index, starts = index[has_drafts], starts[has_drafts]
-        self.was_used = True
+        self._was_used = True
         nums, goods = drafted.tolist(), accepted.tolist()
         for slot, num, good in zip(index.tolist(), nums, goods, strict=True):
             sequence = self._batch.sequence(slot)
@@ -369,7 +409,10 @@ class DraftRows(StepExtension):
             self._prediction_stats.count(drafted[of_some].tolist(), accepted[of_some].tolist())
         self._source.verified(slots, drafted, accepted)
         if self._timed is not None:
-            self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
+            try:
+                self._note_gain(*self._timed, plan, int(np.add.reduce(accepted)))
+            except Exception as error:  # noqa: BLE001  prices change no answer
+                self._source.fail(error)
         return VerifiedRows(slots, starts, accepted)
 
     def _note_gain(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class FakeCore:
     of an answer is another one where it `is_wrong`."""
 
     now_s = 0.0
+    errors: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, num_tokens: int = 1, *, cost_s: float = 1.0, is_wrong: bool = False) -> None:
         self.num_steps = self.num_rows = self.max_running = 0
@@ -63,7 +64,7 @@ class FakeCore:
 
     def stats(self) -> EngineStats:
         drafts = (self.num_rows,) * (self._num_tokens - 1)
-        stats = EngineStats()
+        stats = EngineStats(**self.errors)
         stats.draft_rows_total = self.num_rows * (self._num_tokens > 1)
         stats.draft_tokens_total = stats.accepted_draft_tokens_total = drafts
         return stats
@@ -119,6 +120,14 @@ def measured(*, cell: Cell = CELL, **cores: FakeCore | list[FakeCore]) -> dict[s
     one.extend(lambda: True, lambda: True)
     assert one.has_ended
     return one.summary() | {"rounds": one.rounds}
+
+
+@pytest.mark.parametrize("field", ["draft_errors_total", "draft_proposer_errors_total"])
+def test_a_run_in_which_speculation_failed_is_not_reported(field: str) -> None:
+    failed = FakeCore(2)
+    failed.errors = {field: 1}
+    with pytest.raises(SystemExit, match=r"auto: .* errors of the control .* nothing is reported"):
+        measured(off=FakeCore(), auto=failed, k1=FakeCore(2))
 
 
 def engines(num: int, cost_s: float, **options: Any) -> list[FakeCore]:

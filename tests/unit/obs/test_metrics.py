@@ -146,6 +146,8 @@ MOVES: list[tuple[str, Callable[[Metrics], None], float]] = [
     ("quire_draft_added_seconds_total{proposer=eagle}", engine(**DRAFTED), 0.011),
     ("quire_draft_rows_total{proposer=eagle}", engine(**DRAFTED), 4),
     ("quire_draft_rows_total{proposer=ngram}", engine(proposer="ngram"), 0),
+    ("quire_draft_errors_total{part=proposer}", engine(draft_proposer_errors_total=2), 2),
+    ("quire_draft_errors_total{part=control}", engine(draft_errors_total=1), 1),
     ("quire_draft_rows_total{proposer=prediction}", engine(**DRAFTED), 3),
     ("quire_draft_tokens_total{position=1,proposer=eagle}", engine(**DRAFTED), 4),
     ("quire_draft_tokens_total{position=2,proposer=eagle}", engine(**DRAFTED), 5),

@@ -22,6 +22,7 @@ class FakeDrafts:
 
     proposer_name, uses_cache, may_begin_late = "fake", False, False
     from_prediction = None
+    num_proposer_errors = num_errors = 0
 
     def __init__(
         self,
@@ -59,6 +60,9 @@ class FakeDrafts:
     def skips_step(self, tokens: TokenTable) -> bool:
         return False
 
+    def fail(self, error: Exception) -> None:
+        raise error
+
     def learn(self, slot: int, output: Int32s) -> None:
         request, answer = self._live[slot]
         self.learned.append((request.request_id, output.tolist()))
@@ -67,8 +71,11 @@ class FakeDrafts:
     def note_kv(self, slots: NDArray[np.intp], block_tables: Int32s, capacities: Int32s) -> None:
         raise AssertionError("these drafts use no cache")
 
-    def note_step(self, step_ms: float, gained_ms: float | None, computed_ms: float) -> None:
+    def note_step(
+        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+    ) -> None:
         assert step_ms >= 0.0
+        assert num_steps == 1 or (num_steps > 1 and gained_ms is None)
         assert computed_ms >= 0.0
 
     def would_propose(

@@ -18,7 +18,10 @@ from quire.cache.manager import CacheManager
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.policy.first_come import FirstCome
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.speculation.draft_prices import DraftPrices
+from quire.scheduler.speculation.draft_rows import NOTED_MS
 from quire.speculative.control import AdaptiveControl, Control, FixedControl, StepCost
+from quire.speculative.draft_balance import MAX_STEPS, DraftBalance
 from quire.speculative.drafter import Drafter
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer
@@ -395,3 +398,132 @@ def test_prompts_between_short_steps_do_not_keep_drafts_away() -> None:
             case.add([20 + number % 70, *range(2, 12)], max_total_tokens=12)
         case.turn()
     assert case.num_drafts >= 0.8 * num_steps * MAX_DRAFTS
+
+
+class InDebt(Case):
+    """Drafts have lost time, and none are made until steps without have earned it."""
+
+    accepts = False
+
+    @property
+    def source(self) -> Any:
+        assert self.scheduler._drafts is not None
+        return self.scheduler._drafts._source
+
+    def lose(self) -> DraftBalance:
+        balance: DraftBalance = self.source._control.balance
+        while balance.allows_drafts:
+            balance.drafted(-2.0 * self.step_ms, self.step_ms)
+        balance._steps = -MAX_STEPS
+        self.source.note_step(self.step_ms, None, 0.0)
+        self.scheduler._drafts.noted_from = 0  # type: ignore[union-attr]
+        return balance
+
+    def steps_to_earn(self) -> tuple[int, int]:
+        """Return after how many steps drafts are allowed, and how often steps were noted."""
+        balance, num_steps, num_noted = self.lose(), 0, 0
+        note_step = self.source.note_step
+
+        def counted(*given: Any) -> None:
+            nonlocal num_noted
+            num_noted += 1
+            note_step(*given)
+
+        self.source.note_step = counted
+        while not balance.allows_drafts:
+            self.turn()
+            num_steps += 1
+        self.source.note_step = note_step
+        return num_steps, num_noted
+
+
+class InDebtWithSpare(InDebt):
+    spare = 2
+
+
+@pytest.mark.parametrize("running", [1, 16])
+def test_while_drafts_are_in_debt_short_steps_are_noted_several_at_once(running: int) -> None:
+    plain, case = Case(running, None).calls_per_turn(512), InDebt(running, Repeats(finds=True))
+    case.step_ms = 0.2
+    case.calls_per_turn(64)
+    case.lose()
+    assert case.calls_per_turn(200) <= plain + 2.5
+    assert not case.num_drafts
+
+
+@pytest.mark.parametrize(("step_ms", "steps_per_note"), [(0.1, 16), (0.5, 8), (1.5, 2), (20.0, 1)])
+def test_noted_at_once_steps_earn_what_they_earn_one_by_one(
+    step_ms: float, steps_per_note: int
+) -> None:
+    found = {}
+    for noted_ms in (0.0, NOTED_MS):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("quire.scheduler.speculation.draft_rows.NOTED_MS", noted_ms)
+            case = InDebt(2, Repeats(finds=True), step_ms=step_ms)
+            case.counts = False
+            for _ in range(64):
+                case.turn()
+            found[noted_ms] = case.steps_to_earn()
+    (one_by_one, _), (num_steps, num_noted) = found.values()
+    assert abs(num_steps - one_by_one) <= 16
+    assert num_steps >= 200
+    assert num_noted <= num_steps / steps_per_note + 8
+
+
+def test_steps_noted_at_once_earn_nothing_for_time_in_which_no_request_ran() -> None:
+    case = InDebt(1, Repeats(finds=True), step_ms=0.25)
+    case.counts = False
+    balance = case.lose()
+    for _ in range(40):
+        case.turn()
+    owed = balance._steps
+    case.source.note_arrivals = lambda *given: None  # or the debt is less
+    case.scheduler.abort(f"r{case.num_added}")
+    case.now_ms += 1e6
+    case.add([1, TOKEN, TOKEN], max_total_tokens=4000)
+    for _ in range(24):
+        case.turn()
+    assert not balance.allows_drafts
+    assert balance._steps - owed <= 2.0
+
+
+def test_requests_that_begin_between_steps_that_are_noted_are_known() -> None:
+    case = InDebtWithSpare(1, Repeats(finds=True), step_ms=0.25)
+    case.counts = False
+    case.lose()
+    for _ in range(40):
+        case.turn()
+    arrivals: list[tuple[int, int]] = []
+    case.source.note_arrivals = lambda *given: arrivals.append(given)
+    case.add([1, TOKEN, TOKEN], max_total_tokens=4000)
+    case.turn()
+    case.add([2, TOKEN, TOKEN], max_total_tokens=4000)
+    for _ in range(40):
+        case.turn()
+    assert sum(num for num, _ in arrivals) == 2
+    assert arrivals[-1][1] == 3
+
+
+@pytest.mark.parametrize("method", ["note", "note_plain", "added_ms"])
+def test_an_error_in_prices_ends_drafts_and_changes_no_answer(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted; steps go on."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("not so many values")
+
+    case = Case(2, Repeats(finds=True), FixedControl(MAX_DRAFTS))
+    case.counts = False
+    with monkeypatch.context() as planted:
+        planted.setattr(DraftPrices, method, fails)
+        for _ in range(200):
+            case.turn()
+    stats = case.scheduler.stats()
+    assert stats.draft_errors_total >= 1
+    assert stats.draft_proposer_errors_total == 0
+    case.num_drafts = case.num_rows = 0
+    for _ in range(64):
+        case.turn()
+    assert case.num_drafts == 0
+    assert case.num_rows == 2 * 64

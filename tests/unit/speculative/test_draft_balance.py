@@ -35,6 +35,18 @@ def test_several_failures_are_forgiven_at_first_and_few_later() -> None:
     assert lose(balance, 1.0) == 1
 
 
+def test_steps_noted_at_once_earn_what_they_earn_one_by_one() -> None:
+    found = []
+    for num_steps in (1, 3, 16):
+        balance, num = DraftBalance(), 0
+        lose(balance, 1.0)
+        while not balance.allows_drafts:
+            balance.plain(STEP_MS, num_steps)
+            num += num_steps
+        found.append(num)
+    assert max(found) - min(found) <= 16
+
+
 @pytest.mark.parametrize("lost", [0.2, 1.0, 2.0])
 def test_in_the_long_run_little_is_lost(lost: float) -> None:
     balance, num_lost, num_plain = DraftBalance(), 0, 0

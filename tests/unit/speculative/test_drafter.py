@@ -405,6 +405,56 @@ def test_a_proposer_that_raises_anywhere_costs_drafts_and_nothing_else(
     assert case.propose(0) == [[7, 8]]  # the next request has drafts
 
 
+class Broken:
+    """Raises like an error in Quire's own code."""
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise ValueError("not so many values")
+
+
+@pytest.mark.parametrize("place", ["cost", "limits", "verified"])
+def test_an_error_in_prices_or_control_is_no_proposers_and_ends_drafts_for_all(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = AdaptiveControl(NUM_SLOTS, MAX_DRAFTS)
+    case = Case(ScriptedProposer(), control)
+    for slot in range(2):
+        case.begin(slot, [1, 2, 3], 3)
+    both, drafter = np.array([0, 1]), case.drafter
+    with monkeypatch.context() as planted:
+        if place != "cost":
+            planted.setattr(control, place, Broken())
+        cost = Broken() if place == "cost" else lambda: cost_of(2)
+        counts, ids = drafter.propose(case.tokens, both, ints(3, 3), cost)
+        assert place == "verified" or (counts.tolist(), len(ids)) == ([0, 0], 0)
+        drafter.verified(both, ints(1, 1), ints(1, 0))
+        drafter.fail(RuntimeError("another one, of a step in flight"))
+    assert len(case.reports) == 1
+    assert case.reports[0]["error"] == "ValueError: not so many values"
+    assert "request_id" not in case.reports[0]
+    assert "in __call__" in case.reports[0]["traceback"]
+    assert (drafter.num_errors, drafter.num_proposer_errors) == (2, 0)
+    assert drafter.skips_step(case.tokens)
+    assert drafter.rest_steps > 1000
+    assert not drafter.would_propose(case.tokens, both, ints(3, 3)).any()
+    for slot in range(2):
+        drafter.end(slot)
+    case.begin(0, [1, 2, 3], 3, prediction_ids=ints(1, 2, 30))
+    assert drafter.skips_step(case.tokens)
+    assert drafter.rest_steps > 1000
+    drafter.note_step(10.0, None, 0.0)
+    assert not drafter.notes_plain_steps
+    assert len(case.reports) == 1
+
+
+def test_errors_of_proposers_are_counted() -> None:
+    case = Case(ScriptedProposer(fails=1))
+    for slot in range(3):
+        case.begin(slot, [1, 2, 3], 3)
+    case.propose(0, 1, 2)
+    assert (case.drafter.num_errors, case.drafter.num_proposer_errors) == (0, 1)
+
+
 def test_a_loss_of_the_device_in_any_method_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(CountedModel())
     case.begin(0, [1, 2, 3], 3)
