@@ -75,8 +75,9 @@ class DraftRows(StepExtension):
     rest.
 
     is_resting: the source rests. noted_from: `took` must be called for plans from this step on.
-    proposer: the name of its kind. rejected: by row of the last plan with drafts, how many of them
-    were not accepted.
+    proposer: the name of its kind. was_used: whether drafts were computed or verified, or failed;
+    no property, as a plain chat asks for it too. rejected: by row of the last plan with drafts, how
+    many of them were not accepted.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class DraftRows(StepExtension):
         self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
         self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
-        self.proposer, self._was_used = source.proposer_name, False
+        self.proposer, self.was_used = source.proposer_name, False
         self.rejected: Int32s = np.zeros(0, np.int32)
         self._drafting_ms = 0.0  # of the source, when it was asked last
         self._saved_ms = self._added_ms = 0.0  # by accepted drafts, and to steps with drafts
@@ -169,6 +170,7 @@ class DraftRows(StepExtension):
             return ms if predicted is None else 0.0
         except Exception as error:  # noqa: BLE001  prices change no answer
             source.fail(error)
+            self.was_used = True
             return 0.0
 
     def _plain_since(self, plan: StepPlan, ms: float) -> tuple[float, int]:
@@ -201,12 +203,6 @@ class DraftRows(StepExtension):
         if self._after_ms is not None:
             self._prices.note_after(self._after_ms)
             self._after_ms = None
-
-    @property
-    def was_used(self) -> bool:
-        """Return whether drafts were computed or verified, or failed: `fields` say something."""
-        source = self._source
-        return self._was_used or source.num_errors > 0 or source.num_proposer_errors > 0
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -302,7 +298,8 @@ class DraftRows(StepExtension):
 
         self._num_plain, self._asked_step = 0, step.builder.step
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
-        self._was_used |= self._source.drafting_ms > 0.0
+        failed = self._source.num_errors > 0 or self._source.num_proposer_errors > 0
+        self.was_used |= failed or self._source.drafting_ms > 0.0
         if not len(ids):
             if costs:
                 self._prices.fade()
@@ -342,6 +339,7 @@ class DraftRows(StepExtension):
 
     def _begin_rest(self, step: int) -> None:
         """Take no part in the steps after `step`, as long as the source rests."""
+        self.was_used |= self._source.num_errors > 0 or self._source.num_proposer_errors > 0
         num_steps = self._source.rest_steps
         if num_steps < 2 or not self._source.may_begin_late:
             return
@@ -396,7 +394,7 @@ class DraftRows(StepExtension):
         if not np.logical_and.reduce(has_drafts):
             drafted, accepted = drafted[has_drafts], accepted[has_drafts]
             index, starts = index[has_drafts], starts[has_drafts]
-        self._was_used = True
+        self.was_used = True
         nums, goods = drafted.tolist(), accepted.tolist()
         for slot, num, good in zip(index.tolist(), nums, goods, strict=True):
             sequence = self._batch.sequence(slot)
