@@ -298,8 +298,7 @@ class DraftRows(StepExtension):
 
         self._num_plain, self._asked_step = 0, step.builder.step
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
-        failed = self._source.num_errors > 0 or self._source.num_proposer_errors > 0
-        self.was_used |= failed or self._source.drafting_ms > 0.0
+        self._note_use()
         if not len(ids):
             if costs:
                 self._prices.fade()
@@ -336,6 +335,12 @@ class DraftRows(StepExtension):
             float(price.added_ms[num_drafts]) + num_rows * price.row_ms - self._prices.after_ms,
             self._prompts_ms,
         )
+
+    def _note_use(self) -> None:
+        """Note whether drafts were computed, or failed."""
+        source = self._source
+        failed = source.num_errors > 0 or source.num_proposer_errors > 0
+        self.was_used |= failed or source.drafting_ms > 0.0
 
     def _begin_rest(self, step: int) -> None:
         """Take no part in the steps after `step`, as long as the source rests."""
