@@ -267,10 +267,11 @@ def test_what_an_engine_process_has_loaded_is_left_out_of_its_collections() -> N
 
 
 def test_an_engine_in_a_program_leaves_its_collections_as_they_are(model: Path) -> None:
-    before = gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()
+    before, num_frozen = (gc.get_threshold(), gc.isenabled()), gc.get_freeze_count()
     with LLM(model, threads=1) as llm:
         assert llm.generate([[0, 40]], SamplingParams(max_tokens=2))
-        assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == before
+        assert (gc.get_threshold(), gc.isenabled()) == before
+        assert gc.get_freeze_count() <= num_frozen, "objects frozen before may be freed"
 
 
 def test_an_engine_does_not_outlive_its_parent(model: Path, tmp_path: Path) -> None:
