@@ -37,8 +37,8 @@ BeatWriter::~BeatWriter() {
 void BeatWriter::add(int socket) {
     {
         std::lock_guard<std::mutex> held(lock_);
+        if (!thread_.joinable()) thread_ = std::thread([this] { run(); });  // may throw
         sockets_.insert(socket);
-        if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     }
     changed_.notify_all();
 }

@@ -73,8 +73,10 @@ class Placement:
 
     def begin_anew(self) -> None:
         """Note that another model is asked: no replica has failed with that or refused it."""
-        self.is_displaced = self._needs_budget = self._is_refused = False
+        self.is_displaced = self._needs_budget = self._is_refused = self._has_moved = False
+        self.why_refused, self._pause_s = "", _RETRY_EVERY_S
         self._full.clear()
+        self._draining.clear()
         self._state.leave_place()
 
     def _displace(self) -> None:
@@ -252,12 +254,15 @@ class Placement:
                     await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     async def _pause(self) -> None:
-        """Wait after all replicas have refused a request without output: longer each time."""
+        """Wait after all replicas have refused a request without output: longer each time, but
+        only until there is another one."""
         until_s = min(self._loop.time() + self._pause_s, self._resume_until_s)
         self._pause_s = min(2 * self._pause_s, _MAX_RETRY_EVERY_S)
         while (left_s := until_s - self._loop.time()) > 0:
             await asyncio.sleep(min(left_s, _RETRY_EVERY_S))
             self._check_client()
+            if self._able_successor(self._loop.time()) is not None:
+                return
         self._full.clear()
 
     def _able_successor(self, now_s: float) -> Replica | None:

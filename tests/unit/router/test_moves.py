@@ -164,6 +164,31 @@ def test_where_the_others_stay_full_requests_are_refused_after_the_time_to_resum
     in_fleet(story, resume_s=5.0)
 
 
+def test_a_request_that_all_have_refused_goes_to_a_replica_that_is_back_at_once() -> None:
+    """And not after the pause before full ones are asked again, which is 2 s by then."""
+
+    async def story(fleet: VirtualFleet, servers: Sequence[BoundedServer]) -> None:
+        loop, first = asyncio.get_running_loop(), servers[0]
+        streams = fleet.open_streams(3, NUM_TOKENS)
+        await asyncio.sleep(0.3)
+        num_sent = len(first.requests)
+        for one in servers[1:]:
+            one.max_streams = 0
+        first.kill()
+        await asyncio.sleep(2.5)
+        assert servers[1].num_refused > 2
+        first.is_killed = False
+        while not fleet.is_up(first):
+            await asyncio.sleep(0.01)
+        back_s = loop.time()
+        while len(first.requests) == num_sent:
+            await asyncio.sleep(0.01)
+        assert loop.time() - back_s < 0.5
+        assert await outcomes(streams) == {"whole": 3}
+
+    in_fleet(story)
+
+
 def test_a_request_waits_for_a_replica_while_none_is_left() -> None:
     """Whole answers too: the only replica that is left is checked after a while."""
     first, second = FakeReplica(), FakeReplica()
