@@ -219,6 +219,11 @@ class FleetBeats:
         server writes them, beside all its streams: they stop no sooner than its other answers."""
         return at_most_s if replica.url.is_secure else self._known[replica].gaps.limit_s(at_most_s)
 
+    def has_stopped(self, replica: Replica) -> None:
+        """Note that a replica was given up as stopped: what it is silent for is no usual gap."""
+        if (beats := self._known.get(replica)) is not None:
+            beats.gaps.has_stopped()
+
     def keep(self, replicas: Collection[Replica]) -> None:
         """Forget replicas that are not among these."""
         for replica in self._known.keys() - set(replicas):

@@ -224,6 +224,7 @@ class Prober:
                 for silence in (self._silence, self._beat_silence):
                     silence.given_up(replica, now_s)
                 replica.has_stopped = True
+                self._beats.has_stopped(replica)
                 why = f"no sign of life for {quiet_s:.1f} s, limit {limit_s:.1f}"
                 self._fence(replica, "stalled", why)
 

@@ -15,7 +15,7 @@ _MULTIPLE = 3.0
 # A process that works is not silent for longer: it was stopped, which says nothing of its gaps.
 _MAX_GAP_S = 3.0
 # Gaps are kept as the longest of each second, for so many seconds.
-_NUM_SECONDS, _MIN_SECONDS = 30, 3
+_NUM_SECONDS, _MIN_SECONDS = 30, 2
 # Each turn of an event loop reads what has come, so a short one delays a beat by less than the
 # limit allows for.
 _SHORT_TURN_S = 0.1
@@ -39,6 +39,10 @@ class BeatGaps:
         else:
             self._longest_s[-1] = max(self._longest_s[-1], gap_s)
         self.last_s = now_s
+
+    def has_stopped(self) -> None:
+        """Note that it was stopped: the time until its next beat is no gap of one that works."""
+        self.last_s = 0.0
 
     def clear(self) -> None:
         """Forget all beats."""

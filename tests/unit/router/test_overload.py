@@ -238,6 +238,34 @@ def test_engines_that_were_only_slow_do_not_delay_the_notice_of_a_stopped_proces
     run_virtual(story())
 
 
+def test_a_replica_that_was_stopped_is_noticed_as_soon_the_next_time() -> None:
+    """The silence of the first stop is no usual gap between beats, however short it was."""
+
+    async def story() -> None:
+        fleet = VirtualFleet(servers_of(calm), **SETTINGS)
+        await fleet.router.start()
+        streams, server = fleet.open_streams(60, 120), fleet.servers[0]
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.sleep(6.0)
+            for _ in range(2):
+                server.is_stopped, began_s = True, loop.time()
+                while fleet.is_up(server):
+                    await asyncio.sleep(0.01)
+                assert loop.time() - began_s < 0.85
+                await asyncio.sleep(2.6 - (loop.time() - began_s))
+                server.is_stopped = False
+                while not fleet.is_up(server):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(3.0)
+            for stream in streams:
+                assert (await stream)[2] == whole_answer(120)
+        finally:
+            await fleet.close()
+
+    run_virtual(story())
+
+
 def test_a_long_step_or_a_late_server_is_no_stop_while_its_beats_come() -> None:
     """An engine that computes for a second behind a server that answers no probe meanwhile differs
     from a stopped process by its beats; and beats that are late at times are waited for longer."""

@@ -35,6 +35,17 @@ def test_a_stop_is_no_gap_of_a_process_that_works() -> None:
     assert gaps.limit_s(20.0) == pytest.approx(3 * 0.9)
 
 
+def test_a_stop_that_was_noticed_is_no_gap_however_short_and_two_seconds_are_enough() -> None:
+    gaps = BeatGaps()
+    for at in range(11):
+        gaps.note(100.0 + at / 10)
+    gaps.has_stopped()
+    assert gaps.last_s == 0.0
+    gaps.note(102.5)
+    gaps.note(102.6)
+    assert gaps.limit_s(2.0) == MIN_SILENT_S
+
+
 def test_time_in_which_the_reader_was_busy_is_no_gap_and_no_silence() -> None:
     time, gaps, now_s = AwakeTime(), BeatGaps(), 100.0
     for number in range(50):
