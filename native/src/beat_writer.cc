@@ -3,6 +3,7 @@
 // that its other user ends the connection.
 
 #include "quire/beat_writer.h"
+#include "quire/socket_flags.h"
 
 #include <sys/socket.h>
 
@@ -10,16 +11,6 @@
 #include <utility>
 
 namespace quire {
-
-namespace {
-
-#if defined(MSG_NOSIGNAL)
-constexpr int kSendFlags = MSG_NOSIGNAL | MSG_DONTWAIT;
-#else
-constexpr int kSendFlags = MSG_DONTWAIT;
-#endif
-
-}  // namespace
 
 BeatWriter::BeatWriter(double period_s, std::string message)
     : period_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(period_s))),

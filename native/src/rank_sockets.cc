@@ -3,6 +3,7 @@
 // done at once, and by the next writer otherwise.
 
 #include "quire/rank_sockets.h"
+#include "quire/socket_flags.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -18,11 +19,6 @@ namespace quire {
 
 namespace {
 
-#if defined(MSG_NOSIGNAL)
-constexpr int kSendFlags = MSG_NOSIGNAL | MSG_DONTWAIT;
-#else
-constexpr int kSendFlags = MSG_DONTWAIT;
-#endif
 constexpr int64_t kLine = 64;
 // A writer looks this often whether it is over, and gives up after as many times without progress.
 constexpr int kPollMs = 50, kPolls = 30;
