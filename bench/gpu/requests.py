@@ -8,6 +8,7 @@ section of its own (peer.py), transformers' continuous batching runs on the same
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from bench.gpu.loop import GREEDY, Idle, run
 from bench.gpu.models import executor_of, program_of
 from bench.gpu.stage import Stage
 from quire.base.records import Admission, StepPlan
+from quire.execute.gpu.executor import TorchExecutor
 from quire.program.cost import StepShape
 from quire.program.program import Program
 from quire.runner.model_runner import ModelRunner
@@ -41,6 +43,7 @@ class Load:
 FULL = Load(requests=512, prompt=1024, answer=512, running=256, step_tokens=4096)
 # Every size of a step, few of each: launches do not depend on the repetition.
 REHEARSAL = replace(FULL, requests=300, prompt=96, answer=3)
+FEW = 16  # requests of the peer's first wave
 DRY = Load(requests=3, prompt=4, answer=2, running=2, step_tokens=6)
 
 
@@ -116,59 +119,70 @@ class Slots:
 
 
 def requests(stage: Stage) -> None:
-    """Run the requests, in fast mode and then exact."""
+    """Run the requests, in fast mode and then exact, and as few as the peer answers first."""
     load = _load(stage)
+    few = replace(load, requests=min(FEW, load.requests), running=min(FEW, load.running))
     limits = device_limits(stage)
     for exact in (False, True):
-        if not stage.has_time():
-            return
+        mode = "exact" if exact else "fast"
         program = program_of(stage, "Llama-3.1-8B")
-        columns = columns_for(load.prompt + load.answer)
         executor = executor_of(
             stage,
             program,
             exact=exact,
             max_tokens=load.step_tokens,
             max_sequences=load.running,
-            blocks=load.running * columns,
+            blocks=load.running * columns_for(load.prompt + load.answer),
         )
-        runner = ModelRunner(
-            executor,
-            num_slots=load.running,
-            max_model_len=load.prompt + load.answer,
-            block_size=BLOCK_SIZE,
-            max_samples=load.running,
-            overlap=True,
-        )
-        slots = Slots(load, columns, load.requests, free=deque(range(load.running)))
-        computed: list[StepPlan] = []
+        for title, asked in ((mode, load), (f"{mode}, {few.requests} requests", few)):
+            if stage.has_time():
+                stage.report(title, _answered(stage, executor, program, asked, limits))
+        executor.close()
+        # Weights and cache of both modes at once do not fit into 80 GB.
+        del executor
+        gc.collect()
+        stage.release()
 
-        def plans(slots: Slots = slots, computed: list[StepPlan] = computed) -> Iterator[StepPlan]:
-            """Yield plans without reading tokens: the end of each request is known beforehand."""
-            while stage.has_time() and (plan := slots.plan(len(computed))) is not None:
-                slots.advance(plan)
-                computed.append(plan)
-                yield plan
 
-        idle, began = Idle(stage, executor), time.perf_counter()
-        answered = sum(
-            len(result.token_ids) for result in run(runner, plans(), plans_in_flight=2, idle=idle)
-        )
-        stage.settle()
-        seconds = time.perf_counter() - began
-        floor_s = sum(_floor_s(program, plan, limits) for plan in computed)
-        runner.close()
-        stage.report(
-            "exact" if exact else "fast",
-            {
-                "is_whole": answered == load.requests * load.answer,
-                "seconds": seconds,
-                "steps": {"all": len(computed), **idle.host()},
-                "idle_between_steps_s": idle.seconds(),
-                "answered_tokens_per_s": answered / seconds,
-                "share_of_floor": floor_s / seconds,
-            },
-        )
+def _answered(
+    stage: Stage, executor: TorchExecutor, program: Program, load: Load, limits: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the requests of a load took."""
+    runner = ModelRunner(
+        executor,
+        num_slots=load.running,
+        max_model_len=load.prompt + load.answer,
+        block_size=BLOCK_SIZE,
+        max_samples=load.running,
+        overlap=True,
+    )
+    columns = columns_for(load.prompt + load.answer)
+    slots = Slots(load, columns, load.requests, free=deque(range(load.running)))
+    computed: list[StepPlan] = []
+
+    def plans() -> Iterator[StepPlan]:
+        """Yield plans without reading tokens: the end of each request is known beforehand."""
+        while stage.has_time() and (plan := slots.plan(len(computed))) is not None:
+            slots.advance(plan)
+            computed.append(plan)
+            yield plan
+
+    idle, began = Idle(stage, executor), time.perf_counter()
+    answered = sum(
+        len(result.token_ids) for result in run(runner, plans(), plans_in_flight=2, idle=idle)
+    )
+    stage.settle()
+    seconds = time.perf_counter() - began
+    runner.end_thread()
+    floor_s = sum(_floor_s(program, plan, limits) for plan in computed)
+    return {
+        "is_whole": answered == load.requests * load.answer,
+        "seconds": seconds,
+        "steps": {"all": len(computed), **idle.host()},
+        "idle_between_steps_s": idle.seconds(),
+        "answered_tokens_per_s": answered / seconds,
+        "share_of_floor": floor_s / seconds,
+    }
 
 
 def _load(stage: Stage) -> Load:

@@ -113,6 +113,11 @@ class Stage:
         if self.is_on_card:
             torch.cuda.synchronize()
 
+    def release(self) -> None:
+        """Give memory that PyTorch keeps for later tensors back to the device."""
+        if self.is_on_card:
+            torch.cuda.empty_cache()
+
     def number(self, found: torch.Tensor) -> float:
         """Return a computed number; 0 in a rehearsal."""
         return 0.0 if self.is_rehearsal else float(found)
