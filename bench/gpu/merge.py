@@ -1,7 +1,9 @@
 """Merge several calls of the GPU check: python -m bench.gpu.merge FILE... --out FILE
 
 Of each section the best result is used: the last one that passed; else the last one started.
-Rejects files of other code, another machine, or dry runs: results must be comparable.
+Rejects files of other code, another machine, or dry runs: results must be comparable. With
+--allow-other-code the sections of other code (a check that was mended between two calls, say) are
+taken too, and keep the digest of theirs.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--allow-other-code", action="store_true")
     arguments = parser.parse_args()
     results = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.files]
     try:
-        merged = merge(results)
+        merged = merge(results, allow_other_code=arguments.allow_other_code)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -37,13 +40,13 @@ def main() -> int:
     return 0
 
 
-def merge(results: Sequence[Result]) -> Result:
+def merge(results: Sequence[Result], *, allow_other_code: bool = False) -> Result:
     """Return one merged result, in the order of the sections. Raises ValueError."""
     first = results[0]
     for result in results:
         if result["what"].startswith("dry run"):
             raise ValueError("one of these is a dry run: it measured nothing; leave it out")
-        for part in ("code", "machine"):
+        for part in ("machine",) if allow_other_code else ("code", "machine"):
             one, other = (_compared(part, each) for each in (first, result))
             if one != other:
                 raise ValueError(
@@ -54,7 +57,8 @@ def merge(results: Sequence[Result]) -> Result:
     for result in results:
         for name, section in result["sections"].items():
             if name not in best or _rank(section) >= _rank(best[name]):
-                best[name] = section
+                own = {} if result["code"] == first["code"] else {"code": result["code"]}
+                best[name] = own | section
     merged = {**first, "sections": {name: best[name] for name in SECTIONS if name in best}}
     others: list[Any] = []
     for result in results:

@@ -121,9 +121,9 @@ def _requests(found: dict[str, Any]) -> Lines:
         if not one["is_whole"]:
             continue
         busy = 1 - one["idle_between_steps_s"] / one["seconds"]
+        asked = mode if "requests" in mode else f"{mode}, 512 requests, 256 at once"
         yield (
-            f"8B bf16, 512 requests, 1,024 in, 512 out, 256 at once, {mode}: output tokens/s, "
-            "share of the floor, GPU busy",
+            f"8B bf16, 1,024 in, 512 out, {asked}: output tokens/s, share of the floor, GPU busy",
             f"{one['answered_tokens_per_s']:,.0f}, {_percent(one['share_of_floor'])}, "
             f"{100 * busy:.1f} %",
             "97 % busy",

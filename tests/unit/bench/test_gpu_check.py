@@ -165,6 +165,14 @@ def test_results_of_other_code_or_another_gpu_are_not_merged() -> None:
             merge([one, one | {part: other}])
 
 
+def test_sections_of_other_code_keep_its_digest() -> None:
+    first, second = _result(build="ok", limits="failed: exit code 1"), _result(limits="ok")
+    merged = merge([first, second | {"code": "0ther"}], allow_other_code=True)
+    assert merged["code"] == "c0de"
+    assert merged["sections"]["limits"] == {"status": "ok", "seconds": 1.0, "code": "0ther"}
+    assert "code" not in merged["sections"]["build"]
+
+
 def test_another_driver_of_the_same_gpu_is_reported() -> None:
     other = _result(build="ok")
     other["machine"]["gpus"] = ["NVIDIA H200, 580.2"]

@@ -46,6 +46,13 @@ RESULT: dict[str, Any] = {
                     "share_of_floor": 0.8,
                 },
                 "exact": {"is_whole": False},
+                "exact, 16 requests": {
+                    "is_whole": True,
+                    "seconds": 4.0,
+                    "idle_between_steps_s": 0.4,
+                    "answered_tokens_per_s": 2_048.0,
+                    "share_of_floor": 0.7,
+                },
             },
         },
         "peer": {
@@ -72,6 +79,8 @@ def test_each_goal_of_the_check_has_a_line() -> None:
     assert rows[0].endswith("| 85 % |")
     assert any("pytorch flash not run | 55 % |" in row for row in rows)
     assert any("| 10,486, 80 %, 99.0 % | 97 % busy |" in row for row in rows)
+    assert any("fast, 512 requests, 256 at once: output" in row for row in rows)
+    assert any("exact, 16 requests: output" in row and "| 2,048, 70 %" in row for row in rows)
     peers = [row for row in rows if "transformers 5" in row]
     assert [("128 requests" in row, "| 2,000 |" in row) for row in peers] == [(True, True)]
     prices = [row for row in rows if "price of exact mode" in row]
