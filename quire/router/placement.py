@@ -41,6 +41,7 @@ class Placement:
         self.is_displaced = False
         self._needs_budget = False  # the request may be the cause of the last failure
         self._has_moved = False
+        self._turn: int | None = None  # of MovePlaces, until an attempt has used it
         self._failed_s = 0.0
         self._full: set[Replica] = set()  # refused it since the last pause
         self._pause_s = _RETRY_EVERY_S
@@ -183,7 +184,9 @@ class Placement:
     async def _wait_for_place(self) -> bool:
         """Wait for a place to move again; return whether there was one in time."""
         state, places = self._state, self._state.parts.admission.places
-        place = places.ask()
+        if self._turn is None:
+            self._turn = places.turn()
+        place = places.ask(self._turn)
         try:
             while not place.done():
                 self._check_client()
@@ -236,7 +239,7 @@ class Placement:
                         return None
                     continue  # another one may be the better choice now
                 else:
-                    self._has_moved = True
+                    self._has_moved, self._turn = True, None
                     is_refused, self._is_refused = self._is_refused, False
                     self._metrics.retries.labels("refused" if is_refused else "failed").inc()
                 return found
