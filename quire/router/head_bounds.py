@@ -2,12 +2,15 @@
 
 uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
 know them: here streams to these end with the connection. Always holds: a client that sends a head
-without an end is refused and closed after 64 KiB; one that sends none is closed after HEAD_TIME_S.
+without an end is refused and closed after 64 KiB; one that sends none is closed after HEAD_TIME_S,
+or sooner where the process has no room for more connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -22,6 +25,16 @@ _TOO_LONG = (
     b"content-type: text/plain\r\ncontent-length: 55\r\n\r\n"
     b"the head of a request may have 65536 bytes; send fewer\n"
 )
+
+
+# Connections without a request, those that have waited for longest first.
+_IDLE: dict[BoundedHeads, None] = {}
+
+
+def max_connections() -> int:
+    """Return how many connections of clients leave room for as many to replicas."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 2
 
 
 class BoundedHeads(HttpToolsProtocol):
@@ -40,6 +53,11 @@ class BoundedHeads(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept those that wait behind it."""
         super().connection_made(transport)
+        while _IDLE and len(self.connections) > max_connections():
+            oldest = next(iter(_IDLE))
+            oldest._stop_timer()
+            self.connections.discard(oldest)
+            oldest.transport.abort()
         self._await_head()
         if self._waiting is not None and self._waiting.poll(0):
             self._waiting.accept()
@@ -77,11 +95,20 @@ class BoundedHeads(HttpToolsProtocol):
             app = _close_delimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        """Note that it has no request, unless the next one was sent already."""
+        has_next = bool(self.pipeline)
+        super().on_response_complete()
+        if not (has_next or self.transport.is_closing()):
+            _IDLE.setdefault(self)
+
     def _await_head(self) -> None:
+        _IDLE.setdefault(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)
 
     def _stop_timer(self) -> None:
+        _IDLE.pop(self, None)
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

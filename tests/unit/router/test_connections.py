@@ -99,3 +99,42 @@ def test_a_connection_without_a_whole_head_is_closed_after_a_while(
         assert kept.count(b"\r\n\r\nok") == 4, "with whole heads it stays"
 
     serving(is_whole, story)
+
+
+def test_where_there_is_no_room_the_connections_without_a_request_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that have waited for longest first, kept ones too; an open request stays."""
+    monkeypatch.setattr(head_bounds, "max_connections", lambda: 4)
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            await gate.wait()
+        await is_whole(scope, receive, send)
+
+    async def story(port: int) -> None:
+        asked = asyncio.ensure_future(
+            answer(port, HEAD.replace(b"/ ", b"/slow ", 1) + b"Connection: close\r\n\r\n")
+        )
+        await asyncio.sleep(0.1)
+        kept, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        assert await kept.readuntil(b"ok")
+        others = []
+        for _ in range(4):
+            others.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        readers = [kept, *(reader for reader, _ in others)]
+        closed = [one.at_eof() or one.exception() is not None for one in readers]
+        assert closed == [True, True, False, False, False]
+        gate.set()
+        assert (await asked).endswith(b"ok")
+        for _, one in others:
+            one.close()
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert not head_bounds._IDLE
+
+    serving(slow, story)
