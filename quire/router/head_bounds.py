@@ -16,7 +16,6 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.waiting_connections import WaitingConnections
-from quire.router.client_response import Message, Receive, Send
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
@@ -118,10 +117,10 @@ def _close_delimited(app: Any, cycle: RequestResponseCycle) -> Any:
     """Return an application with responses that end with the connection unless they have a
     length."""
 
-    async def run(scope: Any, receive: Receive, send: Send) -> None:
+    async def run(scope: Any, receive: Any, send: Any) -> None:
         has_length = False
 
-        async def send_unchunked(message: Message) -> None:
+        async def send_unchunked(message: Any) -> None:
             nonlocal has_length
             if message["type"] == "http.response.start":
                 has_length = any(name == b"content-length" for name, _ in message["headers"])
