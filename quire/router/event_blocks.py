@@ -44,6 +44,12 @@ _read_cursor = msgspec.json.Decoder(CursorComment).decode
 _read_end = msgspec.json.Decoder(EndComment).decode
 
 
+def is_heartbeat(received: bytes, end: bytes) -> bool:
+    """Return whether bytes of a stream are whole heartbeats or other comments, and no event."""
+    *blocks, rest = received.split(end)
+    return not rest and all(block.startswith((b":", _PING)) for block in blocks)
+
+
 class Delta(msgspec.Struct):
     """Blocks that belong together. cursor: where the stream stands after them; None at its end and
     for a heartbeat between deltas. is_last: the stream ends with them. error: the code of the error

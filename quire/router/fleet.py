@@ -26,6 +26,8 @@ _MAX_NAMED = 4
 SPREAD_TOKENS = 128
 # With so many tokens of output to give, or the most of all, a replica counts as busy.
 _BUSY_TOKENS = 4096
+# States of a server that will take requests by itself.
+_STARTING = ("starting", "restarting")
 
 
 class Fleet:
@@ -257,11 +259,16 @@ class Fleet:
         self.policy.forget(replica)
         self.on_fenced(replica)
         self.pool(replica).close()
+        state, reason = replica.state, replica.reason
+        if not (replica.was_used or replica.loads):
+            write = self.log.event if state in _STARTING else self.log.warning
+            write("replica takes no requests yet", replica=replica.name, state=state, reason=reason)
+            return
         self.log.warning(
             "replica fenced",
             replica=replica.name,
-            state=replica.state,
-            reason=replica.reason,
+            state=state,
+            reason=reason,
             open=len(replica.loads),
             others=sum(one.is_available(now_s) for one in self.equals(replica)),
         )

@@ -1,19 +1,24 @@
-"""BoundedHeads: uvicorn's HTTP connection, with a bound on the size of a request's head.
+"""BoundedHeads: uvicorn's HTTP connection, with bounds on size and time of a request's head.
 
-uvicorn bounds heads for its other parser only. Always holds: a client that sends a head without an
-end is refused and closed after 64 KiB.
+uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
+know them: here streams to these end with the connection. Always holds: a client that sends a head
+without an end is refused and closed after 64 KiB; one that sends none is closed after HEAD_TIME_S,
+or sooner where the process has no room for more connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 << 10
+HEAD_TIME_S = 30.0
 _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
     b"content-type: text/plain\r\ncontent-length: 55\r\n\r\n"
@@ -21,8 +26,19 @@ _TOO_LONG = (
 )
 
 
+# Connections without a request, those that have waited for longest first.
+_IDLE: dict[BoundedHeads, None] = {}
+
+
+def max_connections() -> int:
+    """Return how many connections of clients leave room for as many to replicas."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 2
+
+
 class BoundedHeads(HttpToolsProtocol):
-    """Counts the bytes of a head that is not complete. waiting: where it was accepted."""
+    """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
+    was accepted."""
 
     def __init__(
         self, *arguments: Any, waiting: WaitingConnections | None = None, **options: Any
@@ -31,12 +47,24 @@ class BoundedHeads(HttpToolsProtocol):
         self._waiting = waiting
         self._head_bytes = 0
         self._in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept those that wait behind it."""
         super().connection_made(transport)
+        while _IDLE and len(self.connections) > max_connections():
+            oldest = next(iter(_IDLE))
+            oldest._stop_timer()
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+        self._await_head()
         if self._waiting is not None and self._waiting.poll(0):
             self._waiting.accept()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing more."""
+        self._stop_timer()
+        super().connection_lost(exc)
 
     def data_received(self, received: bytes) -> None:
         """Parse more bytes, unless they belong to a head without an end."""
@@ -50,9 +78,58 @@ class BoundedHeads(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Note that a request begins."""
         self._in_head, self._head_bytes = True, 0
+        self._await_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Its head is complete."""
         self._in_head = False
+        self._stop_timer()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start a request, for uvicorn."""
+        if cycle.scope["http_version"] in ("0.9", "1.0"):
+            cycle.keep_alive = False
+            app = _close_delimited(app, cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        """Note that it has no request, unless the next one was sent already."""
+        has_next = bool(self.pipeline)
+        super().on_response_complete()
+        if not (has_next or self.transport.is_closing()):
+            _IDLE.setdefault(self)
+
+    def _await_head(self) -> None:
+        _IDLE.setdefault(self)
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        _IDLE.pop(self, None)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _close_delimited(app: Any, cycle: RequestResponseCycle) -> Any:
+    """Return an application with responses that end with the connection unless they have a
+    length."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        has_length = False
+
+        async def send_unchunked(message: Any) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+                if not has_length:
+                    cycle.chunked_encoding = False
+            elif not has_length:  # uvicorn counts down what it expects: always this piece
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return run

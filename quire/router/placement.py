@@ -4,7 +4,7 @@ A request without output goes where the policy sends it; where its replica has f
 waits for another one. A stream that has output goes on at a replica of its fingerprint, and streams
 that are interrupted at one time are placed in the order of their last events. Sends nothing. Always
 holds: a request is tried on no third replica after two failed with it at one place (failures.py);
-it waits no longer than resume_s from the last failure.
+until its next event it waits no longer than resume_s in all, time at replicas not counted.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ class Placement:
         self._metrics = state.parts.metrics
         self._features = state.parts.features
         self._loop = asyncio.get_running_loop()
-        self._resume_until_s = 0.0
+        self._resume_until_s = self._left_s = 0.0
+        self._wait_began_s = self._chosen_s = 0.0
+        self._after_s = -1.0  # the last event before these waits
         self._is_refused = self._was_held = False
         self._draining: set[Replica] = set()
         self.why_refused = ""
         self.is_displaced = False
         self._needs_budget = False  # the request may be the cause of the last failure
         self._has_moved = False
+        self._turn: int | None = None  # of MovePlaces, until an attempt has used it
         self._failed_s = 0.0
         self._full: set[Replica] = set()  # refused it since the last pause
         self._pause_s = _RETRY_EVERY_S
 
     def failed(self, fault: ReplicaFault) -> None:
         """Note that a replica has failed: from now on another one is waited for as long as is
-        allowed. While a stream is without a replica, another one that was full, or could not be
-        reached, allows no more time: nothing else bounds their number."""
+        still allowed. The time at a replica does not count, unless that was full or could not be
+        reached: nothing else bounds their number."""
         self._displace()
         self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
@@ -59,7 +62,7 @@ class Placement:
 
     def refused(self, replica: Replica, why: str, *, is_drain: bool) -> None:
         """Note that a replica was full, or drains: the next one is not asked at once. The first
-        time that it drains allows the time anew."""
+        time that it drains, the time there does not count."""
         self._is_refused = True
         self._full.add(replica)
         self._state.leave_place()
@@ -77,6 +80,7 @@ class Placement:
         self.why_refused, self._pause_s = "", _RETRY_EVERY_S
         self._full.clear()
         self._draining.clear()
+        self._after_s = -1.0
         self._state.leave_place()
 
     def _displace(self) -> None:
@@ -85,8 +89,19 @@ class Placement:
         self._state.leave_place()
 
     def _begin_wait(self) -> None:
-        self._resume_until_s = self._loop.time() + self._fleet.settings.resume_s
+        """Allow what is left of the time to wait, or all of it after an event."""
+        last_s = self._state.continuation.last_s
+        if last_s != self._after_s:
+            self._after_s, self._left_s = last_s, self._fleet.settings.resume_s
+        else:
+            self._left_s -= self._chosen_s - self._wait_began_s
+        self._wait_began_s = self._chosen_s = self._loop.time()
+        # Where a replica is able, the request moves however long it has waited before.
+        self._resume_until_s = self._wait_began_s + max(self._left_s, _RETRY_EVERY_S)
         self.why_refused = ""
+
+    def _note_chosen(self) -> None:
+        self._chosen_s = self._loop.time()
 
     async def next(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -183,7 +198,9 @@ class Placement:
     async def _wait_for_place(self) -> bool:
         """Wait for a place to move again; return whether there was one in time."""
         state, places = self._state, self._state.parts.admission.places
-        place = places.ask()
+        if self._turn is None:
+            self._turn = places.turn()
+        place = places.ask(self._turn)
         try:
             while not place.done():
                 self._check_client()
@@ -236,9 +253,10 @@ class Placement:
                         return None
                     continue  # another one may be the better choice now
                 else:
-                    self._has_moved = True
+                    self._has_moved, self._turn = True, None
                     is_refused, self._is_refused = self._is_refused, False
                     self._metrics.retries.labels("refused" if is_refused else "failed").inc()
+                self._note_chosen()
                 return found
             state.leave_place()
             left_s = self._resume_until_s - now_s

@@ -35,6 +35,8 @@ MAX_OVERTAKEN_TOKENS = 2048
 MAX_BEGINNING = 8
 # The state of a server without an engine: a request starts one.
 ASLEEP = "asleep"
+# States of a replica that takes requests, or has some.
+_USED = frozenset({"ready", ASLEEP, "paused", "draining"})
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,7 @@ class Replica:
         self.state = "unknown"
         self.reason = "not probed yet"
         self.is_fenced = True
+        self.was_used = False  # before it was fenced last
         self.models: dict[str, str] = {}
         self.model_entries: list[dict[str, Any]] = []
         self.breaker = CircuitBreaker()
@@ -245,6 +248,7 @@ class Replica:
 
     def fence(self, state: str, reason: str) -> None:
         """Send nothing until it was checked again; end what is open there."""
+        self.was_used = self.state in _USED
         self.failed()
         self.state, self.reason = state, reason
         self.steps_total = -1

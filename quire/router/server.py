@@ -126,7 +126,7 @@ def _new_server(service: RouterService) -> _Server:
             lifespan="off",
             interface="asgi3",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what clients send is no warning
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -22,7 +22,9 @@ class RouterSettings:
     replica one may have and still be preferred for its cache; "auto": as many as pay. stall_s: the
     shortest time without progress after which a replica counts as stalled; it grows with the gaps
     that are usual for the replica, to six times this. max_open_per_key: 0 for no limit.
-    max_retry_share: of all requests; and of the open ones, places to move again.
+    max_retry_share: of all requests, beside the ten retries that are always allowed; and of the
+    open ones, places to move again, of which there are always 64 for requests that are not to
+    blame. 0: those only. resume_s: that a request waits for another replica until its next event.
     min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
     side is short of servers before a movable one changes its role. wait_s: a request waits so long
     for a first replica that is available; 0: it is refused at once.

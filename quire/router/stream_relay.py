@@ -12,7 +12,7 @@ from collections import deque
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.event_blocks import Delta, EventBlocks
+from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
 from quire.router.faults import ReplicaFault
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
@@ -101,8 +101,10 @@ class StreamRelay:
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
         counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
-            self._state.leave_place()
-            attempt.replica.progressed(self._loop.time())
+            if not is_heartbeat(received, request.form.event_end):
+                if attempt.load.is_new:
+                    self._leave_queue(attempt)
+                attempt.replica.progressed(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
                 if id_ := created_id(start):
@@ -164,10 +166,7 @@ class StreamRelay:
         load, lanes = attempt.load, self._features.lanes
         if not request.num_delivered and request.transfer is None:
             fleet.note_first_token(attempt.replica, load, attempt.age_s)
-        self._state.leave_place()
-        attempt.replica.gave_output(load)
-        if attempt.replica.breaker.gave_output():
-            fleet.became_available()
+        self._leave_queue(attempt)
         if not request.num_delivered:
             request.first_token_s = self._loop.time()
             attempt.note_first_tokens()
@@ -176,6 +175,13 @@ class StreamRelay:
             fleet.became_available()
         elif lanes is not None:
             lanes.began_short(attempt.age_s)
+
+    def _leave_queue(self, attempt: Attempt) -> None:
+        """Note that the replica has begun to answer."""
+        self._state.leave_place()
+        attempt.replica.gave_output(attempt.load)
+        if attempt.replica.breaker.gave_output():
+            self._state.parts.fleet.became_available()
 
 
 def _ended_early(attempt: Attempt) -> ReplicaFault:

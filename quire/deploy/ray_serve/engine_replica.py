@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,22 +20,12 @@ from quire.api.http.sockets import listen, url_of
 from quire.api.server import new_http_server
 from quire.base.log import Log
 from quire.deploy.ray_serve.app_args import AppArgs
-from quire.deploy.ray_serve.directory import RENEW_EVERY_S
+from quire.deploy.ray_serve.directory import Directory, hold_lease
 from quire.deploy.ray_serve.load_report import LoadReport
 
 _LAST_EVENTS_S = 3.0
 # So long a replica that drains answers at least, so that routers read it in /health.
 _NOTICE_S = 1.0
-
-
-class Directory(Protocol):
-    """The directory of replicas, seen from one of them."""
-
-    async def hold(self, address: str) -> None:
-        """Take or renew the lease of an address."""
-
-    async def give_up(self, address: str) -> None:
-        """End the lease of an address."""
 
 
 class EngineReplica:
@@ -66,7 +56,7 @@ class EngineReplica:
         self._server = new_http_server(self._app, self._app.state)
         self._tasks = [
             asyncio.create_task(self._server.serve(sockets=[self._listening])),
-            asyncio.create_task(self._hold_lease()),
+            asyncio.create_task(hold_lease(self._directory, self.address, self._log)),
         ]
         self._log.event("replica serves", address=self.address)
 
@@ -102,15 +92,3 @@ class EngineReplica:
     async def load(self) -> dict[str, float]:
         """Return what scaling.py reads."""
         return await self._load.read() if self._tasks else {}
-
-    async def _hold_lease(self) -> None:
-        is_down = False
-        while True:
-            try:
-                await self._directory.hold(self.address)
-                is_down = False
-            except Exception as error:  # noqa: BLE001  Ray's errors have no common class
-                if not is_down:
-                    self._log.warning("the lease could not be renewed", reason=str(error))
-                is_down = True
-            await asyncio.sleep(RENEW_EVERY_S if not is_down else 0.5)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 
+import pytest
+
+from bench.router.virtual_time import run_virtual
 from quire.base.log import Log
-from quire.deploy.ray_serve.directory import LEASE_S, ReplicaDirectory
+from quire.deploy.ray_serve.directory import LEASE_S, ReplicaDirectory, hold_lease
 from quire.deploy.ray_serve.directory_discovery import ABSENT_S, DirectoryDiscovery
 
 A, B = "http://10.0.0.1:4001", "http://10.0.0.2:4002"
@@ -73,3 +76,73 @@ def test_a_directory_that_is_away_or_empty_keeps_the_replicas_for_a_while() -> N
         assert shown() == [A]
 
     asyncio.run(story())
+
+
+class CutDirectory:
+    """A directory behind a network. is_silent: calls get no answer, and are lost; else, while
+    is_away, they fail at once."""
+
+    def __init__(self) -> None:
+        self.directory = self.new()
+        self.is_silent = self.is_away = False
+
+    def new(self) -> ReplicaDirectory:
+        return ReplicaDirectory(asyncio.get_running_loop().time)
+
+    async def reach(self) -> ReplicaDirectory:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        if self.is_away:
+            raise RuntimeError("actor died")
+        await asyncio.sleep(0.01)
+        return self.directory
+
+    async def hold(self, address: str) -> None:
+        await (await self.reach()).hold(address)
+
+    async def give_up(self, address: str) -> None:
+        await (await self.reach()).give_up(address)
+
+    async def addresses(self) -> list[str]:
+        return await (await self.reach()).addresses()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@pytest.mark.parametrize("has_data", [True, False])
+@pytest.mark.parametrize("away_s", [50 + 0.7 * part for part in range(9)])
+def test_a_replica_stays_when_the_directory_was_away(
+    away_s: float, has_data: bool, is_silent: bool
+) -> None:
+    """Whatever a holder was doing when the network was cut, and when it was back."""
+
+    async def story() -> None:
+        cut, loop = CutDirectory(), asyncio.get_running_loop()
+        log = Log("replica", io.StringIO())
+        discovery = DirectoryDiscovery(cut.addresses, log, loop.time)
+        holder = asyncio.ensure_future(hold_lease(cut, A, log))
+        await asyncio.sleep(1.0)
+        found = list[int]()
+
+        async def lists(seconds: float) -> None:
+            until_s = loop.time() + seconds
+            while loop.time() < until_s:
+                await discovery.read()
+                found.append(len(discovery.poll()))
+                await asyncio.sleep(discovery.read_every_s)
+
+        await lists(3.0)
+        cut.is_silent, cut.is_away = is_silent, True
+        reading = asyncio.ensure_future(lists(away_s))
+        await asyncio.sleep(away_s)
+        if not has_data:
+            cut.directory = cut.new()
+        cut.is_silent = cut.is_away = False
+        await reading
+        await lists(2 * LEASE_S)
+        assert set(found) == {1}
+        holder.cancel()
+        await asyncio.gather(holder, return_exceptions=True)
+        await lists(LEASE_S + ABSENT_S + 3.0)
+        assert found[-1] == 0, "nothing renews it"
+
+    run_virtual(story(), tick_s=2e-4)

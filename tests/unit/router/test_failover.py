@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from bench.router.virtual_time import run_virtual
-from quire.router.continuation import Continuation
-from quire.router.faults import ProcessStopped, ReplicaFault
 from quire.router.http_client import READ_BYTES, Exchange
-from quire.router.placement import Placement
-from quire.router.resumes import Resumes
-from tests.unit.router.fake_replica import LENGTH, TICK_S, FakeReplica, Router, run
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": LENGTH}
 WHOLE = b"".join(b'data: {"token": %d}\n\n' % token for token in range(100, 100 + LENGTH))
@@ -297,72 +291,6 @@ def test_a_stream_that_has_begun_waits_for_room_in_the_share_of_its_tenant() -> 
     run([first, second], story)
 
 
-@pytest.mark.parametrize("in_stream", [True, False])
-def test_a_drain_gives_a_stream_the_time_to_resume_again(in_stream: bool) -> None:
-    """Whether the replica has begun to answer, with its event, or says it by its status."""
-    first, second = FakeReplica(), FakeReplica()
-    first.fails_after = 3
-    if in_stream:
-        second.gate = gate = asyncio.Event()
-        second.says, second.fails_after = ERROR_EVENT % b"" + ENDED % b"shutting_down", 0
-    else:
-        second.whole_gate = gate = asyncio.Event()
-        second.status, second.body = 503, b'{"error":{"code":"shutting_down"}}'
-
-    async def story(router: Router) -> None:
-        answering = asyncio.ensure_future(stream(router))
-        await _until(lambda: len(second.requests) == 1)
-        await asyncio.sleep(3.0)  # in its queue
-        first.fails_after = None
-        if not in_stream:
-            second.health |= {"ok": False, "state": "draining"}
-        gate.set()
-        assert (await answering)[2] == ANSWER
-
-    run([first, second], story, resume_s=2.0, stall_s=60.0)
-
-
-def test_a_replica_that_says_again_and_again_that_it_drains_gives_the_time_once() -> None:
-    first, second = FakeReplica(), FakeReplica()
-    first.fails_after = 3
-    second.status, second.body = 503, b'{"error":{"code":"shutting_down"}}'
-
-    async def story(router: Router) -> None:
-        body = (await stream(router))[2]
-        error = json.loads(body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
-        assert "has refused it" in error["message"]
-
-    run([first, second], story, resume_s=2.0)
-
-
-def test_an_unreachable_replica_gives_a_request_without_output_no_more_time() -> None:
-    async def story() -> None:
-        settings = SimpleNamespace(resume_s=2.0)
-        parts = SimpleNamespace(fleet=SimpleNamespace(settings=settings), metrics=0, features=0)
-        continuation = Continuation(Resumes(), cast(Any, None))
-        state = SimpleNamespace(parts=parts, continuation=continuation, leave_place=lambda: None)
-        placement = Placement(cast(Any, state))
-        loop = asyncio.get_running_loop()
-
-        async def until_s(fault: ReplicaFault) -> float:
-            await asyncio.sleep(0.5)
-            placement.failed(fault)
-            continuation.failed(fault.cause, loop.time(), has_output=False)
-            return placement._resume_until_s
-
-        unreachable = ReplicaFault("no connection", is_suspect=False)
-        first_s = await until_s(ReplicaFault("cut", is_suspect=True))
-        assert [await until_s(unreachable) for _ in range(5)] == [first_s] * 5
-        assert placement.why_refused == "no connection"
-        assert await until_s(ProcessStopped()) > first_s
-        assert not placement.why_refused
-        second_s = placement._resume_until_s
-        continuation.has_event(loop.time())
-        assert await until_s(unreachable) > second_s, "it is the first failure again"
-
-    run_virtual(story(), tick_s=TICK_S)
-
-
 def test_anthropic_s_own_status_of_a_full_server_is_no_failure() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.status, first.body = 529, b'{"type":"error","error":{"type":"overloaded_error"}}'
@@ -621,7 +549,8 @@ def test_why_a_replica_is_none_is_in_the_log_and_the_answer(path: str, said: str
     async def story(router: Router) -> None:
         status, _, body = await stream(router)
         message = json.loads(body)["error"]["message"]
-        (line,) = [line for line in router.lines if "replica fenced" in line]
+        (line,) = [line for line in router.lines if "warning" in line]
+        assert "replica takes no requests yet" in line
         for text in (message, line):
             assert "its /health is not that of a server of Quire" in text
             assert said in text
@@ -629,6 +558,35 @@ def test_why_a_replica_is_none_is_in_the_log_and_the_answer(path: str, said: str
         assert "probed every 0.05 s and joins by itself; try again later" in message
 
     run([Behind(path)], story)
+
+
+def test_a_replica_that_starts_is_not_called_fenced() -> None:
+    """Nothing was taken from it. One that has served is fenced once, when it is lost."""
+    replica = FakeReplica()
+    replica.health |= {"ok": False, "state": "starting", "reason": "the model is loaded"}
+
+    async def story(router: Router) -> None:
+        def shown() -> list[str]:
+            about = [line for line in router.lines if " replica " in line and "added" not in line]
+            return [line.partition(" router: ")[2].partition(" replica=")[0] for line in about]
+
+        assert shown() == ["replica takes no requests yet"]
+        assert "info router" in router.lines[-1]
+        assert 'state=starting reason="the model is loaded"' in router.lines[-1]
+        replica.health |= {"ok": True, "state": "ready"}
+        await _until(lambda: router.fleet.num_available == 1)
+        replica.stop_listening(cuts=True)
+        await _until(lambda: not router.fleet.num_available)
+        replica.health |= {"ok": False, "state": "starting"}
+        await replica.start()
+        await _until(lambda: len(shown()) == 4)
+        assert shown()[1:] == [
+            "replica ready",
+            "replica fenced",
+            "replica takes no requests yet",
+        ]
+
+    run([replica], story)
 
 
 def test_replicas_that_are_not_there_yet_join_by_themselves() -> None:

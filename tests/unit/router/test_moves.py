@@ -121,6 +121,33 @@ def test_requests_that_lose_two_replicas_move_again_a_bounded_number_at_a_time()
     in_fleet(story, step_s=2.0, stall_s=30.0, max_retry_share=0.1)
 
 
+def test_a_place_for_which_there_was_no_replica_keeps_its_turn() -> None:
+    """Requests that lost their place unused move before those that had an attempt with one."""
+
+    async def story(fleet: VirtualFleet, servers: Sequence[BoundedServer]) -> None:
+        streams = fleet.open_streams(NUM_STREAMS, NUM_TOKENS)
+        await asyncio.sleep(0.3)
+        servers[0].kill()
+        await asyncio.sleep(0.1)
+        servers[1].kill()
+        await asyncio.sleep(0.1)
+        first = servers[0]
+        first.is_killed = False
+        await asyncio.sleep(0.8)
+        again = first.requests[150:]
+        assert len(again) == MIN_PLACES
+        first.kill()  # the others have their places, and no replica
+        await asyncio.sleep(0.3)
+        first.is_killed = False
+        await until(lambda: len(first.requests) >= 150 + 2 * MIN_PLACES)
+        seeds = {one["seed"] for one in first.requests[150 + MIN_PLACES :]}
+        assert len(seeds) == MIN_PLACES
+        assert len(seeds - {one["seed"] for one in again}) == 11, "all that had no attempt"
+        assert await outcomes(streams) == {"whole": NUM_STREAMS}
+
+    in_fleet(story, step_s=2.0, stall_s=30.0, max_retry_share=0.1)
+
+
 @pytest.mark.parametrize("max_streams", [170, 151])
 def test_where_the_others_are_full_requests_wait_for_room(max_streams: int) -> None:
     async def story(fleet: VirtualFleet, servers: Sequence[BoundedServer]) -> None:
@@ -233,17 +260,34 @@ def test_places_are_given_in_order_and_returned() -> None:
     async def story() -> None:
         num_open = 0
         places = MovePlaces(0.2, lambda: num_open)
-        asked = [places.ask() for _ in range(MIN_PLACES + 3)]
+        asked = [places.ask(places.turn()) for _ in range(MIN_PLACES + 3)]
+        await asyncio.sleep(0)
         assert [one.done() for one in asked] == [True] * MIN_PLACES + [False] * 3
         places.withdraw(asked[MIN_PLACES])  # it gives up
         places.give_back()
         assert [one.done() for one in asked[-2:]] == [True, False]
-        asked.append(places.ask())
+        asked.append(places.ask(places.turn()))
         places.withdraw(asked[0])
         assert [one.done() for one in asked[-2:]] == [True, False], "in the order of coming"
         num_open = 5 * (MIN_PLACES + 10)
-        more = [places.ask() for _ in range(12)]
+        more = [places.ask(places.turn()) for _ in range(12)]
+        await asyncio.sleep(0)
         assert [one.done() for one in (asked[-1], *more)] == [True] * 10 + [False] * 3
         assert places.num_taken == MIN_PLACES + 10
+
+    asyncio.run(story())
+
+
+def test_of_requests_that_ask_in_one_turn_of_the_event_loop_those_that_came_first_go_first() -> (
+    None
+):
+    """All that wait for a replica are woken at once, in any order."""
+
+    async def story() -> None:
+        places = MovePlaces(0.0, lambda: 1000)
+        turns = [places.turn() for _ in range(2 * MIN_PLACES)]
+        asked = {turn: places.ask(turn) for turn in reversed(turns)}
+        await asyncio.sleep(0)
+        assert [asked[turn].done() for turn in turns] == [True] * MIN_PLACES + [False] * MIN_PLACES
 
     asyncio.run(story())

@@ -204,8 +204,11 @@ class VirtualFleet:
 
     def open_streams(self, count: int, num_tokens: int) -> list[asyncio.Future[Any]]:
         """Send requests; return their answers to come."""
-        body = {"tokens": [1, 2], "seed": 5, "stream": True, "max_tokens": num_tokens}
-        return [asyncio.ensure_future(self.router.post("/generate", body)) for _ in range(count)]
+        body = {"tokens": [1, 2], "stream": True, "max_tokens": num_tokens}
+        return [
+            asyncio.ensure_future(self.router.post("/generate", {**body, "seed": seed}))
+            for seed in range(count)
+        ]
 
     async def close(self) -> None:
         """End the servers and the router."""

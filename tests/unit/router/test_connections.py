@@ -1,0 +1,140 @@
+"""Connections of clients that are no HTTP/1.1 clients as they should be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from quire.router import head_bounds
+from quire.router.head_bounds import BoundedHeads
+
+PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+async def streams(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for piece in PIECES:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def is_whole(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+
+def serving(app: Any, story: Callable[[int], Awaitable[None]]) -> None:
+    async def go() -> None:
+        config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+
+        def connect() -> BoundedHeads:
+            return BoundedHeads(config=config, server_state=state, app_state={})
+
+        server = await asyncio.get_running_loop().create_server(connect, "127.0.0.1", 0)
+        try:
+            async with asyncio.timeout(20):
+                await story(server.sockets[0].getsockname()[1])
+        finally:
+            server.close()
+
+    asyncio.run(go())
+
+
+async def answer(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Return all that comes until the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for part in parts:
+        writer.write(part)
+        await asyncio.sleep(pause_s)
+    found = await reader.read()
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_of_http_1_0_gets_no_chunks(version: bytes) -> None:
+    async def story(port: int) -> None:
+        request = HEAD.replace(b"1.1", version) + b"Connection: close\r\n\r\n"
+        head, _, body = (await answer(port, request)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        if version == b"1.0":
+            assert (body, b"chunked" in head) == (b"".join(PIECES), False)
+        else:
+            assert (body[:3], b"chunked" in head) == (b"9\r\n", True)
+
+    serving(streams, story)
+
+
+def test_a_whole_answer_to_a_client_of_http_1_0_has_its_length() -> None:
+    async def story(port: int) -> None:
+        found = await answer(port, b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        assert b"content-length: 2\r\n" in found
+        assert found.endswith(b"\r\n\r\nok")
+
+    serving(is_whole, story)
+
+
+def test_a_connection_without_a_whole_head_is_closed_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has sent nothing, one that sends a header now and then, also after a request."""
+    monkeypatch.setattr(head_bounds, "HEAD_TIME_S", 0.3)
+
+    async def story(port: int) -> None:
+        assert await answer(port) == b""
+        assert await answer(port, HEAD, *[b"x: y\r\n"] * 3, pause_s=0.05) == b""
+        found = await answer(port, HEAD + b"\r\n", HEAD, pause_s=0.1)
+        assert found.endswith(b"\r\n\r\nok")
+        kept = await answer(port, HEAD + b"\r\n", *[HEAD + b"\r\n"] * 3, pause_s=0.15)
+        assert kept.count(b"\r\n\r\nok") == 4, "with whole heads it stays"
+
+    serving(is_whole, story)
+
+
+def test_where_there_is_no_room_the_connections_without_a_request_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that have waited for longest first, kept ones too; an open request stays."""
+    monkeypatch.setattr(head_bounds, "max_connections", lambda: 4)
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            await gate.wait()
+        await is_whole(scope, receive, send)
+
+    async def story(port: int) -> None:
+        asked = asyncio.ensure_future(
+            answer(port, HEAD.replace(b"/ ", b"/slow ", 1) + b"Connection: close\r\n\r\n")
+        )
+        await asyncio.sleep(0.1)
+        kept, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        assert await kept.readuntil(b"ok")
+        others = []
+        for _ in range(4):
+            others.append(await asyncio.open_connection("127.0.0.1", port))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        readers = [kept, *(reader for reader, _ in others)]
+        closed = [one.at_eof() or one.exception() is not None for one in readers]
+        assert closed == [True, True, False, False, False]
+        gate.set()
+        assert (await asked).endswith(b"ok")
+        for _, one in others:
+            one.close()
+        writer.close()
+        await asyncio.sleep(0.05)
+        assert not head_bounds._IDLE
+
+    serving(slow, story)
