@@ -4,12 +4,13 @@ Drafts are worth verifying if the tokens expected from them cost less than token
 them: if P / ms exceeds step_tokens / step_ms, where P is the probability that a draft and all
 before it are accepted (counts: DraftCounts), and ms what it adds to the step, with the time to
 compute it where a draft model does. What a number of drafts adds is no multiple of one, so the
-numbers are compared. Where drafts lost time lately, as it was measured, none are made for a while.
-Where none pays, one is tried at times, sooner after drafts that gained much, and so is one of a
-request that has none beside others, so that a better regime is noticed soon. A function of counts
-and times that are given: no clock. Always holds: no choice changes an answer; what is tried against
-the prices takes, as predicted, at most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some
-steps each time that drafts stop paying.
+numbers are compared. Drafts that follow a long match are counted apart. Where drafts lost time
+lately, as it was measured, none are made for a while. Where none pays, one is tried at times,
+sooner after drafts that gained much, and so is one of a request that has none beside others, so
+that a better regime is noticed soon. A function of counts and times that are given: no clock.
+Always holds: no choice changes an answer; what is tried against the prices takes, as predicted, at
+most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some steps each time that drafts stop
+paying.
 """
 
 from __future__ import annotations

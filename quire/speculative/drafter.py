@@ -218,7 +218,9 @@ class Drafter:
 
     def rested(self, num_steps: int) -> None:
         """See DraftSource."""
-        self._control.rests.pass_steps(num_steps)
+        rests = self._control.rests
+        rests.left = max(rests.left - num_steps, 0)
+        rests.until_look -= num_steps
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """See DraftSource. What was found is doubted once as many began as run: beside many, one

@@ -4,7 +4,8 @@ that there are steps without drafts to judge them against.
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
 ASK_SHARE of the time, and are halved by each step in which drafts pay; of two such rests in turn
-at most one ends early, while the short ones after a lookup in vain may all do.
+at most one ends early, while the short ones after a lookup in vain may all do. Where proposers know
+how long matches are, a long one ends a rest, if the last that did so was followed by drafts.
 """
 
 from __future__ import annotations
@@ -57,18 +58,13 @@ class DraftRests:
         """Return how many of the steps of the rest pass before anything is looked for."""
         return min(self.left, max(self.until_look, 0)) if self.looks else self.left
 
-    def pass_steps(self, num_steps: int) -> None:
-        """Note so many steps of the rest."""
-        self.left = max(self.left - num_steps, 0)
-        self.until_look -= num_steps
-
     def note_look(self, *, finds: bool) -> None:
         """Note whether a long match was found in this step of a rest, which ends then."""
         if finds:
             self._end()
             self._found_long = True
             return
-        self.pass_steps(1)
+        self.left -= 1
         self._look_steps = min(2 * self._look_steps, self._most_look_steps)
         self.until_look = self._look_steps
 
@@ -143,10 +139,11 @@ class DraftRests:
         self.last = self.left = self._kept
         self._since = 1 + self._kept
         self._until_plain = STEPS_PER_PLAIN
-        self._most_look_steps = min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS)
-        if found_long:  # nor does such a draft pay now
-            self._look_steps = longest
-        self.until_look = self._look_steps
+        if self.looks:
+            most = min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS)
+            # If drafts of a long match do not pay now, look for none in this rest.
+            self._look_steps = longest if found_long else min(self._look_steps, most)
+            self._most_look_steps, self.until_look = most, self._look_steps
 
     def _end(self) -> None:
         self._since -= self.left
