@@ -41,6 +41,7 @@ class DraftRests:
         self.looks = looks
         # Steps until a long match is looked for, and between two such steps, now and at most.
         self.until_look = self._look_steps = self._most_look_steps = LOOK_STEPS
+        self._look_times = 1  # they come so many times as seldom, since no such draft paid
         self._found_long = False  # the last ask was made for a long match
         self._since = 1  # steps since the control was asked, with this one and those in `left`
         self._kept = 0  # what the last rest counts for still
@@ -97,6 +98,8 @@ class DraftRests:
         num_steps = self._kept // MISS_PART
         if self._num_misses >= MANY_MISSES:
             num_steps = max(num_steps, min(int(MISS_MS / max(step_ms, 1e-3)), MAX_MISS_STEPS))
+        if self.looks:
+            num_steps = self.until_look = min(num_steps, self._look_steps)
         self.left = num_steps
         self._since += 1 + num_steps
 
@@ -124,7 +127,7 @@ class DraftRests:
         self._num_misses = 0
         found_long, self._found_long = self._found_long, False
         if pays:
-            self._look_steps = LOOK_STEPS
+            self._look_steps, self._look_times = LOOK_STEPS, 1
             self.last = self.left = 0
             self._since = 1
             if not are_long:
@@ -141,9 +144,11 @@ class DraftRests:
         self._until_plain = STEPS_PER_PLAIN
         if self.looks:
             most = min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS)
-            # If drafts of a long match do not pay now, look for none in this rest.
-            self._look_steps = longest if found_long else min(self._look_steps, most)
-            self._most_look_steps, self.until_look = most, self._look_steps
+            if found_long:  # nor do drafts of a long match pay now
+                self._look_times *= 2
+                self._look_steps = max(most, 1) * self._look_times
+            self._most_look_steps = min(most * self._look_times, longest)
+            self.until_look = self._look_steps = min(self._look_steps, self._most_look_steps)
 
     def _end(self) -> None:
         self._since -= self.left

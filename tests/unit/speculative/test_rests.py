@@ -171,11 +171,20 @@ def test_a_long_match_ends_a_rest_and_shortens_no_later_one() -> None:
     assert rests.left == kept
 
 
-def test_nothing_is_looked_for_after_a_long_match_of_which_no_draft_pays() -> None:
+def test_long_matches_of_which_no_draft_pays_are_looked_for_less_often() -> None:
+    rests, found = looking(), []
+    for _ in range(5):
+        found.append(steps_until_look(rests))
+        rests.note_look(finds=True)
+        rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert found == [LOOK_STEPS, *(times * MAX_LOOK_STEPS for times in (2, 4, 8, 16))]
+    rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS)
+    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert steps_until_look(rests) == LOOK_STEPS
+
+
+def test_lookups_that_find_nothing_rest_no_longer_than_until_a_look() -> None:
     rests = looking()
-    steps_until_look(rests)
-    rests.note_look(finds=True)
-    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
-    assert rests.quiet == rests.left == rests.last
-    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
-    assert rests.quiet < rests.left
+    rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
+    rests.note_miss(0.1)
+    assert rests.quiet == rests.left == LOOK_STEPS
