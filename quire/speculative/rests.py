@@ -40,7 +40,7 @@ class DraftRests:
         self.last = self.left = 0
         self.looks = looks
         # Steps until a long match is looked for, and between two such steps, now and at most.
-        self.until_look = self._look_steps = self._most_look_steps = LOOK_STEPS
+        self.until_look = self._look_steps = self._max_look_steps = LOOK_STEPS
         self._look_times = 1  # they come so many times as seldom, since no such draft paid
         self._found_long = False  # the last ask was made for a long match
         self._since = 1  # steps since the control was asked, with this one and those in `left`
@@ -66,7 +66,7 @@ class DraftRests:
             self._found_long = True
             return
         self.left -= 1
-        self._look_steps = min(2 * self._look_steps, self._most_look_steps)
+        self._look_steps = min(2 * self._look_steps, self._max_look_steps)
         self.until_look = self._look_steps
 
     def end_early(self) -> None:
@@ -147,8 +147,8 @@ class DraftRests:
             if found_long:  # nor do drafts of a long match pay now
                 self._look_times *= 2
                 self._look_steps = max(most, 1) * self._look_times
-            self._most_look_steps = min(most * self._look_times, longest)
-            self.until_look = self._look_steps = min(self._look_steps, self._most_look_steps)
+            self._max_look_steps = min(most * self._look_times, longest)
+            self.until_look = self._look_steps = min(self._look_steps, self._max_look_steps)
 
     def _end(self) -> None:
         self._since -= self.left
