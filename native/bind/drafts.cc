@@ -175,10 +175,11 @@ void bind_drafts(nb::module_& module) {
         .def(nb::init<size_t, size_t>(), nb::arg("num_slots"), nb::arg("max_drafts"))
         .def(
             "begin",
-            [](DraftCounts& counts, int64_t slot, bool predicts) {
-                counts.begin(checked_slot(counts, slot), predicts);
+            [](DraftCounts& counts, int64_t slot, size_t kind) {
+                require(kind < DraftCounts::kNumKinds, "there is no such kind of drafts");
+                counts.begin(checked_slot(counts, slot), kind);
             },
-            nb::arg("slot"), nb::arg("predicts"))
+            nb::arg("slot"), nb::arg("kind"))
         .def("chances", &chances, nb::arg("slots"), nb::arg("num_steps"), nb::arg("found"))
         .def("verified", &verified, nb::arg("slots"), nb::arg("drafted"), nb::arg("accepted"));
 }

@@ -67,15 +67,19 @@ const int32_t* text_of(const Texts& tokens, int64_t slot, int32_t length) {
     return tokens.data() + static_cast<size_t>(slot) * tokens.shape(1);
 }
 
-// What follows the first `length` tokens of `text`; returns how many ids there are. The longer
-// match wins, that of the text itself among equal ones.
+// What follows the first `length` tokens of `text`, and the length of the match that it follows;
+// returns how many ids there are. The longer match wins, that of the text itself among equal ones.
 int32_t continuation(SlotTexts& texts, const int32_t* text, int32_t length, int32_t limit,
-                     int32_t* ids) {
+                     int32_t* ids, int32_t& match_length) {
     texts.own.learn(text, length);
     const Match own = texts.own.longest_match(text, text, length, length);
+    match_length = own.length;
     if (texts.others && own.length < SuffixIndex::kMaxMatch) {
         const Match other = texts.others->longest_match(text, length);
-        if (other.length > own.length) return texts.others->continuation(other, limit, ids);
+        if (other.length > own.length) {
+            match_length = other.length;
+            return texts.others->continuation(other, limit, ids);
+        }
     }
     if (!own.end) return 0;
     for (int32_t i = 0; i < limit; ++i) {
@@ -87,10 +91,11 @@ int32_t continuation(SlotTexts& texts, const int32_t* text, int32_t length, int3
 }
 
 void propose(Indexes& indexes, const Texts& tokens, const Slots& slots, const Numbers& lengths,
-             const Numbers& limits, const Table& ids, const Counts& counts) {
+             const Numbers& limits, const Table& ids, const Counts& counts,
+             const Counts& matches) {
     const size_t num = slots.shape(0);
     if (lengths.shape(0) != num || limits.shape(0) != num || ids.shape(0) != num ||
-        counts.shape(0) != num) {
+        counts.shape(0) != num || matches.shape(0) != num) {
         throw std::invalid_argument("slots and what belongs to them differ in length");
     }
     for (size_t i = 0; i < num; ++i) {
@@ -99,13 +104,15 @@ void propose(Indexes& indexes, const Texts& tokens, const Slots& slots, const Nu
         if (limits(i) < 0 || static_cast<size_t>(limits(i)) > ids.shape(1)) {
             throw std::invalid_argument("a text or a limit is longer than its row");
         }
-        counts(i) =
-            continuation(texts, text, lengths(i), limits(i), ids.data() + i * ids.shape(1));
+        counts(i) = continuation(texts, text, lengths(i), limits(i), ids.data() + i * ids.shape(1),
+                                 matches(i));
     }
 }
 
-// Whether a call for any of the slots would find something; lengths are by slot.
-bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const Numbers& lengths) {
+// Whether a call for any of the slots would find something that follows a match of `least` tokens;
+// lengths are by slot.
+bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const Numbers& lengths,
+               int32_t least) {
     for (size_t i = 0; i < slots.shape(0); ++i) {
         SlotTexts& texts = indexes.at(slots(i));
         if (static_cast<size_t>(slots(i)) >= lengths.shape(0)) {
@@ -114,8 +121,15 @@ bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const 
         const int32_t length = lengths(static_cast<size_t>(slots(i)));
         const int32_t* text = text_of(tokens, slots(i), length);
         texts.own.learn(text, length);
-        if (texts.own.repeats(text, length)) return true;
-        if (texts.others && texts.others->knows(text, length)) return true;
+        if (least > SuffixIndex::kMinMatch) {
+            if (texts.own.longest_match(text, text, length, length).length >= least) return true;
+            if (texts.others && texts.others->longest_match(text, length).length >= least) {
+                return true;
+            }
+        } else if (texts.own.repeats(text, length) ||
+                   (texts.others && texts.others->knows(text, length))) {
+            return true;
+        }
     }
     return false;
 }
@@ -177,8 +191,9 @@ void bind_suffix_index(nb::module_& module) {
              },
              nb::arg("slot"), nb::arg("others"))
         .def("propose", &propose, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"),
-             nb::arg("limits"), nb::arg("ids"), nb::arg("counts"))
-        .def("finds_any", &finds_any, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"))
+             nb::arg("limits"), nb::arg("ids"), nb::arg("counts"), nb::arg("matches"))
+        .def("finds_any", &finds_any, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"),
+             nb::arg("least"))
         .def("follow", &follow, nb::arg("slot"), nb::arg("text"), nb::arg("tail"),
              nb::arg("limit"));
 }

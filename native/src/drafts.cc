@@ -21,6 +21,7 @@ constexpr double kMinTrials = 4.0, kEndedWeight = 0.1;
 constexpr double kFewTrials = 0.5;
 constexpr double kUnlikely = 0.005;
 constexpr int kMaxRounds = 8;
+constexpr size_t kLongMatches = 2;  // a kind of drafts
 constexpr double kSmallestMs = 1e-9;
 
 // The upper end of Wilson's interval.
@@ -191,7 +192,7 @@ DraftCounts::DraftCounts(size_t num_slots, size_t max_drafts)
       series_(num_slots),
       kinds_(num_slots),
       changed_(num_slots) {
-    for (size_t kind = 0; kind < 2; ++kind) {
+    for (size_t kind = 0; kind < kNumKinds; ++kind) {
         all_tried_[kind].assign(max_drafts, 0.0);
         all_accepted_[kind].assign(max_drafts, 0.0);
     }
@@ -208,19 +209,19 @@ void DraftCounts::learn_correlation(size_t slot) {
     correlation_[kind] += kEndedWeight * (std::min(found, 1.0) - correlation_[kind]);
 }
 
-void DraftCounts::begin(size_t slot, bool predicts) {
+void DraftCounts::begin(size_t slot, size_t kind) {
     if (max_drafts_) learn_correlation(slot);
-    kinds_[slot] = predicts;
+    kinds_[slot] = static_cast<uint8_t>(kind);
     series_[slot] = changed_[slot] = 0;
     std::fill_n(tried_.data() + slot * max_drafts_, max_drafts_, 0.0);
     std::fill_n(accepted_.data() + slot * max_drafts_, max_drafts_, 0.0);
 }
 
 void DraftCounts::fade_all(size_t num, const int64_t* slots, int32_t num_steps) {
-    bool has[2] = {false, false};
+    bool has[kNumKinds] = {};
     for (size_t i = 0; i < num; ++i) has[kinds_[static_cast<size_t>(slots[i])]] = true;
     const double fade = std::pow(kFade, num_steps);
-    for (size_t kind = 0; kind < 2; ++kind) {
+    for (size_t kind = 0; kind < kNumKinds; ++kind) {
         if (!has[kind]) continue;
         for (double& tried : all_tried_[kind]) tried *= fade;
         for (double& accepted : all_accepted_[kind]) accepted *= fade;
@@ -235,7 +236,7 @@ void DraftCounts::chances(size_t slot, int32_t num_steps, double* found) {
     const double weight = prior_trials(slot);
     const double differ = (kMaxPriorTrials - weight) / (kMaxPriorTrials - kMinPriorTrials);
     const double more = changed_[slot] ? 0.0 : (kMaxConfidence - kMinConfidence) * differ;
-    size_t depth = 0;
+    size_t depth = kind == kLongMatches ? max_drafts_ : 0;
     for (const double num : all_tried) depth += num > kFewTrials;
     const double fade = std::pow(kFade, num_steps);
     double chance = 1.0, prior = 1.0;
@@ -289,7 +290,7 @@ void DraftCounts::verified(size_t num, const int64_t* slots, const int32_t* draf
             own_accepted[at] = own_accepted[at] * kKeep + (at < accepted[i]);
         }
     }
-    for (size_t kind = 0; kind < 2; ++kind) {  // all of a step count as one
+    for (size_t kind = 0; kind < kNumKinds; ++kind) {  // all of a step count as one
         for (size_t at = 0; at < max_drafts_; ++at) {
             double num_tried = 0.0, num_accepted = 0.0;
             for (size_t i = 0; i < num; ++i) {

@@ -4,12 +4,13 @@ Drafts are worth verifying if the tokens expected from them cost less than token
 them: if P / ms exceeds step_tokens / step_ms, where P is the probability that a draft and all
 before it are accepted (counts: DraftCounts), and ms what it adds to the step, with the time to
 compute it where a draft model does. What a number of drafts adds is no multiple of one, so the
-numbers are compared. Where drafts lost time lately, as it was measured, none are made for a while.
-Where none pays, one is tried at times, sooner after drafts that gained much, and so is one of a
-request that has none beside others, so that a better regime is noticed soon. A function of counts
-and times that are given: no clock. Always holds: no choice changes an answer; what is tried against
-the prices takes, as predicted, at most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some
-steps each time that drafts stop paying.
+numbers are compared. Drafts that follow a long match are counted apart. Where drafts lost time
+lately, as it was measured, none are made for a while. Where none pays, one is tried at times,
+sooner after drafts that gained much, and so is one of a request that has none beside others, so
+that a better regime is noticed soon. A function of counts and times that are given: no clock.
+Always holds: no choice changes an answer; what is tried against the prices takes, as predicted, at
+most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some steps each time that drafts stop
+paying.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from numpy.typing import NDArray
 
 from quire._native import DraftCounts, draft_lengths
 from quire.speculative.draft_balance import DraftBalance
-from quire.speculative.plain_counts import FADE, MAX_TRIALS
+from quire.speculative.plain_counts import FADE, LONG_MATCHES, MAX_TRIALS, OF_TEXT, PREDICTED
 from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 # From so many drafts on, tried lately, their acceptance is known.
 INFORMED_TRIALS = 16.0
@@ -117,10 +119,13 @@ class Control(Protocol):
     def begin(self, slot: int, *, predicts: bool) -> None:
         """Note that another request runs in `slot`; predicts: it brings a prediction."""
 
-    def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
+    def limits(
+        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+    ) -> Int32s:
         """Return how many drafts each of `slots` should get, at most limits[i].
 
-        cost: None where it is not known: about as in the last step.
+        cost: None where it is not known: about as in the last step. are_long: which of them have
+        drafts that follow a long match; None: none.
         """
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
@@ -140,7 +145,9 @@ class FixedControl:
     def begin(self, slot: int, *, predicts: bool) -> None:
         """Do nothing."""
 
-    def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
+    def limits(
+        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+    ) -> Int32s:
         """See Control."""
         return np.minimum(limits, self._num_drafts)
 
@@ -152,15 +159,18 @@ class AdaptiveControl:
     """For requests in `num_slots` slots, with at most `max_drafts` drafts a step."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
-        self._max_drafts = max_drafts
-        self._counts = DraftCounts(num_slots, max_drafts)
+        self._max_drafts, self._num_slots = max_drafts, num_slots
+        # What is known of a slot's drafts has a line for short matches and one for long ones: its
+        # number is that of the slot, or follows those of all slots. _lines: of the last drafts.
+        self._counts = DraftCounts(2 * num_slots, max_drafts)
+        self._lines: Index = np.arange(num_slots, dtype=np.intp)
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # drafts of all requests that fade as the counts do
         self.probes, self.speedup = False, 1.0
         self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
         self._probe_share = PROBE_SHARE  # and so many are added by a step
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
-        self._failures: Int32s = np.zeros(num_slots, np.int32)  # of first drafts, by slot
+        self._failures: Int32s = np.zeros(2 * num_slots, np.int32)  # of first drafts, by line
         self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
         self.rests = DraftRests()
@@ -172,11 +182,16 @@ class AdaptiveControl:
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
-        self._counts.begin(slot, predicts)
-        self._trials[slot] = self._failures[slot] = 0
+        long_line = slot + self._num_slots
+        self._counts.begin(slot, PREDICTED if predicts else OF_TEXT)
+        self._counts.begin(long_line, PREDICTED if predicts else LONG_MATCHES)
+        self._trials[slot] = self._failures[slot] = self._failures[long_line] = 0
+        self._lines[slot] = slot
         self._has_new = True
 
-    def limits(self, slots: Index, limits: Int32s, cost: StepCost | None) -> Int32s:
+    def limits(
+        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+    ) -> Int32s:
         """See Control."""
         if cost is not None:
             self._last_cost = cost
@@ -189,13 +204,15 @@ class AdaptiveControl:
             )
         self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
-        self._counts.chances(slots, cost.num_steps, chances)
-        failing = self._failures[slots] >= MANY_FAILURES
+        lines = slots if are_long is None else slots + self._num_slots * are_long
+        self._counts.chances(lines, cost.num_steps, chances)
+        failing = self._failures[lines] >= MANY_FAILURES
         if np.logical_or.reduce(failing):
             powers = chances[failing, :1] ** np.arange(1, self._max_drafts + 1)
             chances[failing] = np.minimum(chances[failing], powers)
         lengths, self.speedup = best_lengths(chances, limits, cost)
         if cost.num_steps:  # not for the question whether there would be drafts
+            self._lines[slots] = lines
             self.probes = False
             if not np.logical_or.reduce(lengths):
                 self._probe(slots, lengths, limits, cost)
@@ -258,11 +275,12 @@ class AdaptiveControl:
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
         """See Control."""
         self._trials[slots] += 1
-        failures = self._failures[slots]
+        lines = self._lines[slots]
+        failures = self._failures[lines]
         more = np.minimum(failures + 1, MAX_FAILURES)
-        self._failures[slots] = np.where(accepted > 0, failures // 2, more)
+        self._failures[lines] = np.where(accepted > 0, failures // 2, more)
         self._num_tried = min(self._num_tried + len(slots), MAX_TRIALS)
-        self._counts.verified(slots, drafted, accepted)
+        self._counts.verified(lines, drafted, accepted)
 
 
 def best_lengths(chances: Float64s, limits: Int32s, cost: StepCost) -> tuple[Int32s, float]:

@@ -24,6 +24,7 @@ from quire.base.report import Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
 from quire.speculative.proposer import (
+    LONG_MATCH,
     CacheProposer,
     CostlyProposer,
     Drafts,
@@ -114,6 +115,7 @@ class Drafter:
         self.may_begin_late = proposer.may_begin_late and not (self.learns or self.uses_cache)
         self.proposer_name = proposer.name
         self._control, self._report, self._vocab_size = control, report, vocab_size
+        control.rests.looks = self._lookup is not None and self._lookup.knows_matches
         if control.balance is not None and self._costly is not None:
             control.balance.retry_steps = RETRY_STEPS
         self._request_ids = [""] * num_slots
@@ -211,12 +213,14 @@ class Drafter:
         balance = self._control.balance
         if balance is not None and not balance.allows_drafts:
             return UNTIL_EARNED
-        return self._control.rests.left
+        rests = self._control.rests
+        return rests.quiet if rests.looks else rests.left
 
     def rested(self, num_steps: int) -> None:
         """See DraftSource."""
         rests = self._control.rests
         rests.left = max(rests.left - num_steps, 0)
+        rests.until_look -= num_steps
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """See DraftSource. What was found is doubted once as many began as run: beside many, one
@@ -237,13 +241,18 @@ class Drafter:
         if self.num_errors:
             return True
         if not self._num_predicting:
-            if rests.left:
+            if rests.left and (not rests.looks or rests.quiet):
                 rests.left -= 1
+                rests.until_look -= 1
                 return True
             if balance is not None and not balance.allows_drafts:
                 return True
             if self._lookup is not None:
                 try:
+                    if rests.left:
+                        finds = self._lookup.finds_long(tokens)
+                        rests.note_look(finds=finds)
+                        return not finds
                     if not self._lookup.may_find(tokens):
                         rests.note_miss(self._step_ms)
                         return True
@@ -260,11 +269,14 @@ class Drafter:
         if self.rest_steps:
             return np.zeros(len(index), np.bool_)
         try:
+            rests = self._control.rests
+            if rests.left and (self._lookup is None or not self._lookup.finds_long(tokens)):
+                return np.zeros(len(index), np.bool_)
             drafts, may_compute = self._found(tokens, index, limits)
             limits = drafts.counts + may_compute
-            if self._control.rests.last:  # the last costs may no longer hold: ask again
+            if rests.last:  # the last costs may no longer hold: ask again
                 return limits > 0
-            return self._chosen(tokens, index, limits, may_compute > 0, None) > 0
+            return self._chosen(tokens, index, limits, drafts.matches, may_compute > 0, None) > 0
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  nothing waits for drafts
@@ -311,7 +323,8 @@ class Drafter:
         if self._costly is None:
             return self._looked_up(tokens, index, drafts, cost)
         is_computed = may_compute > 0
-        counts = self._chosen(tokens, index, drafts.counts + may_compute, is_computed, cost)
+        limits = drafts.counts + may_compute
+        counts = self._chosen(tokens, index, limits, drafts.matches, is_computed, cost)
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]
@@ -326,7 +339,7 @@ class Drafter:
             self._costly.catch_up_ms = share * predicted.step_ms
             self._ask(self._proposer, tokens, index[some], counts[some], made)
             self.drafting_ms = self._costly.drafting_ms
-            drafts.ids[some], drafts.counts[some] = made
+            drafts.ids[some], drafts.counts[some] = made.ids, made.counts
         return self._joined(drafts)
 
     def _affordable(self, tokens: TokenTable, slots: Index) -> Bools:
@@ -348,15 +361,24 @@ class Drafter:
         self._control.rests.forget_misses()
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
-        drafts.counts[:] = self._chosen(tokens, index, drafts.counts, drafts.counts < 0, cost)
-        self._note_choice(pays=bool(np.logical_or.reduce(drafts.counts)))
+        drafts.counts[:] = self._chosen(
+            tokens, index, drafts.counts, drafts.matches, drafts.counts < 0, cost
+        )
+        are_long = False
+        if self._control.rests.looks:
+            of_short = drafts.counts * (drafts.matches < LONG_MATCH)
+            are_long = not np.logical_or.reduce(of_short)
+        self._note_choice(pays=bool(np.logical_or.reduce(drafts.counts)), are_long=are_long)
         return self._joined(drafts)
 
-    def _note_choice(self, *, pays: bool) -> None:
+    def _note_choice(self, *, pays: bool, are_long: bool = False) -> None:
         control = self._control
-        pays &= not control.probes
         control.rests.note_choice(
-            pays=pays, step_ms=self._step_ms, asked_ms=self._asked_ms, speedup=control.speedup
+            pays=pays and not control.probes,
+            step_ms=self._step_ms,
+            asked_ms=self._asked_ms,
+            speedup=control.speedup,
+            are_long=are_long,
         )
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
@@ -384,7 +406,8 @@ class Drafter:
                 continue
             found = no_drafts(len(some), self.max_drafts)
             self._ask(proposer, tokens, index[some], limits[some], found)
-            drafts.ids[some], drafts.counts[some] = found
+            for into, parts in zip(drafts, found, strict=True):
+                into[some] = parts
             if proposer is self._prediction:
                 self._note_predicted(index, index[some[found.counts > 0]])
         return drafts, may_compute
@@ -401,12 +424,13 @@ class Drafter:
         tokens: TokenTable,
         index: Index,
         limits: Int32s,
+        matches: Int32s,
         is_computed: Bools,
         cost: Cost | None,
     ) -> Int32s:
         """Return how many of limits[i] drafts pay, those of rows `is_computed` with their making.
 
-        cost: None: as in the last step.
+        matches: see Drafts. cost: None: as in the last step.
         """
         some = limits.nonzero()[0]
         if not len(some):
@@ -435,7 +459,8 @@ class Drafter:
                 predicted.added_ms,
             )
         counts = np.zeros(len(index), np.int32)
-        counts[some] = self._control.limits(index[some], limits[some], of_some)
+        are_long = matches[some] >= LONG_MATCH if self._control.rests.looks else None
+        counts[some] = self._control.limits(index[some], limits[some], of_some, are_long)
         return counts
 
     def verified(self, index: Index, drafted: Int32s, accepted: Int32s) -> None:
@@ -481,7 +506,7 @@ class Drafter:
                 return
             for at in range(len(slots)):
                 one = slice(at, at + 1)
-                part = Drafts(found.ids[one], found.counts[one])
+                part = Drafts(*(buffer[one] for buffer in found))
                 self._ask(proposer, tokens, slots[one], limits[one], part)
             return
         np.minimum(found.counts, limits, out=found.counts)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from quire._native import SuffixIndex
 from quire.base.records import Request
 from quire.base.token_table import TokenTable
-from quire.speculative.proposer import Drafts, LookupProposer
+from quire.speculative.proposer import LONG_MATCH, Drafts, LookupProposer
 
 # Of the index, by token of a text: the place of the one before it, and two buckets at most.
 INDEX_TOKEN_BYTES = 12
@@ -26,6 +26,7 @@ class NgramProposer(LookupProposer):
     """For `num_slots` slots."""
 
     name = "ngram"
+    knows_matches = True
 
     def __init__(self, num_slots: int) -> None:
         self._index = SuffixIndex(num_slots)
@@ -46,11 +47,19 @@ class NgramProposer(LookupProposer):
 
     def may_find(self, tokens: TokenTable) -> bool:
         """See LookupProposer: whether the last tokens of any request occurred before."""
+        return self._finds(tokens, 0)
+
+    def finds_long(self, tokens: TokenTable) -> bool:
+        """See LookupProposer."""
+        return self._finds(tokens, LONG_MATCH)
+
+    def _finds(self, tokens: TokenTable, least: int) -> bool:
+        """Return whether the last `least` tokens of any request occurred before."""
         if self._slots is None:
             self._slots = np.array(sorted(self._begun), np.intp)
-        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths)
+        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths, least)
 
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""
         lengths = tokens.lengths[slots]
-        self._index.propose(tokens.tokens, slots, lengths, limits, drafts.ids, drafts.counts)
+        self._index.propose(tokens.tokens, slots, lengths, limits, *drafts)

@@ -8,7 +8,9 @@ confidence bound; where requests differ, it is farther above the mean, so that e
 tried. What is not tried fades, towards acceptance, so that it is tried again. Positions are tried
 one after the other, up to twice as far as any request has come. A series of equal outcomes that all
 this makes unlikely replaces the request's counts, and what others experienced counts little for it
-from then on, so that a collapse is noticed within a few steps.
+from then on, so that a collapse is noticed within a few steps. Drafts that follow a long match are
+a kind of their own: a text that repeats itself continues so nearly always, and as deep as it goes,
+so that all positions are tried at once.
 """
 
 from __future__ import annotations
@@ -42,6 +44,12 @@ UNLIKELY = 0.005
 MAX_ROUNDS = 8
 
 
+# Kinds of drafts, each with experience of its own: of a request's text, of a request that brings a
+# prediction, and those that follow a long match, which are right far more often than others.
+OF_TEXT, PREDICTED, LONG_MATCHES = range(3)
+NUM_KINDS = 3
+
+
 class Trials(NamedTuple):
     """Drafts that were verified after accepted ones, and how many of them were accepted."""
 
@@ -58,16 +66,16 @@ class PlainDraftCounts:
         self._accepted: Float64s = np.zeros((num_slots, max_drafts))
         # The last outcomes at the first position: so many were accepted (> 0) or not (< 0).
         self._series = np.zeros(num_slots, np.int64)
-        # Of all requests, without and with predictions.
+        # Of all requests, by kind of drafts.
         self._kinds = np.zeros(num_slots, np.intp)
-        self._all = Trials(np.zeros((2, max_drafts)), np.zeros((2, max_drafts)))
-        self._correlation = [0.0, 0.0]  # of two outcomes of a request
+        self._all = Trials(np.zeros((NUM_KINDS, max_drafts)), np.zeros((NUM_KINDS, max_drafts)))
+        self._correlation = NUM_KINDS * [0.0]  # of two outcomes of a slot
         self._changed = np.zeros(num_slots, np.bool_)  # outcomes contradicted all experience
 
-    def begin(self, slot: int, predicts: bool) -> None:
-        """Note that another request runs in `slot`; predicts: it brings a prediction."""
+    def begin(self, slot: int, kind: int) -> None:
+        """Note that another request runs in `slot`, with drafts of a kind."""
         self._learn_correlation(slot)
-        self._kinds[slot] = predicts
+        self._kinds[slot] = kind
         self._tried[slot] = self._accepted[slot] = 0.0
         self._series[slot] = 0
         self._changed[slot] = False
@@ -93,6 +101,8 @@ class PlainDraftCounts:
             bounds = upper_bounds(trials, self._prior(kind), weights[:, None], confidence[:, None])
             chances = np.cumprod(bounds, axis=1, dtype=np.float64)
             depth = int(np.count_nonzero(self._all.tried[kind] > FEW_TRIALS))
+            if kind == LONG_MATCHES:
+                depth = self._max_drafts
             found[rows] = np.where(columns < 2 * depth + 1, chances, 0.0)
 
     def _prior(self, kind: int) -> Float64s:
@@ -134,7 +144,7 @@ class PlainDraftCounts:
         keep = np.where(tried, 1.0 - 1.0 / MAX_TRIALS, 1.0)
         self._tried[slots] = self._tried[slots] * keep + tried
         self._accepted[slots] = self._accepted[slots] * keep + succeeded
-        for kind in (0, 1):
+        for kind in range(NUM_KINDS):
             of_kind = self._kinds[slots] == kind
             num_tried = np.add.reduce(tried[of_kind], axis=0)
             kept = (1.0 - 1.0 / MAX_TRIALS) ** num_tried

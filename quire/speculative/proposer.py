@@ -24,16 +24,27 @@ Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
 
 
+# Drafts that follow a match of so many tokens with an earlier text are right far more often than
+# those that follow a shorter one.
+LONG_MATCH = 4
+
+
 class Drafts(NamedTuple):
-    """Buffers for drafts: the first counts[i] of ids[i] follow the known tokens of request i."""
+    """Buffers for drafts: the first counts[i] of ids[i] follow the known tokens of request i.
+
+    matches: how many of the last known tokens occur before the place that the drafts are copied
+    from; 0: unknown, or not copied.
+    """
 
     ids: Int32s  # [B, K]
     counts: Int32s  # [B]
+    matches: Int32s  # [B]
 
 
 def no_drafts(num_requests: int, max_drafts: int) -> Drafts:
     """Return empty buffers."""
-    return Drafts(np.zeros((num_requests, max_drafts), np.int32), np.zeros(num_requests, np.int32))
+    counts, matches = np.zeros((2, num_requests), np.int32)
+    return Drafts(np.zeros((num_requests, max_drafts), np.int32), counts, matches)
 
 
 class Proposer(ABC):
@@ -73,13 +84,20 @@ class Proposer(ABC):
 
 
 class LookupProposer(Proposer):
-    """A Proposer that can say cheaply whether it finds anything."""
+    """A Proposer that can say cheaply whether it finds anything. knows_matches: it sets the matches
+    of its drafts."""
 
     may_begin_late = True
+    knows_matches: ClassVar[bool] = False
 
     @abstractmethod
     def may_find(self, tokens: TokenTable) -> bool:
         """Return whether `propose` may find something now, for any slot that has begun."""
+
+    def finds_long(self, tokens: TokenTable) -> bool:
+        """Return whether `propose` finds drafts of a long match now, for any slot that has
+        begun."""
+        return False
 
 
 class LearningProposer(Proposer):

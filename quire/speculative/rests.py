@@ -4,7 +4,8 @@ that there are steps without drafts to judge them against.
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
 ASK_SHARE of the time, and are halved by each step in which drafts pay; of two such rests in turn
-at most one ends early, while the short ones after a lookup in vain may all do.
+at most one ends early, while the short ones after a lookup in vain may all do. Where proposers know
+how long matches are, a long one ends a rest, if the last that did so was followed by drafts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ STEPS_BEFORE_PLAIN = 1
 # in turn, by one of so many milliseconds, in so many steps at most: it takes some microseconds,
 # which is much of the step of a small model only.
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
+# During a rest, long matches are looked for after so many steps, then twice as many, up to so many
+# milliseconds: drafts that follow one are right far more often than those that did not pay.
+LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 8.0, 32
 
 
 class DraftRests:
     """last: how many steps the present rest was meant to have, 0 while drafts pay; left: and still
-    has."""
+    has. looks: long matches are looked for meanwhile, in `until_look` steps next."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, looks: bool = False) -> None:
         self.last = self.left = 0
+        self.looks = looks
+        # Steps until a long match is looked for, and between two such steps, now and at most.
+        self.until_look = self._look_steps = self._max_look_steps = LOOK_STEPS
+        self._look_times = 1  # they come so many times as seldom, since no such draft paid
+        self._found_long = False  # the last ask was made for a long match
         self._since = 1  # steps since the control was asked, with this one and those in `left`
         self._kept = 0  # what the last rest counts for still
         self._may_end, self._ended_early = True, False
@@ -44,6 +53,21 @@ class DraftRests:
     def num_steps(self) -> int:
         """Return the steps since the control was asked last."""
         return self._since - self.left
+
+    @property
+    def quiet(self) -> int:
+        """Return how many of the steps of the rest pass before anything is looked for."""
+        return min(self.left, max(self.until_look, 0)) if self.looks else self.left
+
+    def note_look(self, *, finds: bool) -> None:
+        """Note whether a long match was found in this step of a rest, which ends then."""
+        if finds:
+            self._end()
+            self._found_long = True
+            return
+        self.left -= 1
+        self._look_steps = min(2 * self._look_steps, self._max_look_steps)
+        self.until_look = self._look_steps
 
     def end_early(self) -> None:
         """Ask in the next step, as the requests are others; not after each of two rests in turn:
@@ -74,6 +98,8 @@ class DraftRests:
         num_steps = self._kept // MISS_PART
         if self._num_misses >= MANY_MISSES:
             num_steps = max(num_steps, min(int(MISS_MS / max(step_ms, 1e-3)), MAX_MISS_STEPS))
+        if self.looks:
+            num_steps = self.until_look = min(num_steps, self._look_steps)
         self.left = num_steps
         self._since += 1 + num_steps
 
@@ -84,18 +110,28 @@ class DraftRests:
             self._num_misses = 0
 
     def note_choice(
-        self, *, pays: bool, step_ms: float, asked_ms: float, speedup: float = math.inf
+        self,
+        *,
+        pays: bool,
+        step_ms: float,
+        asked_ms: float,
+        speedup: float = math.inf,
+        are_long: bool = False,
     ) -> None:
         """Rest where no draft pays, longer each time; let a step without drafts come at times.
 
-        asked_ms: what this takes. speedup: that drafts promise.
+        asked_ms: what this takes. speedup: that drafts promise. are_long: only drafts that follow
+        long matches pay, which shortens no rest, as such a match ends it.
         """
         self._may_end, self._ended_early = pays or not self._ended_early, False
         self._num_misses = 0
+        found_long, self._found_long = self._found_long, False
         if pays:
+            self._look_steps, self._look_times = LOOK_STEPS, 1
             self.last = self.left = 0
             self._since = 1
-            self._kept //= 2
+            if not are_long:
+                self._kept //= 2
             steps = int((1.0 - 1.0 / max(speedup, 1.0)) / PLAIN_SHARE)
             steps = max(steps, MIN_STEPS_PER_PLAIN)
             self._until_plain = max(min(self._until_plain, steps) - 1, 0)
@@ -106,6 +142,13 @@ class DraftRests:
         self.last = self.left = self._kept
         self._since = 1 + self._kept
         self._until_plain = STEPS_PER_PLAIN
+        if self.looks:
+            most = min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS)
+            if found_long:  # nor do drafts of a long match pay now
+                self._look_times *= 2
+                self._look_steps = max(most, 1) * self._look_times
+            self._max_look_steps = min(most * self._look_times, longest)
+            self.until_look = self._look_steps = min(self._look_steps, self._max_look_steps)
 
     def _end(self) -> None:
         self._since -= self.left

@@ -43,12 +43,16 @@ class PlainSuffixIndex:
         """
         self._others[slot] = others
 
-    def finds_any(self, tokens: Int32s, slots: NDArray[np.intp], lengths: Int32s) -> bool:
-        """Return whether `propose` finds something for any of `slots`. lengths: by slot."""
+    def finds_any(
+        self, tokens: Int32s, slots: NDArray[np.intp], lengths: Int32s, least: int
+    ) -> bool:
+        """Return whether `propose` finds something for any of `slots` that follows a match of
+        `least` tokens. lengths: by slot."""
         for slot in slots.tolist():
             text = tokens[slot, : lengths[slot]].tolist()
             self._learn(slot, text)
-            if self._continuation(slot, text, 1):
+            drafts, match = self._continuation(slot, text, 1)
+            if drafts and match >= least:
                 return True
         return False
 
@@ -60,12 +64,16 @@ class PlainSuffixIndex:
         limits: Int32s,
         ids: Int32s,
         counts: Int32s,
+        matches: Int32s,
     ) -> None:
-        """Fill ids[i] with what may follow the first lengths[i] tokens of tokens[slots[i]]."""
+        """Fill ids[i] with what may follow the first lengths[i] tokens of tokens[slots[i]].
+
+        matches[i]: is set to the length of the match that this follows; 0: none was found.
+        """
         for row, slot in enumerate(slots.tolist()):
             text = tokens[slot, : lengths[row]].tolist()
             self._learn(slot, text)
-            drafts = self._continuation(slot, text, int(limits[row]))
+            drafts, matches[row] = self._continuation(slot, text, int(limits[row]))
             ids[row, : len(drafts)] = drafts
             counts[row] = len(drafts)
 
@@ -89,21 +97,22 @@ class PlainSuffixIndex:
             self._ends[slot].setdefault(tuple(text[end - MIN_MATCH : end]), []).append(end)
         self._known[slot] = len(text) + 1
 
-    def _continuation(self, slot: int, text: list[int], limit: int) -> list[int]:
+    def _continuation(self, slot: int, text: list[int], limit: int) -> tuple[list[int], int]:
+        """Return the drafts, and the length of the match that they follow."""
         end = self._longest(slot, text, text, before=len(text))
+        length = _match_length(text, end, text) if end else 0
         others = self._others[slot]
         if others is not None:
-            own_length = _match_length(text, end, text) if end else 0
             match = others.longest_match(text)
-            if match.length > own_length:
-                return others.continuation(match, limit)
+            if match.length > length:
+                return others.continuation(match, limit), match.length
         if not end:
-            return []
+            return [], 0
         period = len(text) - end
         whole = list(text)
         for _ in range(limit):
             whole.append(whole[len(whole) - period])
-        return whole[len(text) :]
+        return whole[len(text) :], length
 
     def _longest(self, slot: int, text: list[int], tail: list[int], *, before: int) -> int:
         """Return where the longest match of the last tokens of `tail` ends; 0 for none."""

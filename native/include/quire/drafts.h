@@ -55,13 +55,16 @@ struct DraftPrice {
 double draft_lengths(size_t num, size_t width, const double* chances, const int32_t* limits,
                      const double* draft_ms, const DraftPrice& price, int32_t* lengths);
 
+// kinds of slots: see quire/speculative/plain_counts.py.
 class DraftCounts {
   public:
     DraftCounts(size_t num_slots, size_t max_drafts);
 
     size_t num_slots() const { return kinds_.size(); }
     size_t max_drafts() const { return max_drafts_; }
-    void begin(size_t slot, bool predicts);
+    static constexpr size_t kNumKinds = 3;
+
+    void begin(size_t slot, size_t kind);
     // Let confidence in all requests fade, of the kinds of these slots.
     void fade_all(size_t num, const int64_t* slots, int32_t num_steps);
     // The probability that drafts 0 to k of a slot are all accepted, for each k < max_drafts.
@@ -78,10 +81,10 @@ class DraftCounts {
     size_t max_drafts_;
     std::vector<double> tried_, accepted_;  // [slots, max_drafts]
     std::vector<int64_t> series_;           // the last equal outcomes at the first position
-    std::vector<uint8_t> kinds_;            // whether the request brings a prediction
+    std::vector<uint8_t> kinds_;            // of the drafts
     std::vector<uint8_t> changed_;          // whether outcomes contradicted all experience
-    std::array<std::vector<double>, 2> all_tried_, all_accepted_;  // by kind
-    std::array<double, 2> correlation_{};                          // of outcomes of a request
+    std::array<std::vector<double>, kNumKinds> all_tried_, all_accepted_;  // by kind
+    std::array<double, kNumKinds> correlation_{};                          // of outcomes of a slot
 };
 
 }  // namespace quire

@@ -361,7 +361,13 @@ def test_a_model_that_costs_more_than_its_price_loses_little(times: float, num_b
 class Eager(AdaptiveControl):
     """Takes all drafts, unless they lost time."""
 
-    def limits(self, slots: NDArray[np.intp], limits: Int32s, cost: StepCost | None) -> Int32s:
+    def limits(
+        self,
+        slots: NDArray[np.intp],
+        limits: Int32s,
+        cost: StepCost | None,
+        are_long: NDArray[np.bool_] | None = None,
+    ) -> Int32s:
         return limits
 
 

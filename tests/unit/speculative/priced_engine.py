@@ -30,6 +30,7 @@ from quire.speculative.draft_model import ModelProposer
 from quire.speculative.drafter import Drafter
 from quire.speculative.eagle import EagleProposer
 from quire.speculative.hidden_states import HiddenStateRing
+from quire.speculative.ngram import NgramProposer
 from quire.speculative.passes import ComputingProposer, DraftLimits
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import Drafts, LookupProposer, Proposer
@@ -87,7 +88,8 @@ class Load:
     """Requests that are all there at the beginning; `batch` run at once. acceptance: mean of the
     probabilities of the requests that a draft is right, which differ by `deviation`. later: in the
     second half of an answer; None: the same. found: share of the positions at which a lookup finds
-    something."""
+    something. text: draws a prompt with its answer, of so many tokens; for kind "ngram", which
+    looks them up as they are."""
 
     kind: str
     batch: int
@@ -99,6 +101,7 @@ class Load:
     found: float = 1.0
     prompt_tokens: int = 60
     prices: Prices = field(default_factory=Prices)
+    text: Callable[[np.random.Generator, int], Int32s] | None = None
 
 
 class Engine:
@@ -171,7 +174,11 @@ class Engine:
         self._num_added += 1
         name = f"r{self._num_added}"
         length = load.prompt_tokens + load.num_tokens
-        self.answers[name] = rng.integers(FIRST_TOKEN, VOCAB_SIZE - 1, length).astype(np.int32)
+        if load.text is None:
+            answer = rng.integers(FIRST_TOKEN, VOCAB_SIZE - 1, length).astype(np.int32)
+        else:
+            answer = load.text(rng, length)
+        self.answers[name] = answer
         chance = np.clip(load.acceptance + load.deviation * rng.standard_normal(), 0.0, 1.0)
         chances = np.full(length, chance)
         if load.later is not None:
@@ -281,6 +288,8 @@ class Engine:
         load = self.load
         if load.kind == "lookup":
             return Lookup(self)
+        if load.kind == "ngram":
+            return NgramProposer(load.batch)
         columns = -(-self._length // BLOCK) + 1
         limits = DraftLimits(
             num_slots=load.batch,

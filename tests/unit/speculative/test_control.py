@@ -254,3 +254,21 @@ def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
     ]
     tried_steps = sum(1.5 + 0.1 * (length - 1) for length in lengths if length)
     assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * PROBE_SHARE
+
+
+def test_drafts_of_long_matches_are_counted_apart() -> None:
+    control, long, short = AdaptiveControl(2, MAX_DRAFTS), np.array([True]), np.array([False])
+    control.begin(1, predicts=False)
+    for _ in range(30):
+        for are_long, accepted in ((long, MAX_DRAFTS), (short, 0)):
+            drafted = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), are_long)
+            control.verified(SLOT, drafted, np.minimum(drafted, np.int32(accepted)))
+    assert control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), long).tolist() == [MAX_DRAFTS]
+    assert control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), short).tolist() == [0]
+
+
+def test_drafts_of_a_first_long_match_are_all_tried() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    control.begin(1, predicts=False)
+    found = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.2), np.array([True]))
+    assert found.tolist() == [MAX_DRAFTS]

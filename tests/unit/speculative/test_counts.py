@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quire import _native
 from quire.runner import plain_drafts
 from quire.speculative import plain_counts
-from quire.speculative.plain_counts import PlainDraftCounts
+from quire.speculative.plain_counts import NUM_KINDS, PlainDraftCounts
 
 NUM_SLOTS, MAX_DRAFTS, WIDTH = 4, 5, 24
 both = pytest.mark.parametrize("loops", [_native, plain_drafts])
@@ -34,10 +34,10 @@ def test_the_native_counts_are_the_plain_ones(seed: int) -> None:
         drafted = rng.integers(1, MAX_DRAFTS + 1, len(slots)).astype(np.int32)
         accepted = rng.integers(0, drafted + 1).astype(np.int32)
         found = [np.empty((len(slots), MAX_DRAFTS)) for _ in range(2)]
-        begins, predicts, num_steps = rng.random() < 0.2, rng.random() < 0.5, rng.integers(1, 18)
+        begins, kind, num_steps = rng.random() < 0.2, rng.integers(NUM_KINDS), rng.integers(1, 18)
         for counts, chances in zip((native, plain), found, strict=True):
             if begins:
-                counts.begin(int(slots[0]), bool(predicts))
+                counts.begin(int(slots[0]), int(kind))
             counts.verified(slots, drafted, accepted)
             counts.chances(slots, int(num_steps), chances)
         np.testing.assert_allclose(*found, rtol=1e-12)
@@ -137,7 +137,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
         _native.drop_after_mismatch(ints([1]), ints([7]), ints([1]), ints([7]))
     counted = _native.DraftCounts(2, 3)
     with pytest.raises(ValueError, match="slot"):
-        counted.begin(2, False)
+        counted.begin(2, 0)
+    with pytest.raises(ValueError, match="kind"):
+        counted.begin(0, NUM_KINDS)
     with pytest.raises(ValueError, match="accepted"):
         counted.verified(np.array([0]), ints([2]), ints([3]))
     with pytest.raises(ValueError, match="verified"):

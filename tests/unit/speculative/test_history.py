@@ -38,8 +38,8 @@ def drafts_after(index: SuffixIndex | PlainSuffixIndex, text: list[int]) -> list
     tokens = np.zeros((2, 128), np.int32)
     tokens[1, : len(text)] = text
     slots = np.array([1])
-    finds = index.finds_any(tokens, slots, ints(0, len(text)))
-    index.propose(tokens, slots, ints(len(text)), ints(MAX_DRAFTS), ids, counts)
+    finds = index.finds_any(tokens, slots, ints(0, len(text)), 0)
+    index.propose(tokens, slots, ints(len(text)), ints(MAX_DRAFTS), ids, counts, ints(0))
     assert finds == (counts[0] > 0)
     return [int(id_) for id_ in ids[0, : counts[0]]]
 

@@ -7,7 +7,9 @@ import pytest
 from quire.speculative.rests import (
     ASK_SHARE,
     FORGOTTEN_STEPS,
+    LOOK_STEPS,
     MANY_MISSES,
+    MAX_LOOK_STEPS,
     MAX_MISS_STEPS,
     MAX_REST_MS,
     MIN_REST_MS,
@@ -127,3 +129,62 @@ def test_one_step_in_some_with_drafts_is_plain() -> None:
         plain += rests.takes_plain_step()
         rests.note_choice(pays=True, step_ms=1.0, asked_ms=0.0)
     assert plain == 3
+
+
+def steps_until_look(rests: DraftRests) -> int:
+    """Take the steps until something is looked for; return how many there were."""
+    num = rests.quiet
+    rests.left -= num
+    rests.until_look -= num
+    return num
+
+
+def looking(step_ms: float = 0.1) -> DraftRests:
+    """Return a long rest in which long matches are looked for."""
+    rests = DraftRests(looks=True)
+    for _ in range(12):
+        rests.note_choice(pays=False, step_ms=step_ms, asked_ms=ASKED_MS)
+    return rests
+
+
+def test_a_long_match_is_looked_for_less_often_each_time() -> None:
+    rests, found = looking(), []
+    for _ in range(6):
+        found.append(steps_until_look(rests))
+        rests.note_look(finds=False)
+    assert found == [LOOK_STEPS, 8, 16, 32, MAX_LOOK_STEPS, MAX_LOOK_STEPS]
+    rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
+    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert steps_until_look(rests) == LOOK_STEPS
+
+
+def test_a_long_match_ends_a_rest_and_shortens_no_later_one() -> None:
+    rests = looking()
+    kept = rests.last
+    steps_until_look(rests)
+    rests.note_look(finds=True)
+    assert not rests.left
+    assert rests.num_steps == LOOK_STEPS + 1
+    for _ in range(9):
+        rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
+    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert rests.left == kept
+
+
+def test_long_matches_of_which_no_draft_pays_are_looked_for_less_often() -> None:
+    rests, found = looking(), []
+    for _ in range(5):
+        found.append(steps_until_look(rests))
+        rests.note_look(finds=True)
+        rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert found == [LOOK_STEPS, *(times * MAX_LOOK_STEPS for times in (2, 4, 8, 16))]
+    rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS)
+    rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
+    assert steps_until_look(rests) == LOOK_STEPS
+
+
+def test_lookups_that_find_nothing_rest_no_longer_than_until_a_look() -> None:
+    rests = looking()
+    rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
+    rests.note_miss(0.1)
+    assert rests.quiet == rests.left == LOOK_STEPS

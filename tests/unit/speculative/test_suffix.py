@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from quire._native import SuffixIndex
+from quire._native import SuffixIndex, TokenHistory
+from quire.speculative.plain_history import PlainTokenHistory
 from quire.speculative.suffix import PlainSuffixIndex
 
 Kind = type[SuffixIndex] | type[PlainSuffixIndex]
@@ -27,7 +28,7 @@ def drafts_after(
     ids, counts = np.zeros((1, MAX_DRAFTS), np.int32), ints(0)
     tokens = np.zeros((2, 64), np.int32)
     tokens[1, : len(text)] = text
-    index.propose(tokens, np.array([1]), ints(len(text)), ints(limit), ids, counts)
+    index.propose(tokens, np.array([1]), ints(len(text)), ints(limit), ids, counts, ints(0))
     return [int(id_) for id_ in ids[0, : counts[0]]]
 
 
@@ -46,6 +47,36 @@ def drafts_after(
 )
 def test_drafts_follow_the_longest_match(kind: Kind, text: list[int], drafts: list[int]) -> None:
     assert drafts_after(kind(2), text) == drafts
+
+
+@both
+@pytest.mark.parametrize(
+    ("text", "shared", "match"),
+    [
+        ([1, 2, 3, 4, 1, 2], [], 2),
+        ([1, 2, 3, 9, 5, 2, 3, 8, 1, 2, 3], [], 3),
+        ([1, 2, 3, 9, 5, 2, 3], [7, 9, 5, 2, 3, 8], 4),  # of another text
+        (40 * [4], [], 32),
+        ([1, 2, 3, 1], [], 0),
+    ],
+)
+def test_the_length_of_the_match_is_known(
+    kind: Kind, text: list[int], shared: list[int], match: int
+) -> None:
+    index = kind(2)
+    if shared:
+        others = (TokenHistory if kind is SuffixIndex else PlainTokenHistory)(64)
+        others.add(ints(*shared))
+        index.share(1, others)  # type: ignore[arg-type]
+    tokens, slots, matches = np.zeros((2, 64), np.int32), np.array([1]), ints(-1)
+    tokens[1, : len(text)] = text
+    ids, length = np.zeros((1, MAX_DRAFTS), np.int32), ints(len(text))
+    index.propose(tokens, slots, length, ints(MAX_DRAFTS), ids, ints(0), matches)
+    assert matches.tolist() == [match]
+    found = [
+        index.finds_any(tokens, slots, ints(0, len(text)), least) for least in (3, 4, match + 1)
+    ]
+    assert found == [match >= 3, match >= 4, False]
 
 
 @both
@@ -97,4 +128,6 @@ def test_what_does_not_fit_is_refused(slot: int, length: int, limit: int) -> Non
     ids, counts = np.zeros((1, MAX_DRAFTS), np.int32), ints(0)
     tokens = np.zeros((2, 64), np.int32)
     with pytest.raises(ValueError, match=r"out of range|longer than its row"):
-        SuffixIndex(2).propose(tokens, np.array([slot]), ints(length), ints(limit), ids, counts)
+        SuffixIndex(2).propose(
+            tokens, np.array([slot]), ints(length), ints(limit), ids, counts, ints(0)
+        )
