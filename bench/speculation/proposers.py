@@ -22,6 +22,7 @@ Int32s = NDArray[np.int32]
 class FixedAcceptance(NgramProposer):
     """Proposes the known answer of each prompt, with the wrong token in a share 1 - `rate`."""
 
+    knows_matches = False
     rate = 0.7
     answers: dict[bytes, tuple[int, ...]] = {}  # noqa: RUF012  set by the measurement
 
