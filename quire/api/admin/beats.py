@@ -2,12 +2,12 @@
 
 For routers: a connection that stays open, with a comment ten times a second and an event whenever
 `/health` has another state, another API process of this server stops or goes on, or the engine's
-process shows no sign of life for several times as long as usual, or does again. A native thread writes the
-comments, without the interpreter lock, so they come while the event loop is busy with a thousand
-streams, and whatever the engine computes; they stop where the process stops. Where no thread can
-write to the connection (TLS, another ASGI server), the event loop does. Knows no router. Always
-holds: a draining or dead server ends the connection after its last event; a reader that does not
-keep up misses comments and delays no other.
+process shows no sign of life for several times as long as usual, or does again. A native thread
+writes the comments, without the interpreter lock, so they come while the event loop is busy with a
+thousand streams, and whatever the engine computes; they stop where the process stops. Where no
+thread can write to the connection (TLS, another ASGI server), the event loop does. Knows no router.
+Always holds: a draining or dead server ends the connection after its last event; a reader that does
+not keep up misses comments and delays no other.
 """
 
 from __future__ import annotations

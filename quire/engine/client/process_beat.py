@@ -2,8 +2,8 @@
 
 While the engine has work, a native thread of the process writes it ten times a second, whatever its
 interpreter does, so an old time means that the process is stopped (SIGSTOP, a debugger, a frozen
-cgroup) or gone. It says nothing of progress. Reading takes no message and no Python of the engine, so a reader that was late
-itself sees the newest time. Imports the standard library only.
+cgroup) or gone. It says nothing of progress. Reading takes no message and no Python of the engine,
+so a reader that was late itself sees the newest time. Imports the standard library only.
 """
 
 from __future__ import annotations

@@ -229,9 +229,7 @@ def test_an_engine_is_silent_after_several_usual_gaps_and_not_while_the_loop_was
     assert not any(look() for _ in range(20))
 
 
-def test_an_engine_is_stopped_once_its_beats_are_late_however_late_its_messages_usually_are() -> (
-    None
-):
+def test_an_engine_is_stopped_once_its_beats_are_late_though_its_messages_often_are() -> None:
     """The newest beat is known whenever it is looked for; a busy loop has missed none."""
     watch, now_s, sent_s, beat_s = EngineWatch(), 100.0, 100.0, 100.0
 
