@@ -1,5 +1,6 @@
 // Bindings for the beat in memory.
-// Nothing waits but the destructor, for a thread that never takes the interpreter lock.
+// Nothing waits but the destructor, for a thread that never takes the interpreter lock. The caller
+// gives a file of at least eight bytes.
 
 #include "quire/memory_beat.h"
 

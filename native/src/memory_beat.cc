@@ -1,5 +1,6 @@
 // The beat in memory: one thread that stores the time and sleeps.
-// The file is in memory (memfd), so a store waits for no disk.
+// The file is in memory (memfd), so a store waits for no disk. Always holds: the lock is held for a
+// store or for nothing else, and the thread sleeps without a deadline while no times are written.
 
 #include "quire/memory_beat.h"
 

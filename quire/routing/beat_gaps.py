@@ -62,13 +62,13 @@ class BeatGaps:
     def limit_s(self, at_most_s: float, others: Iterable[BeatGaps] = ()) -> float:
         """Return for how long it may send no beat. others: of other processes; their limits count
         while its own history is short."""
-        least_s = 0.0
+        min_s = 0.0
         if not self.has_history:
             limits_s = [one.limit_s(at_most_s) for one in others if one.has_history]
             if not limits_s or self._num_beats < _MIN_BEATS:
                 return at_most_s
-            least_s = max(limits_s)
-        own_s = max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S, least_s)
+            min_s = max(limits_s)
+        own_s = max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S, min_s)
         return min(own_s, at_most_s)
 
 
