@@ -5,18 +5,20 @@ stops them, drains them and kills their engines; all are started again. Before, 
 alone to one replica; every answer through the router must have the same bytes. How long streams
 were interrupted, and in which phase, is shown by kind of fault; what happens until the next fault
 counts as its own. `false_alarms` are replicas that the router gave up for their silence while no
-fault was theirs, with the reasons in its log. The router's processor time per request and per
-streamed token is taken without faults, before: of eight requests at a time as in bench.router, of
-one at a time, and of an idle router, which is no request's. With `--beside smg` the same replicas,
-requests and schedule follow behind that gateway, and its broken streams are counted. Both come
-before replicas and clients at the processors, as one on a machine of its own does: their nice value
-is -5 where that is allowed, and is in the result. On a machine with few cores a thousand streams
-are silent for seconds without any fault. `floor_s` is what it can do at all: as many new streams as
-a failed replica hands over begin at once at the others, which stream as many as they have, without
-a router or a failure. A quiet run of fewer streams is `--streams 300 --minutes 5 --beside smg
---max-minutes 16`. The time with faults is shortened, for both gateways alike, where all would not
-fit into `--max-minutes`. Adds the run to bench/results/fleet.json, where it replaces the one of as
-many streams, and exits with 1 if an answer through the router was wrong, lost or repeated.
+fault was theirs, with the reasons in its log; `detections` are those with a fault, by that log, and
+the late ones with what the router knew of all replicas then. The router's processor time per
+request and per streamed token is taken without faults, before: of eight requests at a time as in
+bench.router, of one at a time, and of an idle router, which is no request's. With `--beside smg`
+the same replicas, requests and schedule follow behind that gateway, and its broken streams are
+counted. Both come before replicas and clients at the processors, as one on a machine of its own
+does: their nice value is -5 where that is allowed, and is in the result. On a machine with few
+cores a thousand streams are silent for seconds without any fault. `floor_s` is what it can do at
+all: as many new streams as a failed replica hands over begin at once at the others, which stream as
+many as they have, without a router or a failure. A quiet run of fewer streams is `--streams 300
+--minutes 5 --beside smg --max-minutes 16`. The time with faults is shortened, for both gateways
+alike, where all would not fit into `--max-minutes`. Adds the run to bench/results/fleet.json, where
+it replaces the one of as many streams, and exits with 1 if an answer through the router was wrong,
+lost or repeated.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from typing import Any
 
 from bench.compare import quire_state
 from bench.fleet.clients import CASES, Case, Clients, answers_alone, first_events_s
+from bench.fleet.detections import detections
 from bench.fleet.false_alarms import false_alarms
 from bench.fleet.faults import KINDS, Faults
 from bench.fleet.interruptions import LIMIT_S, interruptions, is_counter
@@ -99,6 +102,7 @@ def main() -> None:
         "num_wrong",
         "wrong",
         "faults",
+        "detections",
         "false_alarms",
         "interruptions",
         "floor_s",
@@ -162,7 +166,7 @@ def run(
                 replicas, router, seed=seed, pause_s=pause_s, counters=lambda: _counters(router)
             )
             asyncio.run(_under_faults(clients, faults, streams, seconds, max_faults))
-            metrics, alarms = router.metrics(), false_alarms(router.log(), faults.injected)
+            metrics, log = router.metrics(), router.log()
         if beside == "smg":
             schedule = (seed, pause_s, seconds, max_faults)
             try:
@@ -189,7 +193,8 @@ def run(
         "num_wrong": clients.num_wrong,
         "wrong": clients.wrong,
         "faults": faults.summary(),
-        "false_alarms": alarms,
+        "detections": detections(log, faults.injected),
+        "false_alarms": false_alarms(log, faults.injected),
         "interruptions": {
             "all": all_,
             **{kind: interruptions(faults.counted[kind]) for kind in KINDS},

@@ -7,7 +7,8 @@
     hang      SIGSTOP of the engine; the server notices, and starts it again
 
 Always holds: a fault comes only while another replica is available to the front. The time until
-the front no longer uses the replica is its detection.
+the front no longer uses the replica is its detection, as its answers show: they are late while it
+sends on many streams (detections.py reads when it decided).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bench.fleet.false_alarms import Injected
 from bench.fleet.processes import Front, Replica, Replicas
+from bench.fleet.router_log import Injected
 
 KINDS = ("kill", "stop", "drain", "engine", "hang")
 _STOPPED_S = (3.0, 8.0)

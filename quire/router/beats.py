@@ -216,8 +216,12 @@ class FleetBeats:
 
     def limit_s(self, replica: Replica, at_most_s: float) -> float:
         """Return for how long a replica that works may send no beat. Over TLS the event loop of the
-        server writes them, beside all its streams: they stop no sooner than its other answers."""
-        return at_most_s if replica.url.is_secure else self._known[replica].gaps.limit_s(at_most_s)
+        server writes them, beside all its streams: they stop no sooner than its other answers. Of
+        one that has just returned little is known: the limits of the others count."""
+        if replica.url.is_secure:
+            return at_most_s
+        others = (beats.gaps for one, beats in self._known.items() if one is not replica)
+        return self._known[replica].gaps.limit_s(at_most_s, others)
 
     def has_stopped(self, replica: Replica) -> None:
         """Note that a replica was given up as stopped: what it is silent for is no usual gap."""

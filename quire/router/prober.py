@@ -23,6 +23,7 @@ from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, MAX_BEGINNING, Replica
 from quire.router.silence import SilenceLimit
+from quire.router.silence_report import SilenceReport
 from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
 
 # States in which a replica takes no requests but finishes those it has.
@@ -79,6 +80,7 @@ class Prober:
         headers = key_headers(self._settings.replica_key)
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         self._beats = FleetBeats(fleet, self._headers, self._hear)
+        self._report = SilenceReport(fleet, self._beats, fleet.log)
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -172,6 +174,7 @@ class Prober:
         limit_s = self._exceeded_s(replica, quiet_s, stall_s, now_s)
         if limit_s is not None:
             self._give_up(replica, now_s)
+            self._report.given_up(replica, "progress", quiet_s, limit_s, now_s)
             self._fence(replica, "stalled", f"no progress for {quiet_s:.1f} s, limit {limit_s:.1f}")
 
     def _give_up(self, replica: Replica, now_s: float) -> None:
@@ -195,6 +198,7 @@ class Prober:
         limit_s = self._exceeded_s(replica, quiet_s, usual_s, now_s)
         if limit_s is not None:
             self._silence.given_up(replica, now_s)
+            self._report.given_up(replica, "answers", quiet_s, limit_s, now_s)
             why = f"no answer to /health for {quiet_s:.1f} s, limit {limit_s:.1f}"
             self._fence(replica, "stalled", why)
 
@@ -206,6 +210,7 @@ class Prober:
                 continue
             limit_s = self._beats.limit_s(replica, self._answer_limit_s(replica))
             if quiet_s <= limit_s / 2:
+                self._report.ended(replica)
                 continue
             # Without output it may be the time at which a request was sent.
             heard_s = max((one.last_s() for one in replica.loads if not one.is_new), default=0.0)
@@ -214,13 +219,16 @@ class Prober:
                 continue
             self._begin_probe(replica)
             unanswered_s = now_s - self._asked_s.get(replica, now_s)
-            if not (
-                self._others_beat(replica, limit_s, now_s)
-                or self._others_work(replica, quiet_s, now_s)
-            ):
-                continue  # nothing is gained by haste: _check_answers decides
+            others_live = self._others_beat(replica, limit_s, now_s) or self._others_work(
+                replica, quiet_s, now_s
+            )
             limit_s *= self._beat_silence.factor_of(replica, now_s, others_work=True)
-            if min(quiet_s, 2 * unanswered_s) > limit_s:
+            if min(quiet_s, 2 * unanswered_s) <= limit_s:
+                continue
+            if not others_live:  # nothing is gained by haste: _check_answers decides
+                self._report.kept(replica, "beats", quiet_s, limit_s, now_s)
+            else:
+                self._report.given_up(replica, "beats", quiet_s, limit_s, now_s)
                 for silence in (self._silence, self._beat_silence):
                     silence.given_up(replica, now_s)
                 replica.has_stopped = True
@@ -259,7 +267,7 @@ class Prober:
         ):
             self._heard_s[replica] = now_s
             self._engines[replica].report(silent_s)
-            self._give_up_engine(replica, silent_s, now_s)
+            self._give_up_engine(replica, silent_s, None, now_s)
 
     def _leaves(self, replica: Replica, state: str, reason: str) -> None:
         """Note that a replica takes no requests and finishes those it has."""
@@ -403,20 +411,25 @@ class Prober:
         until it sends something again."""
         engine = self._engines[replica]
         engine.report(silent_s)
-        known_s = engine.known_s
+        known_s, limit_s = engine.known_s, None
         if replica.is_fenced:
             is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S / 2
         else:
             # A server that answers late reads its engine's messages late.
             usual_s = max(engine.usual_s, self._answer_limit_s(replica))
-            is_silent = self._exceeded_s(replica, known_s, usual_s, now_s) is not None
+            limit_s = self._exceeded_s(replica, known_s, usual_s, now_s)
+            is_silent = limit_s is not None
         if is_silent:
-            self._give_up_engine(replica, known_s, now_s)
+            self._give_up_engine(replica, known_s, limit_s, now_s)
         return is_silent
 
-    def _give_up_engine(self, replica: Replica, silent_s: float, now_s: float) -> None:
+    def _give_up_engine(
+        self, replica: Replica, silent_s: float, limit_s: float | None, now_s: float
+    ) -> None:
+        """limit_s: None where the server has judged the silence by its own limit."""
         if not replica.is_fenced:
             self._give_up(replica, now_s)
+            self._report.given_up(replica, "engine", silent_s, limit_s, now_s)
         self._fence(replica, "stalled", f"its engine has sent nothing for {silent_s:.1f} s")
 
     async def _read_models(self, replica: Replica) -> bool:

@@ -7,6 +7,7 @@ for each other. Is given times and reads no clock. Always holds: the limit is at
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 # The limit is a multiple of the longest gap lately, within bounds. The lower one leaves time for a
 # packet that is lost and sent again twice.
@@ -16,6 +17,8 @@ _MULTIPLE = 3.0
 _MAX_GAP_S = 3.0
 # Gaps are kept as the longest of each second, for so many seconds.
 _NUM_SECONDS, _MIN_SECONDS = 30, 2
+# With fewer beats it is not known that they come regularly: the first one may be written otherwise.
+_MIN_BEATS = 4
 # Each turn of an event loop reads what has come, so a short one delays a beat by less than the
 # limit allows for.
 _SHORT_TURN_S = 0.1
@@ -27,7 +30,7 @@ class BeatGaps:
     def __init__(self) -> None:
         self.last_s = 0.0
         self._longest_s: deque[float] = deque(maxlen=_NUM_SECONDS)
-        self._second = 0
+        self._second = self._num_beats = 0
 
     def note(self, now_s: float) -> None:
         """Note a beat."""
@@ -39,6 +42,7 @@ class BeatGaps:
         else:
             self._longest_s[-1] = max(self._longest_s[-1], gap_s)
         self.last_s = now_s
+        self._num_beats += 1
 
     def has_stopped(self) -> None:
         """Note that it was stopped: the time until its next beat is no gap of one that works."""
@@ -47,13 +51,25 @@ class BeatGaps:
     def clear(self) -> None:
         """Forget all beats."""
         self.last_s = 0.0
+        self._num_beats = 0
         self._longest_s.clear()
 
-    def limit_s(self, at_most_s: float) -> float:
-        """Return for how long it may send no beat."""
-        if len(self._longest_s) < _MIN_SECONDS:
-            return at_most_s
-        return min(max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S), at_most_s)
+    @property
+    def has_history(self) -> bool:
+        """Whether enough of its gaps are known."""
+        return len(self._longest_s) >= _MIN_SECONDS
+
+    def limit_s(self, at_most_s: float, others: Iterable[BeatGaps] = ()) -> float:
+        """Return for how long it may send no beat. others: of other processes; their limits count
+        while its own history is short."""
+        min_s = 0.0
+        if not self.has_history:
+            limits_s = [one.limit_s(at_most_s) for one in others if one.has_history]
+            if not limits_s or self._num_beats < _MIN_BEATS:
+                return at_most_s
+            min_s = max(limits_s)
+        own_s = max(_MULTIPLE * max(self._longest_s), MIN_SILENT_S, min_s)
+        return min(own_s, at_most_s)
 
 
 class AwakeTime:

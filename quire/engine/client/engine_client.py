@@ -99,7 +99,13 @@ class EngineClient:
     template: ChatTemplate | None
 
     def __init__(
-        self, link: Link, config: EngineConfig, *, watchdog_s: float = 60.0, number: int = 0
+        self,
+        link: Link,
+        config: EngineConfig,
+        *,
+        watchdog_s: float = 60.0,
+        number: int = 0,
+        process: EngineProcess | SharedEngine | None = None,
     ) -> None:
         self.config = config
         self.notes: tuple[str, ...] = ()
@@ -108,6 +114,7 @@ class EngineClient:
         self.loading = (0, 0)
         self.dead = asyncio.Event()
         self._link = link
+        self._process = process
         self._clock = Clock()
         self._watchdog_ms = watchdog_s * 1000
         self._state: EngineState = "starting"
@@ -148,7 +155,7 @@ class EngineClient:
         )
 
         link = ProcessLink(process)
-        return cls(link, config, watchdog_s=watchdog_s, number=process.client)
+        return cls(link, config, watchdog_s=watchdog_s, number=process.client, process=process)
 
     @classmethod
     def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
@@ -333,7 +340,13 @@ class EngineClient:
             pending=self._pending,
             steps_total=self.stats.steps_total,
             silent_ms=round(now_ms - self._message_ms) if self._is_working else 0,
+            no_beat_ms=self._no_beat_ms(now_ms) if self._is_working else 0,
         )
+
+    def _no_beat_ms(self, now_ms: float) -> int:
+        """Return the age of the newest sign of life of the process; 0 where it has none."""
+        beat_ms = 0 if self._process is None else self._process.beat_ms
+        return max(round(now_ms - beat_ms), 1) if beat_ms else 0
 
     async def close(self) -> None:
         """End the engine; open streams get WorkerError. Does not set `dead`. Twice is once."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import subprocess
 import threading
@@ -31,6 +32,33 @@ from quire.engine.client.socket_directory import SocketDirectory
 
 # The failure report must fit the pipe, which is read only once the process has ended.
 MAX_FAILURE_BYTES = 32 * 1024
+# Between the beats of an engine process.
+BEAT_S = 0.1
+
+
+class ProcessBeat:
+    """The memory in which a native thread of the process writes the time, ten times a second, while
+    the engine has work. An old time means that the process is stopped (SIGSTOP, a debugger, a
+    frozen cgroup) or gone; it says nothing of progress. Reading takes no message and no Python of
+    the engine, so a reader that was late sees the newest time.
+
+    file: the descriptor that it inherits; closed by
+    `started`."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("quire-beat", os.MFD_CLOEXEC)
+        os.truncate(self.file, mmap.PAGESIZE)
+        memory = mmap.mmap(self.file, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        self._times_ms = memoryview(memory).cast("q")  # an item is read by one load
+
+    def started(self) -> None:
+        """Close the descriptor: the process has its own."""
+        os.close(self.file)
+
+    @property
+    def time_ms(self) -> int:
+        """The newest time, by `Clock`; 0 while the engine has no work."""
+        return self._times_ms[0]
 
 
 class EngineProcess:
@@ -44,9 +72,14 @@ class EngineProcess:
     is_ours = True
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], sockets: SocketDirectory, failure_fd: int
+        self,
+        popen: subprocess.Popen[bytes],
+        sockets: SocketDirectory,
+        failure_fd: int,
+        beat: ProcessBeat,
     ) -> None:
         self._popen = popen
+        self._beat = beat
         self._sockets = sockets
         self._failure_fd: int | None = failure_fd
         self._failure = b""
@@ -73,23 +106,28 @@ class EngineProcess:
         failure_fd: int | None = None
         try:
             failure_fd, child_fd = os.pipe()
+            beat = None
             try:
+                beat = ProcessBeat()
+                command += ["--failure-fd", str(child_fd), "--beat-fd", str(beat.file)]
                 popen = subprocess.Popen(
-                    [*command, "--failure-fd", str(child_fd)],
+                    command,
                     stdin=subprocess.PIPE,
                     bufsize=0,
                     env=env,
-                    pass_fds=[child_fd],
+                    pass_fds=[child_fd, beat.file],
                 )
             finally:
                 os.close(child_fd)
+                if beat is not None:
+                    beat.started()
         except OSError as error:
             if failure_fd is not None:
                 os.close(failure_fd)
             sockets.remove()
             raise SettingError(f"the engine process cannot be started: {error}") from error
         os.set_blocking(failure_fd, False)
-        process = cls(popen, sockets, failure_fd)
+        process = cls(popen, sockets, failure_fd, beat)
         assert popen.stdin is not None, "Popen was asked for a pipe"
         with contextlib.suppress(OSError):  # it has already exited; `wait` reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
@@ -112,6 +150,11 @@ class EngineProcess:
     def process_id(self) -> int:
         """The operating system's number."""
         return self._popen.pid
+
+    @property
+    def beat_ms(self) -> int:
+        """When the process has shown that it runs, by the machine's clock; 0 without work."""
+        return self._beat.time_ms
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code (negative: the signal that ended it); None where it still runs."""
@@ -153,6 +196,7 @@ class SharedEngine:
     """
 
     is_ours = False
+    beat_ms = 0  # the parent reads them
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder = folder

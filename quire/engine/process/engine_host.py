@@ -37,8 +37,11 @@ def run_engine(
     emit: Callable[[FromEngine], None],
     *,
     report: Report,
+    has_work: Callable[[bool], object] = bool,
 ) -> bool:
-    """Start, serve until Stop, end. Return False where it failed; the client has the reason."""
+    """Start, serve until Stop, end. Return False where it failed; the client has the reason.
+
+    has_work: called in a thread, with whether the engine computes; see Heartbeat."""
     clock, ending = Clock(), ExitStack()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
@@ -54,6 +57,7 @@ def run_engine(
             core.steps,
             ops_done=engine.ops_done,
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
+            has_work=has_work,
         )
         ending.callback(heartbeat.close)
         if engine.trace is not None:

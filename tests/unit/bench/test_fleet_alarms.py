@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import time
 
-from bench.fleet.false_alarms import MAX_SHOWN, Injected, false_alarms
+from bench.fleet.false_alarms import MAX_SHOWN, false_alarms
+from bench.fleet.router_log import Injected
 from quire.base.log import Log
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"

@@ -69,6 +69,7 @@ class SteppedServer:
         self.steps_total = 0
         self.is_stopped = self.hangs = self.is_frozen = self.is_killed = False
         self.has_beats = True
+        self._num_kills = 0
         self._beating: list[asyncio.Future[None]] = []
         self.beat_s: Callable[[float], float] = lambda now_s: 0.1
         self._spoke_s = 0.0  # when the engine sent something
@@ -95,9 +96,14 @@ class SteppedServer:
     def kill(self) -> None:
         """Close all connections, and take no more."""
         self.is_killed = True
+        self._num_kills += 1
         for stream in self._streams:
             stream.exchange.lost("the replica closed the connection")
         self._streams.clear()
+
+    def start(self) -> None:
+        """Serve again, after a kill."""
+        self.is_killed, self.steps_total = False, 0
 
     def end_streams(self) -> None:
         """End all streams with an error, as a server does at the end of its grace time."""
@@ -177,7 +183,8 @@ class SteppedServer:
             return
         await asyncio.sleep(self._health_s(self._loop.time()))  # its event loop takes connections
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])
-        while not (link.is_cut or self.is_killed):
+        died = self._num_kills
+        while not (link.is_cut or self._num_kills > died):
             while self.is_stopped:
                 await asyncio.sleep(0.01)
             exchange.last_s = self._loop.time()

@@ -77,3 +77,24 @@ def test_short_turns_of_the_reader_are_no_lost_time() -> None:
     assert time.of(now_s) == now_s
     time.tick(now_s, now_s + 0.2)
     assert time.of(now_s + 0.2) == pytest.approx(now_s)
+
+
+def test_while_little_is_known_the_limits_of_others_count_once_beats_are_regular() -> None:
+    known, calm, new = BeatGaps(), BeatGaps(), BeatGaps()
+    for number in range(30):
+        known.note(100.0 + 0.3 * number)
+        calm.note(100.0 + 0.1 * number)
+    assert new.limit_s(2.0, [known]) == 2.0, "no beat has come"
+    limits_s = []
+    for number in range(4):
+        new.note(110.0 + 0.1 * number)
+        limits_s.append(new.limit_s(2.0, [known, calm, BeatGaps()]))
+    assert limits_s == pytest.approx([2.0, 2.0, 2.0, 0.9])
+    assert new.limit_s(2.0) == new.limit_s(2.0, [BeatGaps()]) == 2.0, "no other has a history"
+    assert new.limit_s(0.7, [known]) == 0.7
+    new.note(110.8)
+    assert new.limit_s(2.0, [calm]) == pytest.approx(1.5), "its own gaps count as well"
+    new.note(111.0)
+    assert new.limit_s(2.0, [known]) == pytest.approx(1.5), "and alone, once they are enough"
+    new.clear()
+    assert new.limit_s(2.0, [known]) == 2.0
