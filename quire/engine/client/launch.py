@@ -42,8 +42,7 @@ class ProcessBeat:
     frozen cgroup) or gone; it says nothing of progress. Reading takes no message and no Python of
     the engine, so a reader that was late sees the newest time.
 
-    file: the descriptor that it inherits; closed by
-    `started`."""
+    file: the descriptor that the process inherits; `started` closes it."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("quire-beat", os.MFD_CLOEXEC)
