@@ -66,6 +66,7 @@ from quire.text.tokenizer import Tokenizer
 # Maximum unread numbers of a request before it is held: tokens, and the log-probabilities
 # delivered with each.
 MAX_UNREAD = 2048
+NOT_SENT = "the engine takes no messages; it is gone, or about to be"
 
 
 class Link(Protocol):
@@ -125,11 +126,7 @@ class EngineClient:
         self._callers: dict[str, tuple[str, ...]] = {}  # stream ids by the caller's id
         self._unread: dict[str, Unread] = {}  # what waits, by the caller's id
         self._deliveries = Deliveries()
-        self._asks: PendingQueries[CacheReported] = PendingQueries(query_number_base(number))
-        self._snapshots: PendingQueries[EngineSnapshot] = PendingQueries(query_number_base(number))
-        self._timelines: PendingQueries[TimelinesReported] = PendingQueries(
-            query_number_base(number)
-        )
+        self._queries: PendingQueries[Any] = PendingQueries(query_number_base(number))
         self._id_prefix = id_prefix(number)
         self._progress_ms = self._message_ms = 0.0
         self._num_given_up = 0  # since the engine's last message
@@ -252,7 +249,7 @@ class EngineClient:
         ranking = Ranking(sampling, first_stream) if sampling.is_ranked else None
         try:
             if not self._link.send(Submit(requests=requests)):
-                raise _not_sent()
+                raise WorkerError(NOT_SENT)
             num_open = len(requests)
             while num_open:
                 item = await unread.get()
@@ -280,34 +277,30 @@ class EngineClient:
 
     async def cache_report(self, *, num_prefixes: int = 0) -> CacheReport:
         """Return what the prefix cache holds, with the prefixes that spared most tokens."""
-        return (await self._ask_cache(num_prefixes=num_prefixes)).report
+        reported: CacheReported = await self._ask(QueryCache, num_prefixes=num_prefixes)
+        return reported.report
 
     async def flush_cache(self) -> int:
         """Forget all cached prefixes; return how many blocks were findable."""
-        return (await self._ask_cache(flush=True)).flushed_blocks
+        reported: CacheReported = await self._ask(QueryCache, flush=True)
+        return reported.flushed_blocks
 
     async def engine_snapshot(self) -> EngineSnapshot:
         """Return the queue, the running batch and the KV blocks as of now."""
-        self._check_answers()
-        ask_id, answer = self._snapshots.open()
-        if not self._link.send(QuerySnapshot(ask_id=ask_id)):
-            self._snapshots.fail(_not_sent())
-        return await answer
+        reported: SnapshotReported = await self._ask(QuerySnapshot)
+        return reported.snapshot
 
     async def timelines(self, request_id: str) -> TimelinesReported:
         """Return the timelines of the streams of a request, whether it runs or has ended."""
-        self._check_answers()
-        ask_id, answer = self._timelines.open()
         own = f"{self._id_prefix}{request_id}"
         prefixes = (f"{own}#", f"{own}.")  # of one prompt, or of each of several
-        if not self._link.send(QueryTimelines(ask_id=ask_id, prefixes=prefixes)):
-            self._timelines.fail(_not_sent())
-        return await answer
+        reported: TimelinesReported = await self._ask(QueryTimelines, prefixes=prefixes)
+        return reported
 
     def give_up_requests(self, reason: str) -> None:
         """Fail what is open with a QuireError; the engine drops it once it goes on, and answers."""
         self._num_given_up += len(self._streams)
-        ask_id, answer = self._snapshots.open()
+        ask_id, answer = self._queries.open()
         answer.cancel()  # any message of the engine will do
         self._link.send(QuerySnapshot(ask_id=ask_id))
         self._send_abort(tuple(id_ for ids in self._callers.values() for id_ in ids))
@@ -382,12 +375,8 @@ class EngineClient:
         elif isinstance(message, Refused):
             for unread in self._streams.end(message.request_ids):
                 unread.put(message.fault)
-        elif isinstance(message, CacheReported):
-            self._asks.answered(message.ask_id, message)
-        elif isinstance(message, SnapshotReported):
-            self._snapshots.answered(message.ask_id, message.snapshot)
-        elif isinstance(message, TimelinesReported):
-            self._timelines.answered(message.ask_id, message)
+        elif isinstance(message, CacheReported | SnapshotReported | TimelinesReported):
+            self._queries.answered(message.ask_id, message)
         elif isinstance(message, Failed):
             self._die(message.fault)
         elif isinstance(message, Ready):
@@ -421,15 +410,14 @@ class EngineClient:
         self._deliveries.finish()
         for unread in self._streams.end():
             unread.put(fault)
-        self._asks.fail(error_of(fault))
-        self._snapshots.fail(error_of(fault))
-        self._timelines.fail(error_of(fault))
+        self._queries.fail(error_of(fault))
 
-    async def _ask_cache(self, *, num_prefixes: int = 0, flush: bool = False) -> CacheReported:
+    async def _ask(self, query: Callable[..., ToEngine], **content: Any) -> Any:
+        """Return the engine's answer to a query."""
         self._check_answers()
-        ask_id, answer = self._asks.open()
-        if not self._link.send(QueryCache(ask_id=ask_id, num_prefixes=num_prefixes, flush=flush)):
-            self._asks.fail(_not_sent())
+        ask_id, answer = self._queries.open()
+        if not self._link.send(query(ask_id=ask_id, **content)):
+            self._queries.fail(WorkerError(NOT_SENT))
         return await answer
 
     # ---- open streams
@@ -489,7 +477,3 @@ def id_in_use(request_id: str) -> InvalidParameter:
         f"request id {request_id!r} is in use by a request that still runs; use another",
         param="request_id",
     )
-
-
-def _not_sent() -> WorkerError:
-    return WorkerError("the engine takes no messages; it is gone, or about to be")
