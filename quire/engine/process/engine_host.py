@@ -37,7 +37,7 @@ def run_engine(
     emit: Callable[[FromEngine], None],
     *,
     report: Report,
-    has_work: Callable[[bool], object] = bool,
+    has_work: Callable[[bool], None] = lambda has_work: None,
 ) -> bool:
     """Start, serve until Stop, end. Return False where it failed; the client has the reason.
 

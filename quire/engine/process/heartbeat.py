@@ -27,7 +27,7 @@ class Heartbeat:
         *,
         ops_done: Callable[[], int],
         beat: Callable[[int], None],
-        has_work: Callable[[bool], object] = bool,
+        has_work: Callable[[bool], None] = lambda has_work: None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._steps = steps
