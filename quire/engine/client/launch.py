@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import subprocess
 import threading
@@ -28,36 +27,11 @@ from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 from quire.config.process_limits import check_open_files
+from quire.engine.client.process_beat import ProcessBeat
 from quire.engine.client.socket_directory import SocketDirectory
 
 # The failure report must fit the pipe, which is read only once the process has ended.
 MAX_FAILURE_BYTES = 32 * 1024
-# Between the beats of an engine process.
-BEAT_S = 0.1
-
-
-class ProcessBeat:
-    """The memory in which a native thread of the process writes the time, ten times a second, while
-    the engine has work. An old time means that the process is stopped (SIGSTOP, a debugger, a
-    frozen cgroup) or gone; it says nothing of progress. Reading takes no message and no Python of
-    the engine, so a reader that was late sees the newest time.
-
-    file: the descriptor that the process inherits; `started` closes it."""
-
-    def __init__(self) -> None:
-        self.file = os.memfd_create("quire-beat", os.MFD_CLOEXEC)
-        os.truncate(self.file, mmap.PAGESIZE)
-        memory = mmap.mmap(self.file, mmap.PAGESIZE, prot=mmap.PROT_READ)
-        self._times_ms = memoryview(memory).cast("q")  # an item is read by one load
-
-    def started(self) -> None:
-        """Close the descriptor: the process has its own."""
-        os.close(self.file)
-
-    @property
-    def time_ms(self) -> int:
-        """The newest time, by `Clock`; 0 while the engine has no work."""
-        return self._times_ms[0]
 
 
 class EngineProcess:

@@ -24,7 +24,8 @@ from quire.base.heap import freeze_heap
 from quire.base.log import USUAL_LEVEL, Log
 from quire.base.log_process import LogSettings, start_logging
 from quire.engine.assembly.executor_choice import import_executor
-from quire.engine.client.launch import BEAT_S, MAX_FAILURE_BYTES, config_from_json
+from quire.engine.client.launch import MAX_FAILURE_BYTES, config_from_json
+from quire.engine.client.process_beat import PERIOD_S
 from quire.engine.process.channel import EngineSide, from_engine_wire
 from quire.engine.process.engine_host import run_engine
 from quire.engine.process.messages import Failed, FromEngine, Ready
@@ -61,7 +62,7 @@ def main() -> int:
         name="quire-parent-watch",
         daemon=True,
     ).start()
-    beats = MemoryBeat(arguments.beat_fd, BEAT_S)
+    beats = MemoryBeat(arguments.beat_fd, PERIOD_S)
     os.close(arguments.beat_fd)
     channel, log = EngineSide(arguments.endpoint), Log("engine")
 

@@ -18,7 +18,8 @@ from quire._native import MemoryBeat
 from quire.base.clock import Clock
 from quire.config.groups import EngineConfig
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.launch import ProcessBeat, SharedEngine
+from quire.engine.client.launch import SharedEngine
+from quire.engine.client.process_beat import ProcessBeat
 
 
 def _until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:

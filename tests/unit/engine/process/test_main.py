@@ -22,7 +22,8 @@ from quire.base.errors import CapacityError, ConfigError, TokenizerError, Weight
 from quire.base.records import FinishReason
 from quire.config.flags import engine_config
 from quire.engine.client.engine_client import EngineClient
-from quire.engine.client.launch import EngineProcess, ProcessBeat, config_to_json
+from quire.engine.client.launch import EngineProcess, config_to_json
+from quire.engine.client.process_beat import ProcessBeat
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.process.main import PARENT_GONE
 from tests.serve.preloaded import forked_children
