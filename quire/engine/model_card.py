@@ -72,8 +72,7 @@ class Health:
 
     ok is True only in state "ready". reason is empty where ok. pending counts open streams.
     silent_ms: since the engine process has sent anything, while it has work; it sends something
-    five times a second at least. no_beat_ms: since a native thread of that process has shown that
-    the process runs, while it has work; it does ten times a second. 0: not known.
+    five times a second at least.
     """
 
     ok: bool
@@ -82,4 +81,3 @@ class Health:
     pending: int
     steps_total: int
     silent_ms: int = 0
-    no_beat_ms: int = 0

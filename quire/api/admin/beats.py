@@ -1,13 +1,13 @@
 """GET /health/beats: signs of life of this process, and changes of its health as they come.
 
 For routers: a connection that stays open, with a comment ten times a second and an event whenever
-`/health` has another state, another API process of this server stops or goes on, or the engine's
-process shows no sign of life for several times as long as usual, or does again. A native thread
-writes the comments, without the interpreter lock, so they come while the event loop is busy with a
-thousand streams, and whatever the engine computes; they stop where the process stops. Where no
-thread can write to the connection (TLS, another ASGI server), the event loop does. Knows no router.
-Always holds: a draining or dead server ends the connection after its last event; a reader that does
-not keep up misses comments and delays no other.
+`/health` has another state, another API process of this server stops or goes on, or the engine
+sends nothing for several times as long as usual, or goes on after that. A native thread writes the
+comments, without the interpreter lock, so they come while the event loop is busy with a thousand
+streams, and whatever the engine computes; they stop where the process stops. Where no thread can
+write to the connection (TLS, another ASGI server), the event loop does. Knows no router. Always
+holds: a draining or dead server ends the connection after its last event; a reader that does not
+keep up misses comments and delays no other.
 """
 
 from __future__ import annotations
@@ -40,50 +40,31 @@ _LAST_STATES = ("draining", "dead")
 _MAX_SILENT_S = 2.0
 # Times of messages are whole milliseconds.
 _ROUNDED_S = 0.002
-# Beats of the engine's process may have been missed between two looks that are further apart.
-_FAR_S = 0.05
 
 
 class EngineWatch:
-    """Detects an engine process that is silent for several times its usual gap between messages,
-    or between the beats of its native thread, which stop only where the process stops.
+    """Detects an engine process that is silent for several times its usual gap between messages.
 
-    Time in which the event loop could not read messages does not count; beats are read from memory,
-    and the newest is known however late that is. Two checks in a row have to find it: messages that
-    have arrived are read in between."""
+    Time in which the event loop could not read messages does not count. Two checks in a row have to
+    find it: messages that have arrived are read in between."""
 
     def __init__(self) -> None:
-        self._time, self._gaps, self._beats = AwakeTime(), BeatGaps(), BeatGaps()
+        self._time, self._gaps = AwakeTime(), BeatGaps()
         self._planned_s = self._sent_s = 0.0
         self._was_late = False
 
     def is_silent(self, health: Health, now_s: float) -> bool:
         """Return whether the engine is silent. To be called every _LOOK_S."""
-        is_far = now_s > self._planned_s - _LOOK_S + _FAR_S
         self._time.tick(self._planned_s or now_s, now_s)
         self._planned_s = now_s + _LOOK_S
-        is_stopped = self._is_stopped(health, now_s, is_far=is_far)
         sent_s = now_s - health.silent_ms / 1000.0
         if sent_s - self._sent_s > _ROUNDED_S:
             self._sent_s = sent_s
             self._gaps.note(self._time.of(sent_s))
         quiet_s = self._time.of(now_s) - self._gaps.last_s
         is_late = health.silent_ms > 0 and quiet_s > self._gaps.limit_s(_MAX_SILENT_S)
-        was_late, self._was_late = self._was_late, is_late or is_stopped
-        return was_late and self._was_late
-
-    def _is_stopped(self, health: Health, now_s: float, *, is_far: bool) -> bool:
-        """Return whether the beats are late. is_far: some may have been missed."""
-        beats = self._beats
-        if not health.no_beat_ms:  # nothing is computed, or there are no beats
-            beats.has_stopped()
-            return False
-        beat_s = now_s - health.no_beat_ms / 1000.0
-        if beat_s - beats.last_s > _ROUNDED_S:
-            if is_far or self._was_late:  # what is between this beat and the last is no usual gap
-                beats.has_stopped()
-            beats.note(beat_s)
-        return now_s - beats.last_s > beats.limit_s(_MAX_SILENT_S)
+        was_late, self._was_late = self._was_late, is_late
+        return was_late and is_late
 
 
 class BeatRoutes:
@@ -233,7 +214,7 @@ def _fields_of(health: Health, stopped: tuple[int, ...], *, is_silent: bool) -> 
     if stopped:
         fields["stopped_processes"] = stopped
     if is_silent:
-        fields["silent_ms"] = max(health.silent_ms, health.no_beat_ms)
+        fields["silent_ms"] = health.silent_ms
     return fields
 
 

@@ -100,13 +100,7 @@ class EngineClient:
     template: ChatTemplate | None
 
     def __init__(
-        self,
-        link: Link,
-        config: EngineConfig,
-        *,
-        watchdog_s: float = 60.0,
-        number: int = 0,
-        process: EngineProcess | SharedEngine | None = None,
+        self, link: Link, config: EngineConfig, *, watchdog_s: float = 60.0, number: int = 0
     ) -> None:
         self.config = config
         self.notes: tuple[str, ...] = ()
@@ -115,7 +109,6 @@ class EngineClient:
         self.loading = (0, 0)
         self.dead = asyncio.Event()
         self._link = link
-        self._process = process
         self._clock = Clock()
         self._watchdog_ms = watchdog_s * 1000
         self._state: EngineState = "starting"
@@ -152,7 +145,7 @@ class EngineClient:
         )
 
         link = ProcessLink(process)
-        return cls(link, config, watchdog_s=watchdog_s, number=process.client, process=process)
+        return cls(link, config, watchdog_s=watchdog_s, number=process.client)
 
     @classmethod
     def in_process(cls, config: EngineConfig, *, watchdog_s: float = 60.0) -> EngineClient:
@@ -333,13 +326,7 @@ class EngineClient:
             pending=self._pending,
             steps_total=self.stats.steps_total,
             silent_ms=round(now_ms - self._message_ms) if self._is_working else 0,
-            no_beat_ms=self._no_beat_ms(now_ms) if self._is_working else 0,
         )
-
-    def _no_beat_ms(self, now_ms: float) -> int:
-        """Return the age of the newest sign of life of the process; 0 where it has none."""
-        beat_ms = 0 if self._process is None else self._process.beat_ms
-        return max(round(now_ms - beat_ms), 1) if beat_ms else 0
 
     async def close(self) -> None:
         """End the engine; open streams get WorkerError. Does not set `dead`. Twice is once."""

@@ -27,7 +27,6 @@ from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
 from quire.config.process_limits import check_open_files
-from quire.engine.client.process_beat import ProcessBeat
 from quire.engine.client.socket_directory import SocketDirectory
 
 # The failure report must fit the pipe, which is read only once the process has ended.
@@ -45,14 +44,9 @@ class EngineProcess:
     is_ours = True
 
     def __init__(
-        self,
-        popen: subprocess.Popen[bytes],
-        sockets: SocketDirectory,
-        failure_fd: int,
-        beat: ProcessBeat,
+        self, popen: subprocess.Popen[bytes], sockets: SocketDirectory, failure_fd: int
     ) -> None:
         self._popen = popen
-        self._beat = beat
         self._sockets = sockets
         self._failure_fd: int | None = failure_fd
         self._failure = b""
@@ -79,28 +73,23 @@ class EngineProcess:
         failure_fd: int | None = None
         try:
             failure_fd, child_fd = os.pipe()
-            beat = None
             try:
-                beat = ProcessBeat()
-                command += ["--failure-fd", str(child_fd), "--beat-fd", str(beat.file)]
                 popen = subprocess.Popen(
-                    command,
+                    [*command, "--failure-fd", str(child_fd)],
                     stdin=subprocess.PIPE,
                     bufsize=0,
                     env=env,
-                    pass_fds=[child_fd, beat.file],
+                    pass_fds=[child_fd],
                 )
             finally:
                 os.close(child_fd)
-                if beat is not None:
-                    beat.started()
         except OSError as error:
             if failure_fd is not None:
                 os.close(failure_fd)
             sockets.remove()
             raise SettingError(f"the engine process cannot be started: {error}") from error
         os.set_blocking(failure_fd, False)
-        process = cls(popen, sockets, failure_fd, beat)
+        process = cls(popen, sockets, failure_fd)
         assert popen.stdin is not None, "Popen was asked for a pipe"
         with contextlib.suppress(OSError):  # it has already exited; `wait` reports how
             popen.stdin.write(config_to_json(config).encode() + b"\n")
@@ -123,11 +112,6 @@ class EngineProcess:
     def process_id(self) -> int:
         """The operating system's number."""
         return self._popen.pid
-
-    @property
-    def beat_ms(self) -> int:
-        """When the process has shown that it runs, by the machine's clock; 0 without work."""
-        return self._beat.time_ms
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Return the exit code (negative: the signal that ended it); None where it still runs."""
@@ -169,7 +153,6 @@ class SharedEngine:
     """
 
     is_ours = False
-    beat_ms = 0  # the parent reads them
 
     def __init__(self, folder: Path, client: int) -> None:
         self.folder = folder

@@ -209,7 +209,6 @@ class DataParallelEngine(CallEngine):
             pending=sum(one.pending for one in all_health),
             steps_total=self.stats.steps_total,
             silent_ms=min((one.silent_ms for one in all_health if one.pending), default=0),
-            no_beat_ms=min((one.no_beat_ms for one in all_health if one.pending), default=0),
         )
 
     async def close(self) -> None:

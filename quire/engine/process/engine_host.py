@@ -37,11 +37,8 @@ def run_engine(
     emit: Callable[[FromEngine], None],
     *,
     report: Report,
-    has_work: Callable[[bool], None] = lambda has_work: None,
 ) -> bool:
-    """Start, serve until Stop, end. Return False where it failed; the client has the reason.
-
-    has_work: called in a thread, with whether the engine computes; see Heartbeat."""
+    """Start, serve until Stop, end. Return False where it failed; the client has the reason."""
     clock, ending = Clock(), ExitStack()
     try:
         emit(Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid()))
@@ -57,7 +54,6 @@ def run_engine(
             core.steps,
             ops_done=engine.ops_done,
             beat=lambda ops_done: emit(Beat(ops_done=ops_done)),
-            has_work=has_work,
         )
         ending.callback(heartbeat.close)
         if engine.trace is not None:

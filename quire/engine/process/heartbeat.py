@@ -3,8 +3,7 @@
 A step may take longer than a client waits for a sign of life. A beat has the executor's counter of
 operations, which shows whether the step makes progress as well. Costs some events a second where
 steps are long and nothing otherwise. Reads no clock: it counts its own periods. Always holds: a
-beat is sent only if the engine has work and has collected no plan since the last check; the thread
-sleeps without a deadline while the engine has none.
+beat is sent only if the engine has work and has collected no plan since the last check.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ _PERIOD_S = 0.1
 
 
 class Heartbeat:
-    """Watch the steps of one engine. `ops_done`, `beat` and `has_work` are called in the
-    heartbeat's thread; `has_work` with True at each check, and with False before it sleeps."""
+    """Watch the steps of one engine. `ops_done` and `beat` are called in the heartbeat's thread."""
 
     def __init__(
         self,
@@ -27,13 +25,11 @@ class Heartbeat:
         *,
         ops_done: Callable[[], int],
         beat: Callable[[int], None],
-        has_work: Callable[[bool], None] = lambda has_work: None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._steps = steps
         self._ops_done = ops_done
         self._beat = beat
-        self._has_work = has_work
         self._period_s = period_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="quire-heartbeat", daemon=True)
@@ -48,10 +44,7 @@ class Heartbeat:
     def _watch(self) -> None:
         steps, num_collected = self._steps, -1
         while True:
-            if not steps.active.wait(self._period_s):  # set by each step that is tried
-                self._has_work(False)
-                steps.active.wait()
-            self._has_work(True)
+            steps.active.wait()  # set by each step that is tried
             if self._ended.wait(self._period_s):
                 return
             steps.active.clear()

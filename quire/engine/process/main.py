@@ -19,13 +19,11 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from quire._native import MemoryBeat
 from quire.base.heap import freeze_heap
 from quire.base.log import USUAL_LEVEL, Log
 from quire.base.log_process import LogSettings, start_logging
 from quire.engine.assembly.executor_choice import import_executor
 from quire.engine.client.launch import MAX_FAILURE_BYTES, config_from_json
-from quire.engine.client.process_beat import PERIOD_S
 from quire.engine.process.channel import EngineSide, from_engine_wire
 from quire.engine.process.engine_host import run_engine
 from quire.engine.process.messages import Failed, FromEngine, Ready
@@ -40,7 +38,6 @@ def main() -> int:
     )
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
     parser.add_argument("--failure-fd", type=int, required=True, help="pipe for a failure's reason")
-    parser.add_argument("--beat-fd", type=int, required=True, help="memory for signs of life")
     parser.add_argument("--log-level", default=USUAL_LEVEL)
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
@@ -62,8 +59,6 @@ def main() -> int:
         name="quire-parent-watch",
         daemon=True,
     ).start()
-    beats = MemoryBeat(arguments.beat_fd, PERIOD_S)
-    os.close(arguments.beat_fd)
     channel, log = EngineSide(arguments.endpoint), Log("engine")
 
     def emit(message: FromEngine) -> None:
@@ -75,7 +70,7 @@ def main() -> int:
         channel.emit(message)
 
     try:
-        done = run_engine(config, channel, emit, report=log.error, has_work=beats.run)
+        done = run_engine(config, channel, emit, report=log.error)
     finally:
         channel.close()
     return 0 if done else 1

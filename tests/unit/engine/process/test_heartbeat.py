@@ -57,27 +57,3 @@ def test_an_engine_that_tries_steps_in_vain_beats() -> None:
             threading.Event().wait(0.002)
         beats.get()
     heartbeat.close()
-
-
-def test_it_is_known_whether_there_is_work_and_short_pauses_between_steps_are_work() -> None:
-    steps, calls = StepCounts(), list[bool]()
-    heartbeat = Heartbeat(
-        steps, ops_done=lambda: 0, beat=lambda ops_done: None, has_work=calls.append, period_s=0.4
-    )
-    for _ in range(2):
-        _submit(steps)
-        while not any(calls):
-            threading.Event().wait(0.005)
-        calls.clear()
-        for _ in range(40):  # each is collected at once
-            _submit(steps)
-            steps.num_collected = steps.num_submitted
-            threading.Event().wait(0.02)
-        assert set(calls) == {True}
-        while calls[-1]:
-            threading.Event().wait(0.005)
-        num_calls = len(calls)
-        threading.Event().wait(1.0)
-        assert len(calls) == num_calls, "it sleeps"
-        calls.clear()
-    heartbeat.close()
