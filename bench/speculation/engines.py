@@ -36,6 +36,7 @@ from quire.hub.cache import with_local_model
 from quire.speculative.control import AdaptiveControl, FixedControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.rests import NoRests
 
 MAX_DRAFTS = 8
 # Different prompts: of models that write text, of synthetic ones, and of repeated passages. Larger
@@ -133,7 +134,8 @@ class Engines:
             return
         answers_of(side, [first_token(task) for task in tasks], batch)
         if self._cell.part == "history" and side.name != "off":
-            answers_of(side, tasks[:1], batch)
+            # The last task: the first ones of the measurement do not repeat it.
+            answers_of(side, tasks[-1:], batch)
 
     def _start(self, name: str) -> Side:
         models = DraftModels(shares_noise=self._cell.proposer != "independent")
@@ -155,7 +157,7 @@ class Engines:
 
 def _fixed_control(num_drafts: int, num_slots: int, max_drafts: int) -> FixedControl:
     """Return a control in place of the adaptive one."""
-    return FixedControl(num_drafts)
+    return FixedControl(num_drafts, NoRests())
 
 
 def _started(config: EngineConfig, ending: ExitStack) -> tuple[Engine, PausedClock]:

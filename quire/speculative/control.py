@@ -133,13 +133,14 @@ class Control(Protocol):
 
 
 class FixedControl:
-    """Always as many drafts as allowed, at most `num_drafts`."""
+    """As many drafts as allowed, at most `num_drafts`. rests: as those of the adaptive control;
+    NoRests: in every step."""
 
     balance: DraftBalance | None = None
     is_informed, probes, speedup = True, False, math.inf
 
-    def __init__(self, num_drafts: int) -> None:
-        self.rests = DraftRests()
+    def __init__(self, num_drafts: int, rests: DraftRests | None = None) -> None:
+        self.rests = rests or DraftRests()
         self._num_drafts = np.int32(num_drafts)
 
     def begin(self, slot: int, *, predicts: bool) -> None:

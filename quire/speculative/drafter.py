@@ -46,6 +46,9 @@ RETRY_STEPS = 4.0
 DRAFTS_PER_CATCH_UP = 64.0
 # Steps of a rest of which the end is not known: until those without drafts have earned a trial.
 UNTIL_EARNED = 1 << 30
+# With plans in flight: after so many steps in turn in which the last costs spoke against drafts,
+# the control is asked with those of now.
+MAX_REFUSED = 16
 
 
 class PredictedCost(Protocol):
@@ -123,6 +126,7 @@ class Drafter:
         # Of the step for which the control was asked last, and for that.
         self._step_ms = self._asked_ms = 0.0
         self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
+        self._num_refused = 0  # steps in turn, by the last costs
         self._num_new = 0  # that began since what is known was doubted
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
@@ -246,6 +250,9 @@ class Drafter:
                 rests.until_look -= 1
                 return True
             if balance is not None and not balance.allows_drafts:
+                if rests.left:
+                    rests.left -= 1
+                    rests.until_look -= 1
                 return True
             if self._lookup is not None:
                 try:
@@ -270,18 +277,32 @@ class Drafter:
             return np.zeros(len(index), np.bool_)
         try:
             rests = self._control.rests
-            if rests.left and (self._lookup is None or not self._lookup.finds_long(tokens)):
+            if rests.left and not (self._num_predicting or self._finds_long(tokens)):
                 return np.zeros(len(index), np.bool_)
             drafts, may_compute = self._found(tokens, index, limits)
             limits = drafts.counts + may_compute
-            if rests.last:  # the last costs may no longer hold: ask again
+            # After a rest, or many refusals, the last costs may no longer hold: ask again.
+            if rests.last or self._num_refused >= MAX_REFUSED:
+                self._num_refused = 0
                 return limits > 0
-            return self._chosen(tokens, index, limits, drafts.matches, may_compute > 0, None) > 0
+            pay = self._chosen(tokens, index, limits, drafts.matches, may_compute > 0, None) > 0
+            if np.logical_or.reduce(limits):
+                self._num_refused = 0 if np.logical_or.reduce(pay) else self._num_refused + 1
+            return pay
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  nothing waits for drafts
             self._lose(index, error)
             return np.zeros(len(index), np.bool_)
+
+    def _finds_long(self, tokens: TokenTable) -> bool:
+        """Return whether drafts of a long match may be found."""
+        if self._lookup is None:
+            return False
+        try:
+            return self._lookup.finds_long(tokens)
+        except Exception:  # noqa: BLE001  `propose` finds out for which request
+            return True
 
     def propose(
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
@@ -364,14 +385,16 @@ class Drafter:
         drafts.counts[:] = self._chosen(
             tokens, index, drafts.counts, drafts.matches, drafts.counts < 0, cost
         )
-        are_long = False
+        are_long = has_long = False
         if self._control.rests.looks:
-            of_short = drafts.counts * (drafts.matches < LONG_MATCH)
-            are_long = not np.logical_or.reduce(of_short)
-        self._note_choice(pays=bool(np.logical_or.reduce(drafts.counts)), are_long=are_long)
+            is_long = drafts.matches >= LONG_MATCH
+            are_long = not np.logical_or.reduce(drafts.counts * ~is_long)
+            has_long = bool(np.logical_or.reduce(is_long))
+        pays = bool(np.logical_or.reduce(drafts.counts))
+        self._note_choice(pays=pays, are_long=are_long, has_long=has_long)
         return self._joined(drafts)
 
-    def _note_choice(self, *, pays: bool, are_long: bool = False) -> None:
+    def _note_choice(self, *, pays: bool, are_long: bool = False, has_long: bool = False) -> None:
         control = self._control
         control.rests.note_choice(
             pays=pays and not control.probes,
@@ -379,6 +402,7 @@ class Drafter:
             asked_ms=self._asked_ms,
             speedup=control.speedup,
             are_long=are_long,
+            has_long=has_long,
         )
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:

@@ -5,7 +5,8 @@ Counts steps; knows no clock and no requests. Always holds: while drafts pay, on
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
 ASK_SHARE of the time, and are halved by each step in which drafts pay; of two such rests in turn
 at most one ends early, while the short ones after a lookup in vain may all do. Where proposers know
-how long matches are, a long one ends a rest, if the last that did so was followed by drafts.
+how long matches are, a long one ends a rest; they are looked for less often each time that no draft
+of one pays.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class DraftRests:
         if self._num_misses >= MANY_MISSES:
             num_steps = max(num_steps, min(int(MISS_MS / max(step_ms, 1e-3)), MAX_MISS_STEPS))
         if self.looks:
-            num_steps = self.until_look = min(num_steps, self._look_steps)
+            if self._num_misses < MANY_MISSES:
+                num_steps = min(num_steps, self._look_steps)
+            self.until_look = num_steps
         self.left = num_steps
         self._since += 1 + num_steps
 
@@ -117,15 +120,17 @@ class DraftRests:
         asked_ms: float,
         speedup: float = math.inf,
         are_long: bool = False,
+        has_long: bool = True,
     ) -> None:
         """Rest where no draft pays, longer each time; let a step without drafts come at times.
 
         asked_ms: what this takes. speedup: that drafts promise. are_long: only drafts that follow
-        long matches pay, which shortens no rest, as such a match ends it.
+        long matches pay, which shortens no rest, as such a match ends it. has_long: there were some
+        of these to choose from.
         """
         self._may_end, self._ended_early = pays or not self._ended_early, False
         self._num_misses = 0
-        found_long, self._found_long = self._found_long, False
+        found_long, self._found_long = self._found_long and has_long, False
         if pays:
             self._look_steps, self._look_times = LOOK_STEPS, 1
             self.last = self.left = 0
@@ -143,13 +148,27 @@ class DraftRests:
         self._since = 1 + self._kept
         self._until_plain = STEPS_PER_PLAIN
         if self.looks:
-            most = min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS)
+            most = max(min(int(LOOK_MS / max(step_ms, 1e-3)), MAX_LOOK_STEPS), 1)
             if found_long:  # nor do drafts of a long match pay now
-                self._look_times *= 2
-                self._look_steps = max(most, 1) * self._look_times
+                self._look_times = min(2 * self._look_times, longest)
+                self._look_steps = most * self._look_times
             self._max_look_steps = min(most * self._look_times, longest)
             self.until_look = self._look_steps = min(self._look_steps, self._max_look_steps)
 
     def _end(self) -> None:
         self._since -= self.left
         self.left = 0
+
+
+class NoRests(DraftRests):
+    """Drafts are asked for in every step."""
+
+    def takes_plain_step(self) -> bool:
+        """See DraftRests."""
+        return False
+
+    def note_miss(self, step_ms: float) -> None:
+        """Do nothing."""
+
+    def note_choice(self, **_: object) -> None:
+        """Do nothing."""

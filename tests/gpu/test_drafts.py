@@ -222,7 +222,7 @@ def test_an_engine_drafts_and_verifies(
         verified(self, index, drafted, good)
 
     monkeypatch.setattr(Drafter, "verified", watched)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "threads": 1}

@@ -121,7 +121,7 @@ def test_drafts_beside_weights_in_host_memory_change_no_answer(
 
     monkeypatch.setattr(LayerStream, "__init__", watched)
     monkeypatch.setattr(Drafter, "verified", counting)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)

@@ -55,7 +55,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         verified(self, index, drafted, good)
 
     monkeypatch.setattr(Drafter, "verified", watched)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return counts

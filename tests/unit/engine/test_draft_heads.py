@@ -62,7 +62,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
     for proposer in (MedusaProposer, EagleProposer):
         monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
@@ -414,7 +414,7 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
         verified(self, slots, drafted, accepted)
 
     monkeypatch.setattr(EagleProposer, "verified", counted)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)

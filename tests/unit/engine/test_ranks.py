@@ -59,7 +59,7 @@ def test_what_several_ranks_do_not_support_is_refused(settings: dict[str, Any], 
 def test_what_drafts_beside_ranks_and_stages_changes_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     sampling = SamplingParams(max_tokens=24, temperature=0.0, logprobs=2)
 
     async def answered(**settings: Any) -> tuple[Any, int]:

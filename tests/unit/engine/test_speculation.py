@@ -56,7 +56,7 @@ def all_drafts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         verified(self, index, drafted, good)
 
     monkeypatch.setattr(Drafter, "verified", watched)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return accepted
@@ -131,7 +131,7 @@ def test_a_history_that_would_never_be_used_is_refused(
 def test_earlier_answers_are_proposed_within_a_tenant(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     verified, accepted = Drafter.verified, [0]

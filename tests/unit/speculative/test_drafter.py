@@ -17,7 +17,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.scheduler.interfaces import DraftCost
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
-from quire.speculative.drafter import Drafter
+from quire.speculative.drafter import MAX_REFUSED, Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer, Proposer
@@ -267,6 +267,54 @@ def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
     assert case.drafter.would_propose(case.tokens, index, limits).all()
     assert case.propose(0) == [[7]]
     assert case.drafter.would_propose(case.tokens, index, limits).all()
+
+
+def resting() -> Case:
+    """Return a case of which slot 0 rests, with prompt lookup."""
+    case = Case(NgramProposer(NUM_SLOTS), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    for _ in range(6):
+        case.drafter._control.rests.note_choice(pays=False, step_ms=0.1, asked_ms=1.0)
+    return case
+
+
+def test_predictions_do_not_rest_beside_a_request_that_does() -> None:
+    case = resting()
+    case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
+    index, limits = np.array([0, 1]), np.full(2, MAX_DRAFTS, np.int32)
+    assert case.drafter.would_propose(case.tokens, index, limits).tolist() == [False, True]
+
+
+def test_many_refusals_by_the_last_costs_are_put_to_the_test() -> None:
+    class Refuses(FixedControl):
+        def limits(self, slots: Any, limits: Int32s, cost: Any, are_long: Any = None) -> Int32s:
+            return limits if cost is not None else np.zeros_like(limits)
+
+    case = Case(ScriptedProposer(), Refuses(MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    index, limits = np.array([0]), ints(MAX_DRAFTS)
+    waits = [bool(case.drafter.would_propose(case.tokens, index, limits)[0]) for _ in range(40)]
+    assert waits == 2 * ([False] * MAX_REFUSED + [True]) + [False] * (40 - 2 * (MAX_REFUSED + 1))
+
+
+def test_a_proposer_that_raises_while_it_is_looked_for_a_long_match_is_asked() -> None:
+    case = resting()
+    case.drafter._control.rests.until_look = 0
+    case.drafter._lookup.finds_long = lambda tokens: 1 / 0  # type: ignore[union-attr]
+    assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
+    assert not case.drafter.num_errors
+
+
+def test_a_rest_goes_on_while_drafts_have_to_earn_what_they_lost() -> None:
+    case = resting()
+    rests, balance = case.drafter._control.rests, case.drafter._control.balance
+    assert balance is not None
+    while balance.allows_drafts:
+        balance.drafted(-8.0, 10.0, 0.0)
+    rests.until_look = 0
+    before = rests.left
+    assert case.drafter.skips_step(case.tokens)
+    assert rests.left == before - 1
 
 
 def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:

@@ -188,3 +188,35 @@ def test_lookups_that_find_nothing_rest_no_longer_than_until_a_look() -> None:
     rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
     rests.note_miss(0.1)
     assert rests.quiet == rests.left == LOOK_STEPS
+
+
+def test_without_repetition_lookups_rest_as_long_as_without_looks() -> None:
+    with_looks, without = DraftRests(looks=True), DraftRests()
+    for rests in (with_looks, without):
+        for _ in range(MANY_MISSES):
+            rests.left = 0
+            rests.note_miss(0.1)
+    assert with_looks.quiet == without.left == MAX_MISS_STEPS
+
+
+@pytest.mark.parametrize("step_ms", [9.0, 20.0])
+def test_in_long_steps_too_looks_in_vain_become_rarer(step_ms: float) -> None:
+    rests, found = looking(step_ms), []
+    for _ in range(4000):
+        found.append(steps_until_look(rests))
+        if rests.left:
+            rests.note_look(finds=True)
+        rests.note_choice(pays=False, step_ms=step_ms, asked_ms=ASKED_MS)
+    longest = int(128 * STEP_MS / step_ms)  # as asking takes so long
+    assert found[:3] == [1, 2, 4][: len(found[:3])]
+    assert found[-1] == longest
+    assert rests._look_times <= longest
+
+
+def test_a_look_says_nothing_where_other_drafts_were_chosen_from() -> None:
+    rests = looking()
+    for _ in range(3):
+        steps_until_look(rests)
+        rests.note_look(finds=True)
+        rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS, has_long=False)
+    assert steps_until_look(rests) == LOOK_STEPS

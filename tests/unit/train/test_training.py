@@ -168,7 +168,7 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
             patch.setattr(EagleProposer, "propose", watching)
             patch.setattr(
                 "quire.speculative.control.AdaptiveControl.limits",
-                lambda self, slots, limits, cost: limits,
+                lambda self, slots, limits, *cost: limits,
             )
             patch.setattr(  # as the clock has it
                 "quire.scheduler.speculation.draft_rows.DraftRows._steps_to_time", lambda *given: 0

@@ -58,7 +58,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         verified(self, index, drafted, accepted)
 
     monkeypatch.setattr(Drafter, "verified", watched)
-    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, cost: limits)
+    monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return counts
