@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.rests import NoRests
 from tests.unit.speculative.priced_engine import FIRST_TOKEN, MAX_DRAFTS, Engine, Load
 from tests.unit.speculative.test_changed_traffic import COLD, SMALL, TINY
 
@@ -67,7 +68,7 @@ def token_ms(machine: str, share: float, control: Control | None) -> float:
 @cache
 def best_ms(machine: str, share: float) -> float:
     """Return the milliseconds of a token with the best fixed number of drafts, or none."""
-    controls = [None, *(FixedControl(num) for num in FIXED)]
+    controls = [None, *(FixedControl(num, NoRests()) for num in FIXED)]
     return min(token_ms(machine, share, control) for control in controls)
 
 
@@ -94,7 +95,7 @@ def test_a_control_that_knows_no_matches_fails_this(monkeypatch: pytest.MonkeyPa
 def main() -> None:
     for machine in MACHINES:
         for share in (0.0, 0.3, 0.5, 0.7, 0.9):
-            fixed_ms = [token_ms(machine, share, FixedControl(num)) for num in FIXED]
+            fixed_ms = [token_ms(machine, share, FixedControl(num, NoRests())) for num in FIXED]
             ms = token_ms(machine, share, None)
             gains = [round(ms / one_ms, 3) for one_ms in fixed_ms]
             print(machine, share, round(of_best(machine, share), 3), gains, flush=True)
