@@ -136,7 +136,7 @@ def _gpu_parts(result: dict[str, Any] | None) -> list[str]:
         return ["## On a GPU", "Not yet measured."]
     return [
         "## On a GPU",
-        card_text(result),
+        _wrapped(card_text(result)),
         "\n".join([*HEAD, *lines]),
         "Published by others, on other machines and by other methods; not a direct comparison.",
         "\n".join(published_table()),
