@@ -15,6 +15,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.base.close_delimited import CloseDelimited
 from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 << 10
@@ -91,7 +92,7 @@ class BoundedHeads(HttpToolsProtocol):
         """Start a request, for uvicorn."""
         if cycle.scope["http_version"] in ("0.9", "1.0"):
             cycle.keep_alive = False
-            app = _close_delimited(app, cycle)
+            app = CloseDelimited(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -111,25 +112,3 @@ class BoundedHeads(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-
-def _close_delimited(app: Any, cycle: RequestResponseCycle) -> Any:
-    """Return an application with responses that end with the connection unless they have a
-    length."""
-
-    async def run(scope: Any, receive: Any, send: Any) -> None:
-        has_length = False
-
-        async def send_unchunked(message: Any) -> None:
-            nonlocal has_length
-            if message["type"] == "http.response.start":
-                has_length = any(name == b"content-length" for name, _ in message["headers"])
-                if not has_length:
-                    cycle.chunked_encoding = False
-            elif not has_length:  # uvicorn counts down what it expects: always this piece
-                cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
-
-        await app(scope, receive, send_unchunked)
-
-    return run

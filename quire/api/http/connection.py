@@ -23,10 +23,11 @@ from typing import Any, Protocol, cast
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.api.http.connection_ends import PROBE, BegunTransport, CloseDelimited, is_reset
+from quire.api.http.connection_ends import PROBE, BegunTransport, is_reset
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
+from quire.base.close_delimited import CloseDelimited
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
