@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from bench.gpu.models import LLAMA, TINY
-from bench.gpu.requests import DRY, FULL, Load
+from bench.gpu.requests import DRY, FEW, FULL, Load
 from bench.gpu.stage import Stage
 
-WAVES = (16, 128, 512)  # requests: a few, half of what ours runs, all
+WAVES = (FEW, 128, 512)  # requests: a few, half of what ours runs, all
 # Settings for it; the last is its own default if flash attention is installed.
 WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

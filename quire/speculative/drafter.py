@@ -250,9 +250,7 @@ class Drafter:
                 rests.until_look -= 1
                 return True
             if balance is not None and not balance.allows_drafts:
-                if rests.left:
-                    rests.left -= 1
-                    rests.until_look -= 1
+                self.rested(1)
                 return True
             if self._lookup is not None:
                 try:
