@@ -78,8 +78,8 @@ class Engine:
         self.wait(lambda: all(self.streams[id_].finish_reason is not None for id_ in ids))
 
     def end(self) -> None:
-        """Stop the engine."""
-        self._thread.end()
+        """Stop the engine. Raises AssertionError where it hangs."""
+        assert self._thread.end()
 
     def wait(self, condition: Any) -> None:
         """Wait until a condition holds; it is looked at with each output."""

@@ -27,6 +27,7 @@ BACKEND = ("--distributed-executor-backend", "external_launcher")
 ASKED = {"prompt": "abc", "max_tokens": 20, "logprobs": 5, "seed": 3, "temperature": 0.8}
 # A KV cache of 16 or 32 blocks, with a disk tier below it.
 SMALL = ("--max-model-len", "256", "--max-num-seqs", "2")
+NUM_TRIES = 10
 TIER = ("--kv-cache-memory", "64KiB", "--kv-tier-fetch", "always")
 # Under --executor native one process per core is allowed; each rank counts its own machine.
 LAYOUTS = {
@@ -133,11 +134,15 @@ def wanted(model: Path) -> dict[str, object]:
 
 def check_tier(server: RunningServer) -> None:
     """Let a prompt's blocks be evicted by those of others, and be found again in the tier."""
-    for number in (*range(8), 0):
-        prompt = f"{number} {'ab ' * 60}"
-        status, answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
-        assert status == 200, answer
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 96
+    for _ in range(NUM_TRIES):  # a disk that is too slow leaves some unsaved
+        for number in (*range(8), 0):
+            prompt = f"{number} {'ab ' * 60}"
+            status, answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
+            assert status == 200, answer
+        cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if cached_tokens >= 96 or not server.metric("quire_tier_unsaved_blocks_total"):
+            break
+    assert cached_tokens >= 96
     assert server.metric("quire_tier_fetched_blocks_total") >= 6
     assert server.metric("quire_tier_failures_total") == 0
 

@@ -31,9 +31,10 @@ class EngineThread:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._inbox = QueueInbox()
+        self._report = Log("engine").error
 
         def run() -> None:
-            run_engine(config, self._inbox, emit, report=Log("engine").error)
+            run_engine(config, self._inbox, emit, report=self._report)
             on_end()
 
         self._thread = threading.Thread(target=run, name="quire-engine", daemon=True)
@@ -43,10 +44,14 @@ class EngineThread:
         """Queue a message to the engine."""
         self._inbox.put(message)
 
-    def end(self) -> None:
-        """Ask the engine to stop and wait for it."""
+    def end(self) -> bool:
+        """Ask the engine to stop and wait for it; False where it hangs and is left behind."""
         self._inbox.put(Stop())
         self._thread.join(_END_S)
+        is_left = self._thread.is_alive()
+        if is_left:
+            self._report("the engine's thread has not ended", waited_s=_END_S)
+        return not is_left
 
 
 class QueueInbox:

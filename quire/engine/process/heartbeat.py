@@ -48,7 +48,8 @@ class Heartbeat:
             if self._ended.wait(self._period_s):
                 return
             steps.active.clear()
-            if steps.num_submitted > steps.num_collected:
+            # A close that came just before the clear is not lost: it has ended first.
+            if steps.num_submitted > steps.num_collected or self._ended.is_set():
                 steps.active.set()
             if steps.num_collected == num_collected:
                 self._beat(self._ops_done())

@@ -57,3 +57,22 @@ def test_an_engine_that_tries_steps_in_vain_beats() -> None:
             threading.Event().wait(0.002)
         beats.get()
     heartbeat.close()
+
+
+def test_a_close_between_the_end_of_a_period_and_the_next_ends_the_thread() -> None:
+    class ClosedAtClear(threading.Event):
+        def clear(self) -> None:
+            if not closing.is_alive():
+                closing.start()
+                closing.join(0.2)  # it has woken the heartbeat, and waits for its end
+            super().clear()
+
+    steps = StepCounts()
+    steps.active = ClosedAtClear()
+    heartbeat = Heartbeat(steps, ops_done=lambda: 0, beat=lambda _: None, period_s=0.005)
+    closing = threading.Thread(target=heartbeat.close, daemon=True)
+    steps.active.set()
+    while closing.ident is None:
+        threading.Event().wait(0.005)
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
