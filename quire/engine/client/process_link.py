@@ -16,6 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from quire.base.errors import WorkerError
+from quire.base.log import Log
 from quire.engine.client.launch import EngineProcess, SharedEngine
 from quire.engine.process.channel import (
     from_engine_wire,
@@ -106,8 +107,8 @@ class ProcessLink:
         await loop.run_in_executor(None, self._end, wait_s)
 
     def _end(self, wait_s: float) -> None:
-        if wait_s:
-            self._process.wait(wait_s)
+        if wait_s and self._process.wait(wait_s) is None:
+            Log("engine").error("the engine process is killed: it has not ended", waited_s=wait_s)
         self._process.end(0.0)
         self._context.destroy(linger=0)
 

@@ -50,7 +50,7 @@ class EngineThread:
         self._thread.join(_END_S)
         is_left = self._thread.is_alive()
         if is_left:
-            self._report("the engine's thread has not ended", waited_s=_END_S)
+            self._report("the engine's thread is left behind: it has not ended", waited_s=_END_S)
         return not is_left
 
 

@@ -21,6 +21,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import CapacityError, ConfigError, TokenizerError, WeightsError, WorkerError
 from quire.base.records import FinishReason
 from quire.config.flags import engine_config
+from quire.engine.client import process_link
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import EngineProcess, config_to_json
 from quire.engine.client.tokenizer_side import load_tokenizer_side
@@ -116,6 +117,18 @@ def test_a_killed_engine_is_reported_to_all_waiting_clients(model: Path) -> None
         assert client.health().state == "dead"
 
     run(story, model)
+
+
+def test_an_engine_that_hangs_at_its_end_is_killed_and_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process_link, "_END_S", 0.2)
+
+    async def story(client: EngineClient) -> None:
+        os.kill(_process_id(client), signal.SIGSTOP)
+
+    run(story, model)
+    assert "the engine process is killed: it has not ended" in capsys.readouterr().err
 
 
 def test_signals_for_a_clean_end_do_not_end_the_engine_itself(model: Path) -> None:
