@@ -76,6 +76,7 @@ class Prober:
         self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
         self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
+        self._silent_s: dict[Replica, float] = {}  # since when its engine is, by its own finding
         self._probing: dict[Replica, asyncio.Task[None]] = {}
         headers = key_headers(self._settings.replica_key)
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -98,6 +99,7 @@ class Prober:
                     if not is_late:
                         self._check_stall(replica)
                         self._check_answers(replica)
+                        self._check_engine(replica)
                     self._begin_probe(replica)
                     if replica.is_up:
                         self._beats.follow(replica)
@@ -123,7 +125,7 @@ class Prober:
         self._beats.keep(self._fleet.replicas.values())
         of_replicas: tuple[dict[Replica, Any], ...]
         of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
-        of_replicas += (self._heard_s,)
+        of_replicas += (self._heard_s, self._silent_s)
         for known in of_replicas:
             for replica in [one for one in known if one.state == "removed"]:
                 del known[replica]
@@ -245,6 +247,7 @@ class Prober:
 
     def _hear(self, replica: Replica, health: BeatHealth) -> None:
         """Act on what a replica says of itself, without a probe."""
+        self._silent_s.pop(replica, None)
         if health.ok and health.silent_ms and not replica.is_fenced:
             self._hear_silence(replica, health.silent_ms / 1000)
         elif health.ok or health.state == ASLEEP or replica.is_fenced:
@@ -258,16 +261,37 @@ class Prober:
             self._fence(replica, state, health.reason)
 
     def _hear_silence(self, replica: Replica, silent_s: float) -> None:
-        """Fence a replica that finds its engine to be stopped, unless others are slow, too: then
-        its answers to probes decide."""
+        """Fence a replica that finds its engine to be stopped; later where others are slow, too, or
+        were lately."""
         now_s = self._loop.time()
         if (
             self._others_work(replica, silent_s, now_s)
             and self._silence.factor_of(replica, now_s, others_work=True) == 1.0
         ):
-            self._heard_s[replica] = now_s
-            self._engines[replica].report(silent_s)
-            self._give_up_engine(replica, silent_s, None, now_s)
+            self._find_silent(replica, silent_s, None, now_s)
+        else:
+            self._silent_s[replica] = now_s - silent_s
+            self._check_engine(replica)
+
+    def _check_engine(self, replica: Replica) -> None:
+        """Fence a replica whose own finding, that its engine is silent, has lasted for longer than
+        false alarms did. Its limit adapts to these as well, so it is not multiplied."""
+        since_s, now_s = self._silent_s.get(replica), self._loop.time()
+        beat_s = self._beats.quiet_s(replica, now_s)
+        if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
+            return  # the end of the silence may not have been read
+        silent_s = now_s - max(since_s, replica.progress_s)
+        limit_s = self._exceeded_s(replica, silent_s, MIN_SILENT_S, now_s)
+        if limit_s is not None:
+            self._find_silent(replica, silent_s, limit_s, now_s)
+
+    def _find_silent(
+        self, replica: Replica, silent_s: float, limit_s: float | None, now_s: float
+    ) -> None:
+        """Fence a replica by its own finding; see _give_up_engine."""
+        self._heard_s[replica] = now_s
+        self._engines[replica].report(silent_s)
+        self._give_up_engine(replica, silent_s, limit_s, now_s)
 
     def _leaves(self, replica: Replica, state: str, reason: str) -> None:
         """Note that a replica takes no requests and finishes those it has."""
