@@ -29,6 +29,8 @@ from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
 _MODELS_EVERY_S = 30.0
+# Answers to /v1/models without models.
+_REFUSALS = (401, 403, 503)
 # A server answers probes beside its engine, so it need not be waited for as long as for a step: a
 # multiple of its longest answer lately, within these bounds; and longer than that answer at least.
 MIN_ANSWER_S, ANSWER_S = 1.0, 2.0
@@ -459,7 +461,10 @@ class Prober:
     async def _read_models(self, replica: Replica) -> bool:
         """Read the fingerprints; return whether they could be read."""
         async with asyncio.timeout(self._probe_limit_s):
-            status, models = await self._get(replica, b"/v1/models", _Models, none_at=(401, 403))
+            status, models = await self._get(replica, b"/v1/models", _Models, none_at=_REFUSALS)
+        if status == 503:  # its engine was up when it answered /health
+            self._fence(replica, "dead", "its engine is down: /v1/models answers 503")
+            return False
         if models is None:
             reason = f"/v1/models answers {status}; give the replicas' key (--replica-key-file)"
             self._fence(replica, "locked", reason)

@@ -44,6 +44,7 @@ class FakeReplica:
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
         self.fingerprint = fingerprint
         self.models = models or ("box",)
+        self.models_status = 200
         self.answer: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = (
             lambda method, path, fields: None
         )
@@ -138,6 +139,9 @@ class FakeReplica:
                 return True
             return await self._beat(writer)
         if path == b"/v1/models":
+            if self.models_status != 200:
+                _whole(writer, self.models_status, {"error": {"message": "the engine is gone"}})
+                return True
             entries = [
                 {"id": model, "system_fingerprint": self.fingerprint, "max_model_len": 100}
                 for model in self.models

@@ -68,6 +68,33 @@ def test_a_replica_with_a_report_of_no_sense_gets_nothing(health: dict[str, Any]
     assert (len(liar.requests), len(honest.requests)) == (0, 4)
 
 
+@pytest.mark.parametrize("was_used", [False, True])
+def test_a_replica_without_an_engine_is_down_until_it_lists_its_models_again(
+    was_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that dies between the answers to /health and /v1/models."""
+    only = FakeReplica()
+    only.models_status = 200 if was_used else 503
+
+    async def story(router: Router) -> None:
+        [replica] = router.fleet.replicas.values()
+        if was_used:
+            assert replica.is_up
+            only.models_status = 503
+            monkeypatch.setattr("quire.router.prober._MODELS_EVERY_S", 0.0)
+            while replica.is_up:
+                await asyncio.sleep(0.01)
+        assert replica.state == "dead"
+        assert replica.reason == "its engine is down: /v1/models answers 503"
+        assert not any("not that of a server of Quire" in line for line in router.lines)
+        only.models_status = 200
+        while not replica.is_up:
+            await asyncio.sleep(0.01)
+        assert (await router.post("/generate", STREAM))[2] == ANSWER
+
+    run([only], story)
+
+
 def test_a_replica_behind_a_partition_adds_nothing_when_it_is_over() -> None:
     """Its stream goes on elsewhere; what it still sends of its own is not passed on."""
     first, second = FakeReplica(), FakeReplica()
