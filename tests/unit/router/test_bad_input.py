@@ -95,6 +95,28 @@ def test_a_replica_without_an_engine_is_down_until_it_lists_its_models_again(
     run([only], story)
 
 
+def test_no_replica_promises_a_stream_that_its_client_can_resume() -> None:
+    """The router has no route for that, and continues the stream itself."""
+    replicas = [FakeReplica(), FakeReplica()]
+    replicas[0].fails_after = 4
+
+    async def story(router: Router) -> None:
+        body = {**STREAM, "stream_options": {"resumable": True}}
+        assert (await router.post("/generate", body))[2] == ANSWER
+        assert len(replicas[1].requests) == 1
+        for replica in replicas:
+            replica.raw_answer = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+                b"x-quire-resume-seconds: 30\r\ncontent-length: 2\r\n\r\n{}"
+            )
+        status, headers, _ = await router.post("/generate", STREAM)
+        assert status == 200
+        assert b"content-type" in headers
+        assert b"x-quire-resume-seconds" not in headers
+
+    run(replicas, story)
+
+
 def test_a_replica_behind_a_partition_adds_nothing_when_it_is_over() -> None:
     """Its stream goes on elsewhere; what it still sends of its own is not passed on."""
     first, second = FakeReplica(), FakeReplica()
