@@ -371,6 +371,8 @@ def run(
     replicas: list[FakeReplica],
     story: Callable[[Router], Awaitable[Any]],
     features: Features | None = None,
+    *,
+    within_s: float = 20.0,
     **settings: Any,
 ) -> Any:
     """Run a story with a router before the replicas; nothing of it may be left open."""
@@ -381,7 +383,7 @@ def run(
         router = Router(replicas, features, **settings)
         try:
             await router.start()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(within_s):
                 result = await story(router)
             assert router.admission.num_open == 0
             for replica in router.fleet.replicas.values():

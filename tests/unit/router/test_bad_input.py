@@ -243,6 +243,41 @@ def test_a_body_that_is_announced_too_large_is_not_read() -> None:
     assert all(b"body_too_large" in one["body"] for one in sent[1::2])
 
 
+@pytest.mark.parametrize("every_s", [1e9, 7.0])
+def test_a_body_of_which_half_is_sent_is_refused_after_a_while(every_s: float) -> None:
+    """No more comes, or a little of it now and then."""
+    sent: list[Any] = []
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        pauses_s = iter([0.0])
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(next(pauses_s, every_s))
+            return {"type": "http.request", "body": b'{"tokens"', "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+        scope["headers"] = [(b"content-length", b"4000")]
+        await router.app(scope, receive, send)
+        assert 59.9 < loop.time() - began_s < 60.1
+        assert router.admission.num_open == 0
+        assert 'requests_total{route="/generate",status="408"} 1.0' in (
+            router.metrics.text().decode()
+        )
+
+    replica = FakeReplica()
+    run([replica], story, within_s=100.0, probe_s=5.0, stall_s=20.0)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert b'"code":"timeout"' in sent[1]["body"]
+    assert b"did not come within 60 s" in sent[1]["body"]
+    assert not replica.requests
+
+
 def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: Any) -> None:
     """Time in which the router's own loop was busy is no silence of a server."""
     replica = FakeReplica()
