@@ -282,7 +282,7 @@ class Prober:
         beat_s = self._beats.quiet_s(replica, now_s)
         if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
             return  # the end of the silence may not have been read
-        silent_s = now_s - max(since_s, replica.progress_s)
+        silent_s = now_s - since_s  # what was sent on later had come before
         limit_s = self._exceeded_s(replica, silent_s, MIN_SILENT_S, now_s)
         if limit_s is not None:
             self._find_silent(replica, silent_s, limit_s, now_s)
