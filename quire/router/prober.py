@@ -276,8 +276,8 @@ class Prober:
             self._check_engine(replica)
 
     def _check_engine(self, replica: Replica) -> None:
-        """Fence a replica once its engine has been silent, as it finds itself, for longer than false
-        alarms last. Its own limit adapts to these as well, so that is not multiplied."""
+        """Fence a replica once its engine has been silent, by its own finding, for longer than
+        false alarms last. Its own limit adapts to these as well, so that is not multiplied."""
         since_s, now_s = self._silent_s.get(replica), self._loop.time()
         beat_s = self._beats.quiet_s(replica, now_s)
         if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
