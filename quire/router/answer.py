@@ -264,7 +264,7 @@ class Answer:
         request, failures = self._request, self._state.failures
         if failures.are_final:
             reason, why = "failures", failures.summary
-        elif request.why_not:
+        elif request.why_not and not self._state.has_repeatable:
             reason = "not_continuable"
             why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
         elif failures.are_at_two:

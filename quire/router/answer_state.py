@@ -37,7 +37,8 @@ class AnswerParts:
 class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
     answer; None for any. key: what policies read of it. tried: replicas that failed with it or
-    refused it. fingerprint: of the replica that has begun its stream. has_place: of MovePlaces."""
+    refused it. fingerprint: of the replica that has begun its stream. has_place: of MovePlaces.
+    has_repeatable: what the client has, if anything, is heartbeats: any attempt may begin anew."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class AnswerState:
         self.failures = Failures()
         self.fingerprint = ""
         self.has_place = False
+        self.has_repeatable = True
         self.continuation = Continuation(parts.fleet.resumes, parts.metrics)
         self.read_prompt()
 

@@ -30,6 +30,8 @@ from quire.router.summaries import read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
+# In which a body has to come, as at a replica.
+BODY_TIME_S = 60.0
 # Of the length of a body; a number with more is larger than any limit.
 _MAX_DIGITS = 18
 
@@ -127,7 +129,7 @@ class RouterApp:
         reservation: Reservation | None = None
         request: RoutedRequest | None = None
         try:
-            raw = await self._body(scope, receive)
+            raw = await self._body_in_time(scope, receive, client)
             client.watch()
             request = RoutedRequest(
                 path,
@@ -171,6 +173,22 @@ class RouterApp:
         used = request.replaced_tokens if is_refused else request.used_tokens()
         await reservation.settle(used)
         self._metrics.quota_tokens.labels("used").inc(used)
+
+    async def _body_in_time(
+        self, scope: dict[str, Any], receive: Receive, client: ClientResponse
+    ) -> bytes:
+        """Read the body; the connection of one that does not come is closed. Raises Refusal."""
+        try:
+            async with asyncio.timeout(BODY_TIME_S):
+                return await self._body(scope, receive)
+        except TimeoutError:
+            client.added.append((b"connection", b"close"))
+            raise Refusal(
+                408,
+                "timeout",
+                f"the request's body did not come within {BODY_TIME_S:g} s; send it faster, or "
+                "send less",
+            ) from None
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body. One that is announced to be too large is not read; of another one no more

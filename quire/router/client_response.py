@@ -21,6 +21,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
+# Of a replica that keeps the events of a stream: a router has no route to it.
+_RESUMABLE = b"x-quire-resume-seconds"
 # Headers of one connection, not of a message, and of one process of a replica.
 HOP_BY_HOP = frozenset(
     {
@@ -65,7 +67,7 @@ class ClientResponse:
     async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
         """Send status and headers, those of a connection left out. The router's server adds the
         date."""
-        left_out = HOP_BY_HOP | {b"date"}
+        left_out = HOP_BY_HOP | {b"date", _RESUMABLE}
         kept = [header for header in headers if header[0] not in left_out]
         kept += self.added
         if length is not None:

@@ -232,7 +232,7 @@ class Placement:
         waits for one for some time."""
         state, fleet = self._state, self._fleet
         request, started = state.request, state.client.started
-        if started and request.why_not:
+        if started and request.why_not and not state.has_repeatable:
             return None
         if started and self._is_refused:  # the successor was full
             self._is_refused = False

@@ -29,6 +29,8 @@ from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
 # States in which a replica takes no requests but finishes those it has.
 _LEAVING = ("draining", "paused")
 _MODELS_EVERY_S = 30.0
+# Answers to /v1/models without models.
+_REFUSALS = (401, 403, 503)
 # A server answers probes beside its engine, so it need not be waited for as long as for a step: a
 # multiple of its longest answer lately, within these bounds; and longer than that answer at least.
 MIN_ANSWER_S, ANSWER_S = 1.0, 2.0
@@ -76,6 +78,7 @@ class Prober:
         self._look_s = 0.0  # when the first silent replica has been silent for too long
         self._read_models_s: dict[Replica, float] = {}
         self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
+        self._silent_s: dict[Replica, float] = {}  # since when its engine is, by its own finding
         self._probing: dict[Replica, asyncio.Task[None]] = {}
         headers = key_headers(self._settings.replica_key)
         self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
@@ -98,6 +101,7 @@ class Prober:
                     if not is_late:
                         self._check_stall(replica)
                         self._check_answers(replica)
+                        self._check_engine(replica)
                     self._begin_probe(replica)
                     if replica.is_up:
                         self._beats.follow(replica)
@@ -123,7 +127,7 @@ class Prober:
         self._beats.keep(self._fleet.replicas.values())
         of_replicas: tuple[dict[Replica, Any], ...]
         of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
-        of_replicas += (self._heard_s,)
+        of_replicas += (self._heard_s, self._silent_s)
         for known in of_replicas:
             for replica in [one for one in known if one.state == "removed"]:
                 del known[replica]
@@ -245,6 +249,7 @@ class Prober:
 
     def _hear(self, replica: Replica, health: BeatHealth) -> None:
         """Act on what a replica says of itself, without a probe."""
+        self._silent_s.pop(replica, None)
         if health.ok and health.silent_ms and not replica.is_fenced:
             self._hear_silence(replica, health.silent_ms / 1000)
         elif health.ok or health.state == ASLEEP or replica.is_fenced:
@@ -258,16 +263,37 @@ class Prober:
             self._fence(replica, state, health.reason)
 
     def _hear_silence(self, replica: Replica, silent_s: float) -> None:
-        """Fence a replica that finds its engine to be stopped, unless others are slow, too: then
-        its answers to probes decide."""
+        """Fence a replica that finds its engine to be stopped; later where others are slow, too, or
+        were lately."""
         now_s = self._loop.time()
         if (
             self._others_work(replica, silent_s, now_s)
             and self._silence.factor_of(replica, now_s, others_work=True) == 1.0
         ):
-            self._heard_s[replica] = now_s
-            self._engines[replica].report(silent_s)
-            self._give_up_engine(replica, silent_s, None, now_s)
+            self._find_silent(replica, silent_s, None, now_s)
+        else:
+            self._silent_s[replica] = now_s - silent_s
+            self._check_engine(replica)
+
+    def _check_engine(self, replica: Replica) -> None:
+        """Fence a replica once its engine has been silent, by its own finding, for longer than
+        false alarms last. Its own limit adapts to these as well, so that is not multiplied."""
+        since_s, now_s = self._silent_s.get(replica), self._loop.time()
+        beat_s = self._beats.quiet_s(replica, now_s)
+        if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
+            return  # the end of the silence may not have been read
+        silent_s = now_s - since_s  # what was sent on later had come before
+        limit_s = self._exceeded_s(replica, silent_s, MIN_SILENT_S, now_s)
+        if limit_s is not None:
+            self._find_silent(replica, silent_s, limit_s, now_s)
+
+    def _find_silent(
+        self, replica: Replica, silent_s: float, limit_s: float | None, now_s: float
+    ) -> None:
+        """Fence a replica by its own finding; see _give_up_engine."""
+        self._heard_s[replica] = now_s
+        self._engines[replica].report(silent_s)
+        self._give_up_engine(replica, silent_s, limit_s, now_s)
 
     def _leaves(self, replica: Replica, state: str, reason: str) -> None:
         """Note that a replica takes no requests and finishes those it has."""
@@ -435,7 +461,10 @@ class Prober:
     async def _read_models(self, replica: Replica) -> bool:
         """Read the fingerprints; return whether they could be read."""
         async with asyncio.timeout(self._probe_limit_s):
-            status, models = await self._get(replica, b"/v1/models", _Models, none_at=(401, 403))
+            status, models = await self._get(replica, b"/v1/models", _Models, none_at=_REFUSALS)
+        if status == 503:  # its engine was up when it answered /health
+            self._fence(replica, "dead", "its engine is down: /v1/models answers 503")
+            return False
         if models is None:
             reason = f"/v1/models answers {status}; give the replicas' key (--replica-key-file)"
             self._fence(replica, "locked", reason)

@@ -35,6 +35,7 @@ _MAX_TOKENS, _MAX_ANSWERS = 2**31, 4096
 _NOT_CONTINUABLE = (
     *("use_beam_search", "mirostat", "echo", "t_max_predict_ms", "n_indent", "background"),
 )
+_OPTIONS = "stream_options"
 _encode = msgspec.json.Encoder().encode
 
 
@@ -79,7 +80,10 @@ class RoutedRequest:
         self.is_stream = stream is True or b"stream=true" in query.split(b"&")
         self.why_not = "it is whole"
         if self.is_stream:
+            is_declined = _decline_resumable(self.form, self.fields)
             self.why_not = _why_not_continuable(path, self.route, self.form, self.fields)
+            if is_declined and self.why_not:
+                self.raw = _encode(self.fields)
         self.shows_comments = bool(value_at(self.fields, self.form.output_ids))
         self.journal = StreamJournal({} if self.why_not else self.fields)
         self.num_delivered = 0
@@ -234,6 +238,18 @@ def _fields(raw: bytes) -> dict[str, Any]:
     except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _decline_resumable(form: ApiForm, fields: dict[str, Any]) -> bool:
+    """Leave out stream_options.resumable, and return whether it was there: a client has no route to
+    the replica that would keep the events. The router continues the stream instead."""
+    options = fields.get(_OPTIONS)
+    if form.output_ids[:1] != (_OPTIONS,) or not isinstance(options, dict):
+        return False
+    if options.get("resumable") is not True:
+        return False
+    fields[_OPTIONS] = {name: one for name, one in options.items() if name != "resumable"}
+    return True
 
 
 def _prompt_tokens(fields: Mapping[str, Any], raw: bytes) -> int:

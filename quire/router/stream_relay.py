@@ -95,7 +95,7 @@ class StreamRelay:
         return True
 
     async def _pass_on(self, attempt: Attempt) -> None:
-        """Stream what cannot be continued."""
+        """Stream what cannot be continued: after heartbeats alone it can be begun anew."""
         client, request, exchange = self._client, self._request, attempt.exchange
         start = b"" if request.path == RESPONSES else None
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
@@ -105,6 +105,9 @@ class StreamRelay:
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
                 attempt.replica.progressed(self._loop.time())
+                if self._state.has_repeatable:
+                    self._state.has_repeatable = False
+                    self._state.continuation.has_event(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
                 if id_ := created_id(start):

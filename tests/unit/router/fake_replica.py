@@ -44,6 +44,7 @@ class FakeReplica:
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
         self.fingerprint = fingerprint
         self.models = models or ("box",)
+        self.models_status = 200
         self.answer: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = (
             lambda method, path, fields: None
         )
@@ -138,6 +139,9 @@ class FakeReplica:
                 return True
             return await self._beat(writer)
         if path == b"/v1/models":
+            if self.models_status != 200:
+                _whole(writer, self.models_status, {"error": {"message": "the engine is gone"}})
+                return True
             entries = [
                 {"id": model, "system_fingerprint": self.fingerprint, "max_model_len": 100}
                 for model in self.models
@@ -367,6 +371,8 @@ def run(
     replicas: list[FakeReplica],
     story: Callable[[Router], Awaitable[Any]],
     features: Features | None = None,
+    *,
+    within_s: float = 20.0,
     **settings: Any,
 ) -> Any:
     """Run a story with a router before the replicas; nothing of it may be left open."""
@@ -377,7 +383,7 @@ def run(
         router = Router(replicas, features, **settings)
         try:
             await router.start()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(within_s):
                 result = await story(router)
             assert router.admission.num_open == 0
             for replica in router.fleet.replicas.values():

@@ -68,6 +68,55 @@ def test_a_replica_with_a_report_of_no_sense_gets_nothing(health: dict[str, Any]
     assert (len(liar.requests), len(honest.requests)) == (0, 4)
 
 
+@pytest.mark.parametrize("was_used", [False, True])
+def test_a_replica_without_an_engine_is_down_until_it_lists_its_models_again(
+    was_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that dies between the answers to /health and /v1/models."""
+    only = FakeReplica()
+    only.models_status = 200 if was_used else 503
+
+    async def story(router: Router) -> None:
+        [replica] = router.fleet.replicas.values()
+        if was_used:
+            assert replica.is_up
+            only.models_status = 503
+            monkeypatch.setattr("quire.router.prober._MODELS_EVERY_S", 0.0)
+            while replica.is_up:
+                await asyncio.sleep(0.01)
+        assert replica.state == "dead"
+        assert replica.reason == "its engine is down: /v1/models answers 503"
+        assert not any("not that of a server of Quire" in line for line in router.lines)
+        only.models_status = 200
+        while not replica.is_up:
+            await asyncio.sleep(0.01)
+        assert (await router.post("/generate", STREAM))[2] == ANSWER
+
+    run([only], story)
+
+
+def test_no_replica_promises_a_stream_that_its_client_can_resume() -> None:
+    """The router has no route for that, and continues the stream itself."""
+    replicas = [FakeReplica(), FakeReplica()]
+    replicas[0].fails_after = 4
+
+    async def story(router: Router) -> None:
+        body = {**STREAM, "stream_options": {"resumable": True}}
+        assert (await router.post("/generate", body))[2] == ANSWER
+        assert len(replicas[1].requests) == 1
+        for replica in replicas:
+            replica.raw_answer = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+                b"x-quire-resume-seconds: 30\r\ncontent-length: 2\r\n\r\n{}"
+            )
+        status, headers, _ = await router.post("/generate", STREAM)
+        assert status == 200
+        assert b"content-type" in headers
+        assert b"x-quire-resume-seconds" not in headers
+
+    run(replicas, story)
+
+
 def test_a_replica_behind_a_partition_adds_nothing_when_it_is_over() -> None:
     """Its stream goes on elsewhere; what it still sends of its own is not passed on."""
     first, second = FakeReplica(), FakeReplica()
@@ -192,6 +241,41 @@ def test_a_body_that_is_announced_too_large_is_not_read() -> None:
     run([FakeReplica()], story, max_body_bytes=4096)
     assert [one["status"] for one in sent[::2]] == [413, 413]
     assert all(b"body_too_large" in one["body"] for one in sent[1::2])
+
+
+@pytest.mark.parametrize("every_s", [1e9, 7.0])
+def test_a_body_of_which_half_is_sent_is_refused_after_a_while(every_s: float) -> None:
+    """No more comes, or a little of it now and then."""
+    sent: list[Any] = []
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        pauses_s = iter([0.0])
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(next(pauses_s, every_s))
+            return {"type": "http.request", "body": b'{"tokens"', "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+        scope["headers"] = [(b"content-length", b"4000")]
+        await router.app(scope, receive, send)
+        assert 59.9 < loop.time() - began_s < 60.1
+        assert router.admission.num_open == 0
+        assert 'requests_total{route="/generate",status="408"} 1.0' in (
+            router.metrics.text().decode()
+        )
+
+    replica = FakeReplica()
+    run([replica], story, within_s=100.0, probe_s=5.0, stall_s=20.0)
+    assert sent[0]["status"] == 408
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert b'"code":"timeout"' in sent[1]["body"]
+    assert b"did not come within 60 s" in sent[1]["body"]
+    assert not replica.requests
 
 
 def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: Any) -> None:

@@ -109,6 +109,31 @@ def test_a_server_that_finds_its_engine_silent_is_given_up_without_a_probe() -> 
     run([first, second], story, probe_s=0.2, stall_s=30.0, silence_s=60.0)
 
 
+def test_silence_that_is_found_counts_from_the_engine_s_last_message() -> None:
+    """A server passes on what had come before, also after its engine has stopped."""
+    first, second = FakeReplica(), FakeReplica()
+    first.has_beats = True
+    first.silent_after = 5
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        await _until(lambda: first.beats is not None)
+        open_stream = asyncio.ensure_future(stream(router))
+        await _until(lambda: len(first.requests) == 1)
+        [one, _] = router.fleet.replicas.values()
+        router.prober._silence.factor = 2.0
+        router.prober._silence._changed_s = loop.time()
+        first.changes.put_nowait({"ok": True, "state": "ready", "silent_ms": 700})
+        await _until(first.changes.empty)
+        began_s = loop.time()
+        one.progressed(began_s + 0.1)
+        assert (await open_stream)[2] == ANSWER
+        assert 1.2 < loop.time() - began_s < 1.4
+        assert one.reason == "its engine has sent nothing for 2.0 s"
+
+    run([first, second], story, probe_s=0.05, stall_s=30.0, silence_s=60.0)
+
+
 @pytest.mark.parametrize("said", [{"ok": False, "state": "draining"}, {}])
 def test_a_server_that_drains_or_has_no_more_beats_keeps_its_streams(said: dict[str, Any]) -> None:
     first, second = FakeReplica(), FakeReplica()

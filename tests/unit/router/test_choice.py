@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
         ({"prompt": "a", "num_return_sequences": 2}, ""),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "stream_options": 5}, "stream_options"),
-        ({"prompt": "a", "stream_options": {"resumable": True}}, "resumable"),
+        ({"prompt": "a", "stream_options": {"resumable": True}}, ""),
         ({"prompt": "a", "output_ids": ["x"]}, "output_ids"),
         ({"prompt": "a", "output_ids": [[1], ["x"]]}, "output_ids"),
         ({"prompt": "a", "output_ids": [[1], 2]}, "output_ids"),
@@ -85,6 +85,26 @@ def test_which_streams_can_be_continued(fields: dict[str, object], why: str) -> 
     assert why in request.why_not
     again = json.loads(request.body())
     assert ("seed" in again) == (not why)
+
+
+@each_case(
+    ("path", "fields", "options"),
+    [
+        ("/v1/completions", {"prompt": "a"}, {"include_output_ids": True, "include_usage": True}),
+        ("/generate", {"prompt": "a"}, {"include_output_ids": True, "include_usage": True}),
+        ("/v1/completions", {"prompt": "a", "echo": True}, {"include_usage": True}),
+        ("/v1/completions", {"stream": False}, {"resumable": True, "include_usage": True}),
+        ("/v1/messages", {}, {"resumable": True, "include_usage": True}),
+    ],
+)
+def test_no_stream_is_resumable_by_its_client(
+    path: str, fields: dict[str, object], options: dict[str, object]
+) -> None:
+    """Where it can be left out it is; other routes refuse it."""
+    asked = {"resumable": True, "include_usage": True}
+    body = {"stream": True, "stream_options": asked, **fields}
+    request = RoutedRequest(path, [], json.dumps(body).encode())
+    assert json.loads(request.body())["stream_options"] == options
 
 
 def test_deltas_do_not_depend_on_how_bytes_are_cut() -> None:

@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 
 from quire.router import head_bounds
 from quire.router.head_bounds import BoundedHeads
+from tests.unit.router.fake_replica import Router
 
 PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -99,6 +100,29 @@ def test_a_connection_without_a_whole_head_is_closed_after_a_while(
         assert kept.count(b"\r\n\r\nok") == 4, "with whole heads it stays"
 
     serving(is_whole, story)
+
+
+def test_a_connection_with_half_a_body_is_refused_and_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it then sends more or nothing."""
+    monkeypatch.setattr("quire.router.app.BODY_TIME_S", 0.2)
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\ncontent-length: 50\r\n\r\n"
+    routers = list[Router]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        routers[:] = routers or [Router([])]
+        await routers[0].app(scope, receive, send)
+
+    async def story(port: int) -> None:
+        for rest in ([], [b"1"] * 4):
+            found = await answer(port, head, b'{"tokens":', *rest, pause_s=0.03)
+            assert found.startswith(b"HTTP/1.1 408 ")
+            assert found.count(b"HTTP/1.1") == 1
+            assert b"did not come within 0.2 s" in found
+        await routers[0].close()
+
+    serving(app, story)
 
 
 def test_where_there_is_no_room_the_connections_without_a_request_are_closed(

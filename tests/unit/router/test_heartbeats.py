@@ -13,10 +13,13 @@ from tests.unit.router.fake_replica import FakeReplica, Router, _chunk, run
 
 HEARTBEAT = b": heartbeat\n\n"
 EVENT = b'data: {"token": 100}\n\n'
+NOT_CONTINUABLE: dict[str, Any] = {"tokens": [1], "stream": True, "prompt_logprobs": 0}
 
 
 class Heartbeating(FakeReplica):
-    """Sends heartbeats until its gate opens, then an event."""
+    """Sends heartbeats until its gate opens, then an event. first_event: before them."""
+
+    first_event = b""
 
     async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(
@@ -24,6 +27,8 @@ class Heartbeating(FakeReplica):
             b"transfer-encoding: chunked\r\n\r\n"
         )
         assert self.gate is not None
+        if self.first_event:
+            _chunk(writer, self.first_event)
         while not self.gate.is_set():
             _chunk(writer, HEARTBEAT)
             await writer.drain()
@@ -44,8 +49,8 @@ def test_a_heartbeat_gives_back_no_place_to_move_and_ends_no_wait(
 
     async def story(router: Router) -> None:
         got = list[bytes]()
-        body = {"tokens": [1], "stream": True, "prompt_logprobs": 0}
-        asking = asyncio.ensure_future(router.post("/generate", body, on_piece=got.append))
+        asked = router.post("/generate", NOT_CONTINUABLE, on_piece=got.append)
+        asking = asyncio.ensure_future(asked)
         while len(got) < 3:
             await asyncio.sleep(0.01)
         [load] = router.fleet.replicas[only.url].loads
@@ -58,6 +63,36 @@ def test_a_heartbeat_gives_back_no_place_to_move_and_ends_no_wait(
         assert not load.is_new
 
     run([only], story)
+
+
+@pytest.mark.parametrize("has_event", [False, True])
+def test_a_stream_with_heartbeats_alone_begins_anew_at_another_replica(has_event: bool) -> None:
+    first, second = Heartbeating(), FakeReplica()
+    first.gate = asyncio.Event()
+    second.prompt_tokens = 1
+
+    async def story(router: Router) -> None:
+        got = list[bytes]()
+        first.first_event = EVENT if has_event else b""
+        asked = router.post("/generate", NOT_CONTINUABLE, on_piece=got.append)
+        asking = asyncio.ensure_future(asked)
+        while len(got) < 3:
+            await asyncio.sleep(0.01)
+        first.stop_listening(cuts=True)
+        status, _, body = await asking
+        assert status == 200
+        if has_event:
+            assert b"cannot be continued exactly: it has prompt_logprobs" in body
+            assert router.count("quire_router_broken_streams_total") == 1
+            return
+        assert body.startswith(HEARTBEAT)
+        assert body.replace(HEARTBEAT, b"").startswith(b'data: {"token": 100}\n\n')
+        assert body.count(b"data: [DONE]") == 1
+        assert second.requests == first.requests, "the whole request once more"
+        assert router.count("quire_router_resumed_streams_total") == 1
+        assert router.count("quire_router_resume_seconds_count") == 1
+
+    run([first, second], story)
 
 
 def test_a_replica_that_only_sends_heartbeats_is_stalled() -> None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bench.router.virtual_time import run_virtual
+from quire.api.admin.beats import EngineWatch
+from quire.engine.model_card import Health
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import Exchange
 from tests.unit.router.fake_replica import Router
@@ -24,6 +26,8 @@ __all__ = ["SteppedServer", "VirtualFleet", "run_virtual", "whole_answer"]
 PROMPTS_A_STEP = 64
 # After so long without a step an engine says that it lives.
 BEAT_S = 0.25
+# How often a server looks whether its engine is silent.
+WATCH_S = 0.02
 
 
 class _Link:
@@ -54,7 +58,8 @@ class SteppedServer:
     """One server. step_s: returns how long a step takes by the time and the open streams. health_s:
     how long /health takes by the time. Both, and the steps, stand still while `is_stopped`; the
     steps alone while `hangs`, and the engine's signs of life as well while its process
-    `is_frozen`."""
+    `is_frozen`. finds_silence: whether it says with its beats that its engine is silent.
+    spoken_s: of the engine's signs of life without a step."""
 
     has_processes = False
 
@@ -69,6 +74,7 @@ class SteppedServer:
         self.steps_total = 0
         self.is_stopped = self.hangs = self.is_frozen = self.is_killed = False
         self.has_beats = True
+        self.finds_silence, self.spoken_s = False, BEAT_S
         self._num_kills = 0
         self._beating: list[asyncio.Future[None]] = []
         self.beat_s: Callable[[float], float] = lambda now_s: 0.1
@@ -167,13 +173,39 @@ class SteppedServer:
             await asyncio.sleep(0.01)
         if path == b"/v1/models":
             return 200, b'{"data":[{"id":"box","system_fingerprint":"fp_a"}]}'
+        health = {"ok": True, "state": "ready", "pending": len(self._streams)}
+        health |= {"silent_ms": self._silent_ms}
+        return 200, json.dumps({**health, "steps_total": self.steps_total}).encode()
+
+    @property
+    def _silent_ms(self) -> float:
+        """How long the engine has sent nothing, while it has work."""
         silent_s = self._loop.time() - self._spoke_s
         if not self.is_frozen:
-            silent_s = min(silent_s, BEAT_S)
-        silent_ms = 1000 * silent_s if self._streams else 0
-        health = {"ok": True, "state": "ready", "pending": len(self._streams)}
-        health |= {"silent_ms": silent_ms}
-        return 200, json.dumps({**health, "steps_total": self.steps_total}).encode()
+            silent_s = min(silent_s, self.spoken_s)
+        return 1000 * silent_s if self._streams else 0.0
+
+    async def _watch(self, exchange: Exchange) -> None:
+        """Say when the engine is silent for longer than usual, and when that is over."""
+        watch, was_silent = EngineWatch(), False
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.is_stopped or self.is_killed:
+                continue
+            health = Health(
+                ok=True,
+                state="ready",
+                reason="",
+                pending=len(self._streams),
+                steps_total=self.steps_total,
+                silent_ms=round(self._silent_ms),
+            )
+            is_silent = watch.is_silent(health, self._loop.time())
+            if is_silent != was_silent:
+                said: dict[str, Any] = {"ok": True, "state": "ready", "reason": ""}
+                said |= {"silent_ms": health.silent_ms} if is_silent else {}
+                exchange.got(b"data: %b\n\n" % json.dumps(said).encode())
+            was_silent = is_silent
 
     async def _beat(self, exchange: Exchange, link: _Link) -> None:
         """Send beats while the server's process runs, as late as `beat_s` says."""
@@ -184,6 +216,8 @@ class SteppedServer:
         await asyncio.sleep(self._health_s(self._loop.time()))  # its event loop takes connections
         exchange.got_head(200, [(b"content-type", b"text/event-stream")])
         died = self._num_kills
+        if self.finds_silence:
+            self._beating.append(asyncio.ensure_future(self._watch(exchange)))
         while not (link.is_cut or self._num_kills > died):
             while self.is_stopped:
                 await asyncio.sleep(0.01)
