@@ -25,7 +25,7 @@ from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
-from quire.scheduler.running_batch import Index, Int32s, RunningBatch
+from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
 from quire.scheduler.speculation.step_curve import bucket_of
@@ -247,10 +247,10 @@ class DraftRows(StepExtension):
             return
         if self._plain_left or self._source.rest_steps:
             return
-        index = batch.active
-        late = batch.scheduled[index] >= batch.tokens.lengths[index]
-        limits = self._limits(index, batch.tokens.lengths[index])
-        index, limits = index[late & (limits > 0)], limits[late & (limits > 0)]
+        index, lengths = batch.active, batch.tokens.lengths[batch.active]
+        limits: Int32s = np.minimum(self._max_drafts[index], batch.ceiling[index] - lengths)
+        late = (batch.scheduled[index] >= lengths) & (limits > 0)
+        index, limits = index[late], limits[late]
         if len(index):
             waits = self._source.would_propose(batch.tokens, index, limits)
             step.paused += index[waits].tolist()
@@ -266,7 +266,7 @@ class DraftRows(StepExtension):
         if self._plain_left and step.builder.has_rows:
             self._plain_left -= 1
             return
-        if self._source.skips_step(batch.tokens):
+        if self._source.skips_step(batch.tokens, lambda: self._able_slots(step)):
             self._begin_rest(step.builder.step)
             return
         if step.budget.spent or not step.builder.has_rows:
@@ -276,9 +276,7 @@ class DraftRows(StepExtension):
         if (plain_steps := self._steps_to_time(rows, step.builder.step)) > 0:
             self._plain_due, self._plain_left = 0, plain_steps - 1
             return
-        limits = self._limits(rows.slot_index, rows.ends)
-        can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
-        can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        can, limits = self._able(rows)
         num_able = int(np.add.reduce(can))
         if not num_able:
             return
@@ -335,6 +333,23 @@ class DraftRows(StepExtension):
             float(price.added_ms[num_drafts]) + num_rows * price.row_ms - self._prices.after_ms,
             self._prompts_ms,
         )
+
+    def _able(self, rows: Rows) -> tuple[Bools, Int32s]:
+        """Return which of `rows` may have drafts, and these how many: those that sample one token
+        after all known ones, and may have another."""
+        index, ends = rows.slot_index, rows.ends
+        limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - ends)
+        can: Bools = (ends == self._batch.tokens.lengths[index]) & (limits > 0)
+        can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        return can, limits
+
+    def _able_slots(self, step: Step) -> Index:
+        """Return the slots that may have drafts in a step."""
+        if step.budget.spent or not step.builder.has_rows:
+            return self._batch.active[:0]
+        rows = Rows(*step.builder.joined_rows())
+        can, _ = self._able(rows)
+        return rows.slot_index[can]
 
     def _note_use(self) -> None:
         """Note whether drafts were computed, or failed."""
@@ -511,11 +526,6 @@ class DraftRows(StepExtension):
             return 0
         self._source.begin(slot, request)
         return min(request.speculation.max_drafts, self._source.max_drafts)
-
-    def _limits(self, index: Index, lengths: Int32s) -> Int32s:
-        """Return how many drafts may follow the known tokens: a run has one token more."""
-        limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
-        return np.maximum(limits, np.int32(0))
 
     def _steps_to_time(self, rows: Rows, step: int) -> int:
         """Return how many steps from `step` on have no drafts, so that they can be timed: because
