@@ -371,7 +371,8 @@ class DraftRows(StepExtension):
             self._rest_active = self._batch.active
             self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
-            self.noted_from = 0
+            if self._rest_until < self.noted_from:
+                self.noted_from = self._rest_until
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""

@@ -1,6 +1,6 @@
-"""Of which requests long matches are looked for while drafts rest: those that may have drafts.
+"""Long matches that are looked for while drafts rest: for which requests, and the host's work.
 
-What is looked at is compared with the rows of the step's plan.
+What is looked at is compared with the rows of the step's plan, work is counted in calls.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
@@ -80,3 +81,15 @@ def test_long_matches_are_looked_for_where_drafts_could_follow_them() -> None:
         num_looks, num_prompts = num_looks + 1, num_prompts + len(prompts)
         num_last += len(last)
     assert min(num_looks, num_prompts, num_last) >= 5
+
+
+@pytest.mark.parametrize(("step_ms", "steps_per_look", "calls"), [(1.0, 8, 7.2), (3.0, 2, 19.0)])
+def test_looking_for_long_matches_in_vain_costs_little(
+    step_ms: float, steps_per_look: int, calls: float
+) -> None:
+    plain, proposer = Case(16, None).calls_per_turn(512), Looks()
+    case = Case(16, proposer, FixedControl(0), step_ms=step_ms)
+    case.calls_per_turn(300)  # rests are as long as they become
+    proposer.looked.clear()
+    assert case.calls_per_turn(512) <= plain + calls
+    assert 512 / (2 * steps_per_look) <= len(proposer.looked) <= 512 / steps_per_look
