@@ -27,6 +27,10 @@ RUN_IN_STEPS = {1: 12, 4: 8, 16: 4, 64: 2}
 # Steps of the control before it is measured, by batch, on each engine.
 WARM_UP_STEPS = {1: 512, 4: 384, 16: 256, 64: 128}
 SHAPE_WARM_UP_STEPS = {1: 96, 4: 64, 16: 32, 64: 16}
+# Likewise of each other side that has an engine of its own: one with a fixed number of drafts takes
+# its first steps without, to be timed. Where sides share engines, what begins a turn and does not
+# count is longer.
+FIXED_WARM_UP_STEPS = 5
 # Engines of a small model, which all sides share by turns. Equal ones differ by 2 % (their memory
 # lies elsewhere), as much as the goals leave; in the ratio of two sides of one engine that cancels,
 # and several show what is left of it. With eight, Student's t is 2.4; with four it is 3.2.

@@ -7,7 +7,8 @@ the intervals are narrow, or until the cell's time is over; fixed numbers of dra
 slower than the best one are left out. Always holds: before they are measured the control has taken
 a number of steps, and each engine of a small model has answered all requests; a side with other
 tokens than without drafts ends the measurement; which rounds count does not depend on their ratios,
-only how many do; a cell has FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time.
+only how many do; a cell has FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time; a side
+with a fixed number of drafts has had some before it is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.speculation.cells import GOAL_CONTROL, GOAL_LEAST, Cell
+from bench.speculation.cells import FIXED_WARM_UP_STEPS, GOAL_CONTROL, GOAL_LEAST, Cell
 from bench.speculation.intervals import Interval, verdict
 from bench.speculation.race import slower_sides
 from bench.speculation.rounds import Round, best_side, clipped, num_clipped, side_ratio
@@ -102,20 +103,33 @@ class Measurement:
         self._sides = {name: self._ready(name) for name in self._names}
 
     def extend(self, has_time: Callable[[], bool], has_more: Callable[[], bool]) -> None:
-        """Take rounds after the control has been warmed up, while there is time; FIRST_ROUNDS
+        """Take rounds after the sides have been warmed up, while there is time; FIRST_ROUNDS
         while there is more of it, and one at least."""
-        is_warm = self._warm_up_steps > 0 and self._cell.shares_engines  # the control is the cell's
-        for side in () if is_warm else self._sides["auto"]:
-            warm = Stream(side, self._tasks, self._cell.batch)
-            while warm.steps < self._cell.warm_up_steps and (has_more() or not warm.steps):
-                warm.for_steps(1)
-            self._warm_up_steps += warm.steps
-            warm.end()
+        self._warm_up(has_more)
         turns = self._turns()
         try:
             self._take_rounds(turns, has_time, has_more)
         finally:
             turns.end()
+
+    def _warm_up(self, has_more: Callable[[], bool]) -> None:
+        """Let each side take what steps it needs until its speed is that of later ones."""
+        cell, is_first = self._cell, not self._warm_up_steps
+        if is_first and not cell.shares_engines:
+            for name in self._names:
+                for side in self._sides[name] if name != "auto" else ():
+                    self._take_steps(side, FIXED_WARM_UP_STEPS, has_more)
+        if is_first or not cell.shares_engines:  # of its own engine other cells use the control
+            for side in self._sides["auto"]:
+                self._warm_up_steps += self._take_steps(side, cell.warm_up_steps, has_more)
+
+    def _take_steps(self, side: Side, num_steps: int, has_more: Callable[[], bool]) -> int:
+        """Let a side take so many steps while there is time, one at least; return how many."""
+        warm = Stream(side, self._tasks, self._cell.batch)
+        while warm.steps < num_steps and (has_more() or not warm.steps):
+            warm.for_steps(1)
+        warm.end()
+        return warm.steps
 
     def _turns(self) -> Turns:
         sides = {name: self._sides[name] for name in self._names}

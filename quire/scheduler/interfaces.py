@@ -99,8 +99,11 @@ class DraftSource(Protocol):
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
 
-    def skips_step(self, tokens: TokenTable) -> bool:
-        """Return whether no drafts are proposed in this step; asked once a step, and cheap."""
+    def skips_step(self, tokens: TokenTable, able: Callable[[], Index]) -> bool:
+        """Return whether no drafts are proposed in this step; asked once a step, and cheap.
+
+        able: returns the slots that may have drafts in this step; called in some steps only.
+        """
 
     def rested(self, num_steps: int) -> None:
         """Note that so many steps have passed for which `skips_step` was not asked."""

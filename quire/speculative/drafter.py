@@ -239,7 +239,7 @@ class Drafter:
         if self._control.balance is not None:
             self._control.balance.reconsider()
 
-    def skips_step(self, tokens: TokenTable) -> bool:
+    def skips_step(self, tokens: TokenTable, able: Callable[[], Index]) -> bool:
         """See DraftSource."""
         rests, balance = self._control.rests, self._control.balance
         if self.num_errors:
@@ -255,7 +255,7 @@ class Drafter:
             if self._lookup is not None:
                 try:
                     if rests.left:
-                        finds = self._lookup.finds_long(tokens)
+                        finds = self._finds_long(self._lookup, tokens, able())
                         rests.note_look(finds=finds)
                         return not finds
                     if not self._lookup.may_find(tokens):
@@ -275,7 +275,7 @@ class Drafter:
             return np.zeros(len(index), np.bool_)
         try:
             rests = self._control.rests
-            if rests.left and not (self._num_predicting or self._finds_long(tokens)):
+            if rests.left and not (self._num_predicting or self._may_find_long(tokens, index)):
                 return np.zeros(len(index), np.bool_)
             drafts, may_compute = self._found(tokens, index, limits)
             limits = drafts.counts + may_compute
@@ -293,14 +293,18 @@ class Drafter:
             self._lose(index, error)
             return np.zeros(len(index), np.bool_)
 
-    def _finds_long(self, tokens: TokenTable) -> bool:
-        """Return whether drafts of a long match may be found."""
+    def _may_find_long(self, tokens: TokenTable, slots: Index) -> bool:
+        """Return whether drafts of a long match may be found for any of `slots`."""
         if self._lookup is None:
             return False
         try:
-            return self._lookup.finds_long(tokens)
+            return self._finds_long(self._lookup, tokens, slots)
         except Exception:  # noqa: BLE001  `propose` finds out for which request
             return True
+
+    def _finds_long(self, lookup: LookupProposer, tokens: TokenTable, slots: Index) -> bool:
+        """Return whether drafts of a long match are found for any of `slots`."""
+        return lookup.finds_long(tokens, slots[self._asks_proposer[slots]])
 
     def propose(
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost

@@ -47,17 +47,13 @@ class NgramProposer(LookupProposer):
 
     def may_find(self, tokens: TokenTable) -> bool:
         """See LookupProposer: whether the last tokens of any request occurred before."""
-        return self._finds(tokens, 0)
-
-    def finds_long(self, tokens: TokenTable) -> bool:
-        """See LookupProposer."""
-        return self._finds(tokens, LONG_MATCH)
-
-    def _finds(self, tokens: TokenTable, least: int) -> bool:
-        """Return whether the last `least` tokens of any request occurred before."""
         if self._slots is None:
             self._slots = np.array(sorted(self._begun), np.intp)
-        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths, least)
+        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths, 0)
+
+    def finds_long(self, tokens: TokenTable, slots: Index) -> bool:
+        """See LookupProposer."""
+        return self._index.finds_any(tokens.tokens, slots, tokens.lengths, LONG_MATCH)
 
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""

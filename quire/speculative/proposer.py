@@ -94,9 +94,8 @@ class LookupProposer(Proposer):
     def may_find(self, tokens: TokenTable) -> bool:
         """Return whether `propose` may find something now, for any slot that has begun."""
 
-    def finds_long(self, tokens: TokenTable) -> bool:
-        """Return whether `propose` finds drafts of a long match now, for any slot that has
-        begun."""
+    def finds_long(self, tokens: TokenTable, slots: Index) -> bool:
+        """Return whether `propose` finds drafts of a long match now, for any of `slots`."""
         return False
 
 

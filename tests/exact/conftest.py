@@ -122,4 +122,4 @@ def alone() -> AloneRuns:
 @pytest.fixture(autouse=True)
 def _drafts_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time few steps before the first drafts, as in long steps: cases are short."""
-    monkeypatch.setattr("quire.scheduler.speculation.draft_rows.SETTLING_MS", 0.0)
+    monkeypatch.setattr("quire.scheduler.speculation.plain_steps.SETTLING_MS", 0.0)

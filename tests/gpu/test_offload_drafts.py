@@ -28,7 +28,7 @@ from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.offload import LayerStream
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.torch_kind import TorchRanks
-from quire.scheduler.speculation.draft_rows import DraftRows
+from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.drafter import Drafter
@@ -123,7 +123,7 @@ def test_drafts_beside_weights_in_host_memory_change_no_answer(
     monkeypatch.setattr(Drafter, "verified", counting)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)
+    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     with LLM(folder, threads=1, **SETTINGS) as llm:
         wanted = generated(llm)

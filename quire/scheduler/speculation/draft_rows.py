@@ -11,7 +11,6 @@ and which requests came and went is found out afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,23 +24,15 @@ from quire.scheduler.interfaces import DraftCost, DraftSource, StepExtension
 from quire.scheduler.limits import SchedulerLimits
 from quire.scheduler.plan_builder import Step
 from quire.scheduler.request_table import RequestTable
-from quire.scheduler.running_batch import Index, Int32s, RunningBatch
+from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
-from quire.scheduler.speculation.draft_prices import DraftedStep, DraftPrices
-from quire.scheduler.speculation.step_curve import bucket_of
+from quire.scheduler.speculation.draft_prices import DraftedStep
+from quire.scheduler.speculation.draft_stats import DraftStats
+from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
-# Steps without drafts in turn until one can be timed, to judge drafts against, and one more where
-# plans overlap: the first after drafts is slower than those that follow it, and does not overlap.
-# Short steps are slower until about so many milliseconds have passed; so many steps at most count.
-PLAIN_STEPS, SETTLING_MS, MAX_PLAIN_STEPS = 2, 3.0, 8
-# So many are timed after these.
-TIMED_STEPS = 2
-# Where no step of about as many rows was timed, steps without drafts are made once in so many
-# steps: prompts may come between them, so that none is timed.
-FIRST_RUN_EVERY = 128
 NEVER = 1 << 62  # a step that does not come
 # Where the source wants to know of steps without drafts, one is noted for all that took together so
 # many milliseconds: noting each would take a part of the step of a small model.
@@ -91,8 +82,7 @@ class DraftRows(StepExtension):
         source: DraftSource,
     ) -> None:
         self._requests, self._batch, self._cache, self._shares = requests, batch, cache, shares
-        self._speed, self._source = speed, source
-        self._overlaps = limits.plans_in_flight > 1
+        self._source, self._overlaps = source, limits.plans_in_flight > 1
         num_slots = len(batch.sequences)
         self._max_drafts: Int32s = np.zeros(num_slots, np.int32)  # 0: does not speculate
         self._sequences: list[SequenceState | None] = [None] * num_slots
@@ -108,18 +98,7 @@ class DraftRows(StepExtension):
         self._num_arrived = 0  # requests that the source knows of before they enter
         self._stats = DraftStats(source.max_drafts)
         self._prediction_stats = DraftStats(source.max_drafts)  # of those: from predictions
-        self._prices = DraftPrices()
-        # Steps without drafts: how many come in turn until one can be timed, are due, are made
-        # still; come since drafts were asked for, and are timed still.
-        self._plain_steps = PLAIN_STEPS + self._overlaps
-        self._plain_due, self._plain_left = self._plain_steps - 1, 0
-        self._num_plain, self._num_timed = 0, TIMED_STEPS
-        # What the steps since one with drafts took longer than they do without; None: that is over.
-        self._after_ms: float | None = None
-        self._asked_step = 0  # the last for which drafts were asked for
-        self._known_rows = 0  # steps of so many without drafts were timed
-        self._first_runs: dict[int, int] = {}  # when some were made to be timed, by bucket of rows
-        self._prompts_ms = 0.0  # what prompts add to the step for which the price was asked last
+        self._plain = PlainSteps(speed, overlaps=self._overlaps)
         self._predicted: dict[int, DraftedStep] = {}  # of plans in flight with drafts, by step
         self.proposer, self.was_used = source.proposer_name, False
         self.rejected: Int32s = np.zeros(0, np.int32)
@@ -146,23 +125,20 @@ class DraftRows(StepExtension):
             self._drafting_ms = source.drafting_ms
             ms -= computed_ms
             if predicted is None:
-                is_timed = self._num_timed and plan.layers is None
+                is_timed = self._plain.num_untimed and plan.layers is None
                 if is_timed and plan.num_tokens == len(plan.slots):
-                    self._note_plain(plan, ms, follows=follows)
+                    self._plain.note(plan, ms, follows=follows)
                 if computed_ms or source.notes_plain_steps:
                     each_ms, num_steps = self._plain_since(plan, ms)
                     source.note_step(each_ms, None, computed_ms, num_steps)
             else:
-                self._num_plain = 0
-                self._prices.note(predicted, ms)
-                self._end_after()
-                self._after_ms = 0.0
+                self._plain.note_drafted(predicted, ms)
                 self._timed = (ms, predicted, computed_ms)
             if self.is_resting:
                 self._note_rest(plan)
             self._took_step, self._took_at_ms = plan.step, self._requests.now_ms
             self.noted_from = self._rest_until if self.is_resting else NEVER
-            if self._num_timed or self._predicted:
+            if self._plain.num_untimed or self._predicted:
                 self.noted_from = 0
             elif source.notes_plain_steps:
                 num_steps = min(int(NOTED_MS / max(ms, 1e-3)), MAX_NOTED_STEPS)
@@ -181,28 +157,6 @@ class DraftRows(StepExtension):
             return ms, 1
         each_ms = (self._requests.now_ms - self._took_at_ms) / num_steps
         return min(each_ms, MAX_NOTED_TIMES * ms), num_steps
-
-    def _note_plain(self, plan: StepPlan, ms: float, *, follows: bool) -> None:
-        """Learn from a step without drafts, of one position a row."""
-        num_rows = len(plan.slots)
-        self._num_plain += 1
-        if plan.step == self._asked_step:  # in vain
-            self._end_after()
-            if not plan.admissions:
-                self._prices.note_asked(num_rows, ms)
-        elif follows or self._num_plain >= self._plain_steps:
-            self._end_after()
-            self._num_timed -= 1
-            self._prices.note_plain(num_rows, ms)
-            self._known_rows = 0
-        elif self._after_ms is not None:
-            self._after_ms += self._prices.excess_ms(num_rows, ms)
-
-    def _end_after(self) -> None:
-        """Let the price of a step with drafts have what later ones took longer for it."""
-        if self._after_ms is not None:
-            self._prices.note_after(self._after_ms)
-            self._after_ms = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -245,12 +199,12 @@ class DraftRows(StepExtension):
             self._enter_slots()
         if not self._overlaps or not self._num_speculating:
             return
-        if self._plain_left or self._source.rest_steps:
+        if self._plain.left or self._source.rest_steps:
             return
-        index = batch.active
-        late = batch.scheduled[index] >= batch.tokens.lengths[index]
-        limits = self._limits(index, batch.tokens.lengths[index])
-        index, limits = index[late & (limits > 0)], limits[late & (limits > 0)]
+        index, lengths = batch.active, batch.tokens.lengths[batch.active]
+        limits: Int32s = np.minimum(self._max_drafts[index], batch.ceiling[index] - lengths)
+        late = (batch.scheduled[index] >= lengths) & (limits > 0)
+        index, limits = index[late], limits[late]
         if len(index):
             waits = self._source.would_propose(batch.tokens, index, limits)
             step.paused += index[waits].tolist()
@@ -263,22 +217,19 @@ class DraftRows(StepExtension):
             self._enter_slots()  # requests were admitted since
         if not self._num_speculating or not has_tokens:
             return
-        if self._plain_left and step.builder.has_rows:
-            self._plain_left -= 1
+        if self._plain.left and step.builder.has_rows:
+            self._plain.left -= 1
             return
-        if self._source.skips_step(batch.tokens):
+        if self._source.skips_step(batch.tokens, lambda: self._able_slots(step)):
             self._begin_rest(step.builder.step)
             return
         if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self._num_timed, self.noted_from = TIMED_STEPS, 0
-        if (plain_steps := self._steps_to_time(rows, step.builder.step)) > 0:
-            self._plain_due, self._plain_left = 0, plain_steps - 1
+        self.noted_from, is_due = 0, self._source.takes_plain_step()
+        if self._plain.takes(rows.counts, rows.ends, step.builder.step, is_due=is_due):
             return
-        limits = self._limits(rows.slot_index, rows.ends)
-        can = (rows.ends == batch.tokens.lengths[rows.slot_index]) & (limits > 0)
-        can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        can, limits = self._able(rows)
         num_able = int(np.add.reduce(can))
         if not num_able:
             return
@@ -293,15 +244,17 @@ class DraftRows(StepExtension):
 
         def cost() -> DraftCost:
             if not costs:
-                costs.append(self._cost(rows, ends, int(np.add.reduce(limits))))
+                most = int(np.add.reduce(limits))
+                costs.append(self._plain.cost(rows.starts, rows.counts, rows.ends, ends, most))
             return costs[0]
 
-        self._num_plain, self._asked_step = 0, step.builder.step
+        self._plain.note_ask(step.builder.step)
         counts, ids = self._source.propose(batch.tokens, index, limits, cost)
-        self._note_use()
+        failed = self._source.num_errors > 0 or self._source.num_proposer_errors > 0
+        self.was_used |= failed or self._source.drafting_ms > 0.0
         if not len(ids):
             if costs:
-                self._prices.fade()
+                self._plain.prices.fade()
             return
         fits = step.budget.allot(ends, counts)
         fits = np.minimum(fits, self._blocks(step, index, ends, fits))
@@ -328,19 +281,31 @@ class DraftRows(StepExtension):
             self._predicted.clear()
         num_rows, num_drafts, price = int(np.add.reduce(has_drafts)), len(ids), cost()
         num_positions = int(np.add.reduce(rows.counts))
+        added_ms = float(price.added_ms[num_drafts]) + num_rows * price.row_ms
         self._predicted[step.builder.step] = DraftedStep(
             num_rows,
             num_positions + num_drafts,
             price.step_ms,
-            float(price.added_ms[num_drafts]) + num_rows * price.row_ms - self._prices.after_ms,
-            self._prompts_ms,
+            added_ms - self._plain.prices.after_ms,
+            self._plain.prompts_ms,
         )
 
-    def _note_use(self) -> None:
-        """Note whether drafts were computed, or failed."""
-        source = self._source
-        failed = source.num_errors > 0 or source.num_proposer_errors > 0
-        self.was_used |= failed or source.drafting_ms > 0.0
+    def _able(self, rows: Rows) -> tuple[Bools, Int32s]:
+        """Return which of `rows` may have drafts, and these how many: those that sample one token
+        after all known ones, and may have another."""
+        index, ends = rows.slot_index, rows.ends
+        limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - ends)
+        can: Bools = (ends == self._batch.tokens.lengths[index]) & (limits > 0)
+        can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        return can, limits
+
+    def _able_slots(self, step: Step) -> Index:
+        """Return the slots that may have drafts in a step."""
+        if step.budget.spent or not step.builder.has_rows:
+            return self._batch.active[:0]
+        rows = Rows(*step.builder.joined_rows())
+        can, _ = self._able(rows)
+        return rows.slot_index[can]
 
     def _begin_rest(self, step: int) -> None:
         """Take no part in the steps after `step`, as long as the source rests."""
@@ -356,7 +321,8 @@ class DraftRows(StepExtension):
             self._rest_active = self._batch.active
             self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
-            self.noted_from = 0
+            if self._rest_until < self.noted_from:
+                self.noted_from = self._rest_until
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""
@@ -432,18 +398,12 @@ class DraftRows(StepExtension):
         plain_ms, added_ms = predicted.plain_ms, predicted.added_ms
         if not predicted.prompts_ms:  # the predicted time of a prompt is a rough guess
             added_ms = ms - plain_ms
-        added_ms += self._prices.after_ms
+        added_ms += self._plain.prices.after_ms
         saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
         self.noted_from = 0  # the source may want steps without drafts now
-
-    def _one_each_ms(self, starts: Int32s) -> float:
-        """Return what a step of rows with one token each is predicted to take by the cost model."""
-        price = self._speed.latest
-        rows_ms = price.rows_ms(starts, np.ones_like(starts))
-        return price.fixed_ms + float(np.add.reduce(rows_ms)) + len(starts) * price.score_ms
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""
@@ -512,54 +472,6 @@ class DraftRows(StepExtension):
         self._source.begin(slot, request)
         return min(request.speculation.max_drafts, self._source.max_drafts)
 
-    def _limits(self, index: Index, lengths: Int32s) -> Int32s:
-        """Return how many drafts may follow the known tokens: a run has one token more."""
-        limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - lengths)
-        return np.maximum(limits, np.int32(0))
-
-    def _steps_to_time(self, rows: Rows, step: int) -> int:
-        """Return how many steps from `step` on have no drafts, so that they can be timed: because
-        as many are due, or none of so many rows was timed."""
-        self._plain_due += self._source.takes_plain_step()
-        if self._plain_due >= self._plain_steps:
-            return self._plain_steps
-        num_rows = len(rows.counts)  # 0: layers of a prompt only
-        if num_rows in (0, self._known_rows) or int(np.add.reduce(rows.counts)) > num_rows:
-            return 0
-        step_ms = self._prices.known_plain_ms(num_rows)
-        self._known_rows = num_rows * (step_ms > 0.0)
-        settling_steps = 0  # where plans overlap, the first that follows another is timed
-        if not self._overlaps:
-            settling_steps = int(SETTLING_MS / max(step_ms or self._one_each_ms(rows.ends), 1e-3))
-        self._plain_steps = min(PLAIN_STEPS + settling_steps, MAX_PLAIN_STEPS) + self._overlaps
-        bucket = bucket_of(num_rows)
-        if step_ms or step < self._first_runs.get(bucket, -FIRST_RUN_EVERY) + FIRST_RUN_EVERY:
-            return 0
-        self._first_runs[bucket] = step
-        return self._plain_steps + TIMED_STEPS - 1
-
-    def _cost(self, rows: Rows, ends: Int32s, num_drafts: int) -> DraftCost:
-        """Return what up to `num_drafts` drafts cost in a step of `rows`, some of which end at
-        `ends`."""
-        price, prices, num_rows = self._speed.latest, self._prices, len(rows.counts)
-        depth = float(np.add.reduce(ends)) / len(ends)
-        slope_ms = price.token_ms + price.score_ms + price.position_ms * depth
-        num_positions, self._prompts_ms = int(np.add.reduce(rows.counts)), 0.0
-        plain_ms = step_ms = prices.plain_ms(num_rows, slope_ms)
-        if not plain_ms:
-            step_ms = self._one_each_ms(rows.ends)
-        if num_positions > num_rows:  # the tokens of drafts would come from steps without prompts
-            rows_ms = float(np.add.reduce(price.rows_ms(rows.starts, rows.counts)))
-            one_ms = float(np.add.reduce(price.rows_ms(rows.ends, np.ones_like(rows.ends))))
-            plain_ms, self._prompts_ms = 0.0, max(rows_ms - one_ms, 1e-9)
-        return DraftCost(
-            step_ms=step_ms,
-            step_tokens=num_rows,
-            added_ms=prices.added_ms(num_positions, num_drafts, plain_ms, slope_ms),
-            row_ms=prices.row_ms,
-            asked_ms=max(prices.asked_ms, 0.0),
-        )
-
     def _blocks(self, step: Step, index: Index, ends: Int32s, counts: Int32s) -> Int32s:
         """Return how many drafts the blocks of `index` hold, with free ones where there are."""
         needs = self._cache.blocks_short(index, ends + counts)
@@ -592,28 +504,3 @@ def _predicts(sequence: SequenceState) -> bool:
     """Return whether a request brings a prediction."""
     speculation = sequence.request.speculation
     return speculation is not None and len(speculation.prediction_ids) > 0
-
-
-class DraftStats:
-    """Drafts in all, of rows with at most `max_drafts`.
-
-    drafted_at: how many drafts there were at each position in the draft, from 0 on; as long as the
-    longest one. accepted_at: how many of them were accepted.
-    """
-
-    def __init__(self, max_drafts: int) -> None:
-        self.rows_total = 0
-        self.drafted_at: tuple[int, ...] = ()
-        self.accepted_at: tuple[int, ...] = ()
-        self._drafted, self._accepted = [0] * max_drafts, [0] * max_drafts
-
-    def count(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Add rows with so many drafts, of which the first accepted[i] were right."""
-        self.rows_total += len(drafted)
-        for counts, added in ((self._drafted, drafted), (self._accepted, accepted)):
-            for num in added:
-                for place in range(num):
-                    counts[place] += 1
-        longest = max([len(self.drafted_at), *drafted])
-        self.drafted_at = tuple(self._drafted[:longest])
-        self.accepted_at = tuple(self._accepted[:longest])

@@ -19,7 +19,7 @@ import pytest
 from bench.measured.speculation_rows import speculation_rows
 from bench.speculation import llama, measure, sides, turns
 from bench.speculation.__main__ import Run, _is_done, main
-from bench.speculation.cells import Cell, all_cells, quick_cells
+from bench.speculation.cells import FIXED_WARM_UP_STEPS, Cell, all_cells, quick_cells
 from bench.speculation.engines import Engines
 from bench.speculation.intervals import engines_interval, ratio_interval, verdict
 from bench.speculation.measure import FIRST_ROUNDS, MIN_ROUNDS, Measurement
@@ -31,6 +31,9 @@ from bench.speculation.texts import word_ids
 from quire.base.engine_stats import EngineStats
 from quire.base.records import NO_INTS, Request, RequestOutput, StepOutputs
 from quire.base.sampling_params import SamplingParams
+from quire.speculative.control import FixedControl
+from quire.speculative.rests import NoRests
+from tests.unit.scheduler.test_draft_effort import Case, Repeats
 
 CELL = Cell(part="repeats", model="m", proposer="ngram", batch=4)
 SMALL = Cell(part="small", model="m", proposer="ngram", batch=4)
@@ -279,6 +282,30 @@ def test_a_cell_can_be_measured_further() -> None:
         one.extend(lambda left=left: next(left, False), lambda: True)  # type: ignore[misc]
         assert len(one.rounds) == num_rounds
         assert not any(core.has_work for core in cores.values())
+
+
+def test_each_side_of_its_own_engine_is_warmed_up_once_and_the_control_each_time() -> None:
+    cores = {name: FakeCore() for name in ("off", "auto", "k2")}
+    one = measurement(cell=CELL, **cores)
+    for times in (1, 2):
+        one.extend(lambda: False, lambda: True)
+        num_tokens = times * CELL.run_in_tokens + len(one.rounds) * CELL.round_tokens
+        counted = num_tokens // CELL.batch
+        assert cores["auto"].num_steps == times * CELL.warm_up_steps + counted
+        for name in ("off", "k2"):
+            assert cores[name].num_steps == FIXED_WARM_UP_STEPS + counted
+
+
+@pytest.mark.parametrize("step_ms", [10.0, 300.0])
+def test_a_fixed_number_of_drafts_is_made_in_all_steps_after_the_warm_up(step_ms: float) -> None:
+    case = Case(64, Repeats(finds=True), FixedControl(4, NoRests()), step_ms=step_ms)
+    case.counts = False
+    assert case.num_rows <= 64 * FIXED_WARM_UP_STEPS
+    assert not case.num_drafts  # steps are timed
+    for _ in range(40):
+        case.num_drafts = 0
+        case.turn()
+        assert case.num_drafts
 
 
 def test_rounds_that_others_disturb_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_side_learns_from_its_own_steps_only(ending: ExitStack) -> None:
         )
         assert sides[name].core.stats().draft_rows_total == stats.draft_rows_total
     assert rows["k2"] is not rows["auto"]
-    assert rows["k2"]._prices is not rows["auto"]._prices
+    assert rows["k2"]._plain.prices is not rows["auto"]._plain.prices
     fresh = shared.ready(asked, "auto")[0]
     fresh.attach()
     assert scheduler.speed.num_steps == 0  # a cell does not know what others learned

@@ -17,7 +17,7 @@ from quire.base.errors import ConfigError, ModelError, QuireError, SettingError,
 from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.models.eagle import TAP_KEY
-from quire.scheduler.speculation.draft_rows import DraftRows
+from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.eagle import EagleProposer
@@ -64,7 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)  # as the clock has it
+    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return seen
 
@@ -416,7 +416,7 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
     monkeypatch.setattr(EagleProposer, "verified", counted)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(DraftRows, "_steps_to_time", lambda *given: 0)  # as the clock has it
+    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     prompts = ["Write a story about a cat.", "What can a boat do?"]
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)

@@ -60,9 +60,10 @@ class Repeats(LookupProposer):
 class Case:
     """A scheduler of `running` requests. drafts_ms: what a step takes longer if it has drafts.
     counts: whether calls are counted. accepts: whether drafts are right. spare: slots of further
-    requests."""
+    requests. limits: further ones of the scheduler."""
 
     step_ms, drafts_ms, counts, accepts, spare = 1.0, 0.0, True, True, 0
+    limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -86,7 +87,10 @@ class Case:
             )
         self.scheduler = Scheduler(
             SchedulerLimits(
-                max_num_seqs=num_slots, max_num_batched_tokens=8192, max_model_len=4096
+                max_num_seqs=num_slots,
+                max_num_batched_tokens=8192,
+                max_model_len=4096,
+                **self.limits,
             ),
             CacheManager(num_slots * 256, 16, prefix_caching=True),
             FirstCome(),

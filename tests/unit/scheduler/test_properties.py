@@ -69,7 +69,7 @@ COST = LinearCost(fixed_ms=1.0, token_ms=0.5, position_ms=0.02)
 @pytest.fixture(autouse=True)
 def _drafts_begin_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time few steps before the first drafts, as in long steps: cases are short."""
-    monkeypatch.setattr("quire.scheduler.speculation.draft_rows.SETTLING_MS", 0.0)
+    monkeypatch.setattr("quire.scheduler.speculation.plain_steps.SETTLING_MS", 0.0)
 
 
 def draw_bounds(random: Random) -> dict[str, float]:

@@ -242,7 +242,7 @@ class LinePrices(DraftPrices):
 
 
 def test_prices_on_a_line_fail_this(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.scheduler.speculation.draft_rows.DraftPrices", LinePrices)
+    monkeypatch.setattr("quire.scheduler.speculation.plain_steps.DraftPrices", LinePrices)
     after = shares("large", *CHANGES["a larger batch"], num_runs=1, num_warm=0)
     assert after.lost_ms > MAX_CHANGE_MS
 

@@ -35,6 +35,11 @@ def cost_of(num_requests: int) -> DraftCost:
     return DraftCost(10.0, num_requests, np.arange(2.0), asked_ms=100.0 * ASK_SHARE)
 
 
+def of_none() -> NDArray[np.intp]:
+    """Return that no slot may have drafts, where long matches are looked for."""
+    return np.empty(0, np.intp)
+
+
 class ScriptedProposer(Proposer):
     """Proposes the same tokens after any text; raises where slot `fails` is among those asked."""
 
@@ -225,20 +230,20 @@ def test_no_model_runs_where_its_drafts_do_not_pay() -> None:
     assert case.propose(0, 1) == [[], [30]]  # at first one: nothing is known of predictions
     assert not model.asked
     assert case.drafter.takes_plain_step()  # the first one, which drafts are judged against
-    assert not case.drafter.skips_step(case.tokens)  # a prediction may go on in any step
+    assert not case.drafter.skips_step(case.tokens, of_none)  # a prediction may go on in any step
     case.drafter.end(1)
     rests = []
     for _ in range(7):
         assert case.propose(0) == [[]]
         rests.append(0)
-        while case.drafter.skips_step(case.tokens):
+        while case.drafter.skips_step(case.tokens, of_none):
             rests[-1] += 1
     assert rests == [1, 2, 4, 8, 10, 10, 10]  # steps are long
     case.propose(0)
     skipped = []
     for num_live in (2, 2, 1, *[1] * 11, 2, 1):  # one that begins alone is asked at once
         case.drafter.note_arrivals(1, num_live)
-        skipped.append(case.drafter.skips_step(case.tokens))
+        skipped.append(case.drafter.skips_step(case.tokens, of_none))
         if not skipped[-1]:
             case.propose(0)
     # But not at the end of each of two rests in turn.
@@ -256,13 +261,13 @@ def test_requests_wait_to_be_judged_anew_after_a_rest() -> None:
     assert counts.tolist() == [0]
     num_waits = 0
     for _ in range(40):  # with steps in flight no request is asked that does not wait
-        case.drafter.skips_step(case.tokens)
+        case.drafter.skips_step(case.tokens, of_none)
         waits = case.drafter.would_propose(case.tokens, index, limits).any()
         if waits:
             num_waits += 1
             case.drafter.propose(case.tokens, index, limits, lambda: dear)
     assert 3 <= num_waits <= 6  # after 1, 2, 4, 8, 16 steps, which are short
-    while case.drafter.skips_step(case.tokens):
+    while case.drafter.skips_step(case.tokens, of_none):
         pass
     assert case.drafter.would_propose(case.tokens, index, limits).all()
     assert case.propose(0) == [[7]]
@@ -300,9 +305,25 @@ def test_many_refusals_by_the_last_costs_are_put_to_the_test() -> None:
 def test_a_proposer_that_raises_while_it_is_looked_for_a_long_match_is_asked() -> None:
     case = resting()
     case.drafter._control.rests.until_look = 0
-    case.drafter._lookup.finds_long = lambda tokens: 1 / 0  # type: ignore[union-attr]
+    case.drafter._lookup.finds_long = lambda *_: 1 / 0  # type: ignore[union-attr]
     assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
     assert not case.drafter.num_errors
+
+
+def test_of_requests_that_could_wait_only_those_are_looked_at_that_ask_for_lookups() -> None:
+    case = resting()
+    case.begin(1, [1, 2, 3], 3)
+    case.begin(2, [1, 2, 3], 3, prediction_ids=ints(30, 31), uses_proposer=False)
+    case.drafter.end(2)
+    case.begin(3, [1, 2, 3], 3)
+    case.drafter._control.rests.until_look = 0
+    looked: list[list[int]] = []
+    case.drafter._lookup.finds_long = (  # type: ignore[union-attr]
+        lambda tokens, slots: bool(looked.append(slots.tolist()))
+    )
+    assert not case.drafter.would_propose(case.tokens, np.array([1, 2, 3]), ints(3, 3, 3)).any()
+    assert case.drafter.skips_step(case.tokens, lambda: np.array([0, 2]))
+    assert looked == [[1, 3], [0]]
 
 
 def test_a_rest_goes_on_while_drafts_have_to_earn_what_they_lost() -> None:
@@ -313,7 +334,7 @@ def test_a_rest_goes_on_while_drafts_have_to_earn_what_they_lost() -> None:
         balance.drafted(-8.0, 10.0, 0.0)
     rests.until_look = 0
     before = rests.left
-    assert case.drafter.skips_step(case.tokens)
+    assert case.drafter.skips_step(case.tokens, of_none)
     assert rests.left == before - 1
 
 
@@ -327,13 +348,13 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
 
     case = Case(Misses(), FixedControl(3))
     case.begin(0, [1, 2, 3], 3)
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(MANY_MISSES + 96))
+    assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(MANY_MISSES + 96))
     assert len(asked) == MANY_MISSES + 96 // (1 + MAX_MISS_STEPS)
-    case.drafter.skips_step(case.tokens)
+    case.drafter.skips_step(case.tokens, of_none)
     for num_live, num_asked in ((2, 0), (2, 8)):  # requests that begin may repeat their prompts
         case.drafter.note_arrivals(1, num_live)
         asked.clear()
-        assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
+        assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(8))
         assert len(asked) == num_asked
 
 
@@ -341,14 +362,14 @@ def test_lookups_are_asked_only_where_the_last_tokens_occurred_before() -> None:
     case = Case(NgramProposer(NUM_SLOTS))
     case.begin(0, [1, 2, 3, 4], 4)
     case.begin(1, [5, 6, 7, 8], 4)
-    case.drafter.skips_step(case.tokens)
+    case.drafter.skips_step(case.tokens, of_none)
     case.propose(0, 1)
-    assert all(case.drafter.skips_step(case.tokens) for _ in range(8))
+    assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(8))
     case.tokens.put(np.array([1, 1]), ints(4, 5), ints(5, 6))
-    assert not case.drafter.skips_step(case.tokens)
+    assert not case.drafter.skips_step(case.tokens, of_none)
     assert case.propose(0, 1) == [[], [7, 8, 5]]
     case.drafter.end(1)
-    assert case.drafter.skips_step(case.tokens)
+    assert case.drafter.skips_step(case.tokens, of_none)
 
 
 class FailingLookup(ScriptedProposer):
@@ -363,7 +384,7 @@ def test_a_lookup_that_raises_costs_only_its_request_the_drafts() -> None:
     for slot in range(2):
         case.begin(slot, [1, 2, 3], 3)
     case.propose(0)
-    assert not case.drafter.skips_step(case.tokens)
+    assert not case.drafter.skips_step(case.tokens, of_none)
     assert case.propose(0, 1) == [[7, 8, 9], []]
     assert [report["request_id"] for report in case.reports] == ["r1"]
 
@@ -372,15 +393,15 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
     case = Case(ScriptedProposer(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
     case.begin(0, [1, 2, 3], 3)
     assert case.propose(0) == [[7]]
-    case.drafter.skips_step(case.tokens)
-    assert not case.drafter.skips_step(case.tokens)
+    case.drafter.skips_step(case.tokens, of_none)
+    assert not case.drafter.skips_step(case.tokens, of_none)
     rests = []
     for _ in range(6):
         while not case.drafter.rest_steps:
             case.drafter.note_step(10.0, -8.0, 0.0)
         assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
         num_plain = 0
-        while case.drafter.skips_step(case.tokens):
+        while case.drafter.skips_step(case.tokens, of_none):
             case.drafter.note_step(10.0, None, 0.0)
             num_plain += 1
         rests.append(num_plain)
@@ -482,13 +503,13 @@ def test_an_error_in_prices_or_control_is_no_proposers_and_ends_drafts_for_all(
     assert "request_id" not in case.reports[0]
     assert "in __call__" in case.reports[0]["traceback"]
     assert (drafter.num_errors, drafter.num_proposer_errors) == (2, 0)
-    assert drafter.skips_step(case.tokens)
+    assert drafter.skips_step(case.tokens, of_none)
     assert drafter.rest_steps > 1000
     assert not drafter.would_propose(case.tokens, both, ints(3, 3)).any()
     for slot in range(2):
         drafter.end(slot)
     case.begin(0, [1, 2, 3], 3, prediction_ids=ints(1, 2, 30))
-    assert drafter.skips_step(case.tokens)
+    assert drafter.skips_step(case.tokens, of_none)
     assert drafter.rest_steps > 1000
     drafter.note_step(10.0, None, 0.0)
     assert not drafter.notes_plain_steps
