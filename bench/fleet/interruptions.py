@@ -13,12 +13,13 @@ from typing import Any
 LIMIT_S = 3.0
 _INTERRUPTION = "quire_router_interruption_seconds"
 _PHASE = "quire_router_resume_phase_seconds"
+_RETRIES = "quire_router_resume_retries_total"
 _PHASES = ("detection", "placement", "acceptance")
 
 
 def is_counter(name: str) -> bool:
     """Return whether a metric is needed here."""
-    return name.startswith((_INTERRUPTION, _PHASE)) and "_created" not in name
+    return name.startswith((_INTERRUPTION, _PHASE, _RETRIES)) and "_created" not in name
 
 
 def interruptions(metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -39,6 +40,11 @@ def interruptions(metrics: Mapping[str, float]) -> dict[str, Any]:
             _label(name, "cause"): int(value)
             for name, value in metrics.items()
             if name.startswith(f"{_INTERRUPTION}_count") and value
+        },
+        "retries": {
+            _label(name, "reason"): int(value)
+            for name, value in metrics.items()
+            if name.startswith(_RETRIES) and value
         },
         "seconds_at_most": buckets,
         "phases": {phase: _phase(metrics, phase) for phase in _PHASES} if count else {},

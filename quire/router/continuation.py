@@ -36,7 +36,9 @@ class Continuation:
         """Note that the replica has failed. has_output: the client has a part of the answer."""
         self._leave()
         self.has_failed = True
-        if has_output and self._interruption is None:
+        if self._interruption is not None:
+            self._metrics.resume_retries.labels("failed").inc()
+        elif has_output:
             last_s = self.last_s or now_s
             self._interruption = Interruption(cause, last_s=last_s, noted_s=now_s)
 

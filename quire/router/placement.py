@@ -236,6 +236,7 @@ class Placement:
             return None
         if started and self._is_refused:  # the successor was full
             self._is_refused = False
+            self._metrics.resume_retries.labels("refused").inc()
             await fleet.wait_for_change(_RETRY_EVERY_S)
         while True:
             if started:
@@ -269,6 +270,8 @@ class Placement:
                 if self._full and not started:
                     await self._pause()
                 else:
+                    if started:
+                        self._metrics.resume_retries.labels("no_replica").inc()
                     await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
     async def _pause(self) -> None:

@@ -33,6 +33,11 @@ class RouterMetrics:
         self.tokens = counter("quire_router_streamed_tokens", "Tokens of continuable streams")
         self.retries = counter("quire_router_retries", "Requests sent again, unstarted", "reason")
         self.resumed = counter("quire_router_resumed_streams", "Streams continued elsewhere")
+        self.resume_retries = counter(
+            "quire_router_resume_retries",
+            "Attempts to continue a stream elsewhere that came to nothing, or had no replica",
+            "reason",
+        )
         self.broken = counter("quire_router_broken_streams", "Streams ended by an error", "reason")
         self.faults = counter("quire_router_replica_faults", "Failed exchanges", "replica")
         self.refused = counter("quire_router_refused_requests", "Refused by the router", "code")

@@ -66,6 +66,40 @@ def test_an_interruption_is_counted_once_by_its_cause(says: bytes, cause: str) -
     run([first, second], story)
 
 
+@pytest.mark.parametrize("reason", ["refused", "failed", "no_replica"])
+def test_what_makes_a_placement_long_is_counted(reason: str) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 4
+
+    def after(call: Any, times: list[int]) -> Any:
+        """Call something else the first time that the second replica has the stream."""
+
+        def answer(method: str, path: str, fields: dict[str, Any]) -> tuple[int, bytes] | None:
+            if method != "POST":
+                return None
+            times.append(1)
+            return call() if len(times) == 1 else None
+
+        return answer
+
+    if reason == "no_replica":
+        second.health |= {"ok": False, "state": "starting"}
+    else:
+        status, code = (503, b"overloaded") if reason == "refused" else (500, b"worker_error")
+        second.answer = after(lambda: (status, b'{"error":{"code":"%s"}}' % code), [])
+
+    async def story(router: Router) -> None:
+        found = asyncio.ensure_future(stream(router))
+        await asyncio.sleep(1.0)
+        second.health |= {"ok": True, "state": "ready"}
+        assert (await found)[2] == ANSWER
+        retries = interruptions(samples(router))["retries"]
+        assert set(retries) <= {reason, "no_replica"}
+        assert (retries[reason] == 1) == (reason != "no_replica")
+
+    run([first, second], story)
+
+
 def test_a_stream_that_ends_with_its_next_event_is_counted() -> None:
     first, second = FakeReplica(), FakeReplica()
     first.fails_after = STREAM["max_tokens"] - 1
