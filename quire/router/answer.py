@@ -145,7 +145,7 @@ class Answer:
         """Pass on a response after its head has arrived; as _try."""
         request, client, exchange = self._request, self._client, attempt.exchange
         if exchange.status == 200 and request.is_stream and not _is_json(exchange):
-            if not client.started:
+            if not self._state.has_events:
                 self._state.fingerprint = attempt.replica.fingerprint(request.model)
             if not self._choice.judges_stream:
                 await self._relay.stream(attempt)
@@ -261,12 +261,12 @@ class Answer:
 
     def _broken(self) -> Refusal:
         """Return the error event of a stream that cannot go on."""
-        request, failures = self._request, self._state.failures
+        failures = self._state.failures
         if failures.are_final:
             reason, why = "failures", failures.summary
-        elif request.why_not and not self._state.has_repeatable:
+        elif why_lost := self._state.why_lost:
             reason = "not_continuable"
-            why = f"its replica failed, and it cannot be continued exactly: {request.why_not}"
+            why = f"its replica failed, and it cannot be continued exactly: {why_lost}"
         elif failures.are_at_two:
             reason, why = "failures", "two replicas failed with it, and neither has returned"
         elif refusal := self._placement.why_refused:
@@ -275,6 +275,8 @@ class Answer:
                 "its replica failed, and another one that gives the same answer has refused it "
                 f"({refusal})"
             )
+        elif not self._state.has_events:
+            reason, why = "no_equal_replica", "its replica failed, and no other one is available"
         else:
             reason = "no_equal_replica"
             why = (

@@ -38,7 +38,7 @@ class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
     answer; None for any. key: what policies read of it. tried: replicas that failed with it or
     refused it. fingerprint: of the replica that has begun its stream. has_place: of MovePlaces.
-    has_repeatable: what the client has, if anything, is heartbeats: any attempt may begin anew."""
+    has_events: whether the client has any, not heartbeats alone."""
 
     def __init__(
         self,
@@ -58,8 +58,7 @@ class AnswerState:
         self.tried: set[Replica] = set()
         self.failures = Failures()
         self.fingerprint = ""
-        self.has_place = False
-        self.has_repeatable = True
+        self.has_place = self.has_events = False
         self.continuation = Continuation(parts.fleet.resumes, parts.metrics)
         self.read_prompt()
 
@@ -74,6 +73,12 @@ class AnswerState:
         if self.has_place:
             self.has_place = False
             self.parts.admission.places.give_back()
+
+    @property
+    def why_lost(self) -> str:
+        """Why the stream ends with its replica; "" where it continues or begins anew elsewhere."""
+        may_begin_anew = not self.has_events and self.home is None
+        return "" if may_begin_anew else self.request.why_not
 
     @property
     def is_fresh(self) -> bool:

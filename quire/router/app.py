@@ -143,9 +143,7 @@ class RouterApp:
             answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key, order))
             await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
-                raise Refusal(
-                    503, "shutting_down", "the router has stopped before the answer was complete"
-                )
+                raise _stopped("the answer")
             answering.result()
         finally:
             if answering is not None and not answering.done():
@@ -179,10 +177,20 @@ class RouterApp:
     ) -> bytes:
         """Read the body; the connection of one that does not come is closed. Raises Refusal."""
         try:
-            async with asyncio.timeout(BODY_TIME_S):
-                return await self._body(scope, receive)
+            async with asyncio.timeout(BODY_TIME_S) as timer:
+
+                def on_cut(_: object) -> None:
+                    timer.reschedule(0.0)
+
+                self.cut.add_done_callback(on_cut)
+                try:
+                    return await self._body(scope, receive)
+                finally:
+                    self.cut.remove_done_callback(on_cut)
         except TimeoutError:
             client.added.append((b"connection", b"close"))
+            if self.cut.done():
+                raise _stopped("the request") from None
             raise Refusal(
                 408,
                 "timeout",
@@ -267,6 +275,10 @@ def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
         raise Refusal(
             400, "invalid_value", "the query has parameters; send them as fields of the body"
         )
+
+
+def _stopped(what: str) -> Refusal:
+    return Refusal(503, "shutting_down", f"the router has stopped before {what} was complete")
 
 
 def _unknown(method: str, path: str) -> Refusal:

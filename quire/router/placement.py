@@ -53,6 +53,7 @@ class Placement:
         still allowed. The time at a replica does not count, unless that was full or could not be
         reached: nothing else bounds their number."""
         self._displace()
+        self._is_refused = False  # that was before
         self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
         if has_worked or not self._state.continuation.has_failed:
@@ -231,8 +232,8 @@ class Placement:
         """Return a replica that can continue the stream, or compute anew a request without output;
         waits for one for some time."""
         state, fleet = self._state, self._fleet
-        request, started = state.request, state.client.started
-        if started and request.why_not and not state.has_repeatable:
+        request, started, is_counted = state.request, state.client.started, False
+        if started and state.why_lost:
             return None
         if started and self._is_refused:  # the successor was full
             self._is_refused = False
@@ -263,14 +264,17 @@ class Placement:
             left_s = self._resume_until_s - now_s
             # Where replicas are started on demand, one that is not known yet may have it.
             is_coming = fleet.settings.wait_s > 0
-            is_known = not started or fleet.has_fingerprint(request.model, state.fingerprint)
+            is_known = not state.has_events or fleet.has_fingerprint(
+                request.model, state.fingerprint
+            )
             if left_s <= 0 or not (is_coming or is_known):
                 return None
             with fleet.waiting():
                 if self._full and not started:
                     await self._pause()
                 else:
-                    if started:
+                    if started and not is_counted:
+                        is_counted = True
                         self._metrics.resume_retries.labels("no_replica").inc()
                     await fleet.wait_for_change(min(left_s, _RETRY_EVERY_S))
 
@@ -301,7 +305,7 @@ class Placement:
             found = fleet.choose(
                 state.key,
                 state.request.model,
-                fingerprint=state.fingerprint,
+                fingerprint=state.fingerprint if state.has_events else "",
                 exclude=exclude,
                 max_long=None if started else state.max_long,
                 spreads=started,

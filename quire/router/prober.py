@@ -270,27 +270,28 @@ class Prober:
             self._others_work(replica, silent_s, now_s)
             and self._silence.factor_of(replica, now_s, others_work=True) == 1.0
         ):
-            self._find_silent(replica, silent_s, None, now_s)
+            self._fence_silent_engine(replica, silent_s, None, now_s)
         else:
             self._silent_s[replica] = now_s - silent_s
             self._check_engine(replica)
 
     def _check_engine(self, replica: Replica) -> None:
-        """Fence a replica once its engine has been silent, by its own finding, for longer than
-        false alarms last. Its own limit adapts to these as well, so that is not multiplied."""
+        """Fence a replica whose engine has been silent, by its own finding, for 1 s times the
+        factor. The limit by which it finds that adapts to false alarms and is not multiplied."""
         since_s, now_s = self._silent_s.get(replica), self._loop.time()
         beat_s = self._beats.quiet_s(replica, now_s)
         if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
             return  # the end of the silence may not have been read
-        silent_s = now_s - since_s  # what was sent on later had come before
+        silent_s = now_s - since_s  # events relayed since then left the engine earlier
         limit_s = self._exceeded_s(replica, silent_s, MIN_SILENT_S, now_s)
         if limit_s is not None:
-            self._find_silent(replica, silent_s, limit_s, now_s)
+            self._fence_silent_engine(replica, silent_s, limit_s, now_s)
 
-    def _find_silent(
+    def _fence_silent_engine(
         self, replica: Replica, silent_s: float, limit_s: float | None, now_s: float
     ) -> None:
         """Fence a replica by its own finding; see _give_up_engine."""
+        self._silent_s.pop(replica, None)
         self._heard_s[replica] = now_s
         self._engines[replica].report(silent_s)
         self._give_up_engine(replica, silent_s, limit_s, now_s)
@@ -462,8 +463,8 @@ class Prober:
         """Read the fingerprints; return whether they could be read."""
         async with asyncio.timeout(self._probe_limit_s):
             status, models = await self._get(replica, b"/v1/models", _Models, none_at=_REFUSALS)
-        if status == 503:  # its engine was up when it answered /health
-            self._fence(replica, "dead", "its engine is down: /v1/models answers 503")
+        if status == 503:  # it was ready when it answered /health
+            self._fence(replica, "dead", "/v1/models answers 503, as where its engine is down")
             return False
         if models is None:
             reason = f"/v1/models answers {status}; give the replicas' key (--replica-key-file)"

@@ -57,6 +57,9 @@ class StreamRelay:
                     self._note_response(attempt, delta)
                 if not client.started:
                     await client.start(200, exchange.headers)
+                if not self._state.has_events:
+                    is_event = not is_heartbeat(delta.blocks, request.form.event_end)
+                    self._state.has_events = is_event
                 shown = delta.blocks
                 if self._choice.adds_event:
                     shown = self._choice.shown_event(shown)
@@ -105,8 +108,8 @@ class StreamRelay:
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
                 attempt.replica.progressed(self._loop.time())
-                if self._state.has_repeatable:
-                    self._state.has_repeatable = False
+                if not self._state.has_events:
+                    self._state.has_events = True
                     self._state.continuation.has_event(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received

@@ -48,7 +48,7 @@ class Heartbeat:
             if self._ended.wait(self._period_s):
                 return
             steps.active.clear()
-            # A close that came just before the clear is not lost: it has ended first.
+            # A close just before the clear is not lost: it sets `_ended` first.
             if steps.num_submitted > steps.num_collected or self._ended.is_set():
                 steps.active.set()
             if steps.num_collected == num_collected:

@@ -85,7 +85,7 @@ def test_a_replica_without_an_engine_is_down_until_it_lists_its_models_again(
             while replica.is_up:
                 await asyncio.sleep(0.01)
         assert replica.state == "dead"
-        assert replica.reason == "its engine is down: /v1/models answers 503"
+        assert replica.reason == "/v1/models answers 503, as where its engine is down"
         assert not any("not that of a server of Quire" in line for line in router.lines)
         only.models_status = 200
         while not replica.is_up:
@@ -276,6 +276,32 @@ def test_a_body_of_which_half_is_sent_is_refused_after_a_while(every_s: float) -
     assert b'"code":"timeout"' in sent[1]["body"]
     assert b"did not come within 60 s" in sent[1]["body"]
     assert not replica.requests
+
+
+def test_a_body_that_is_still_to_come_is_refused_when_the_router_stops() -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(1e9)
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b""}
+        scope["headers"] = [(b"content-length", b"40")]
+        asking = asyncio.ensure_future(router.app(scope, receive, send))
+        await asyncio.sleep(0.1)
+        cut_s = loop.time()
+        router.app.cut.set_result(None)
+        await asking
+        assert loop.time() - cut_s < 0.1
+
+    run([FakeReplica()], story)
+    assert sent[0]["status"] == 503
+    assert b"shutting_down" in sent[1]["body"]
 
 
 def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quire.router.answer_state import AnswerState
 from quire.router.event_blocks import is_heartbeat
 from tests.unit.router.fake_replica import FakeReplica, Router, _chunk, run
+from tests.unit.router.test_responses import KEY, Storing
 
 HEARTBEAT = b": heartbeat\n\n"
 EVENT = b'data: {"token": 100}\n\n'
@@ -91,6 +92,66 @@ def test_a_stream_with_heartbeats_alone_begins_anew_at_another_replica(has_event
         assert second.requests == first.requests, "the whole request once more"
         assert router.count("quire_router_resumed_streams_total") == 1
         assert router.count("quire_router_resume_seconds_count") == 1
+
+    run([first, second], story)
+
+
+@pytest.mark.parametrize("body", [NOT_CONTINUABLE, {"tokens": [1], "stream": True}])
+def test_a_stream_that_begins_anew_needs_no_replica_of_the_same_fingerprint(
+    body: dict[str, Any],
+) -> None:
+    """As while a fleet is upgraded. Once it has an event, it does need one."""
+    first, second, third = Heartbeating("fp_a"), FakeReplica("fp_b"), FakeReplica("fp_a")
+    first.gate = asyncio.Event()
+    second.prompt_tokens = 1
+    second.health |= {"ok": False, "state": "starting"}
+    third.health |= {"ok": False, "state": "starting"}
+
+    async def story(router: Router) -> None:
+        got = list[bytes]()
+        asking = asyncio.ensure_future(router.post("/generate", body, on_piece=got.append))
+        while len(got) < 3:
+            await asyncio.sleep(0.01)
+        first.stop_listening(cuts=True)
+        await asyncio.sleep(1.0)
+        second.fails_after = 4
+        second.before_token = lambda count: second.stop_listening(cuts=count == 4)
+        second.health |= {"ok": True, "state": "ready"}
+        while not second.requests:
+            await asyncio.sleep(0.01)
+        third.health |= {"ok": True, "state": "ready"}
+        status, _, answer = await asking
+        assert status == 200
+        assert answer.replace(HEARTBEAT, b"").count(b"\n\n") >= 4
+        assert b"stream_broken" in answer
+        assert (b"prompt_logprobs" in answer) == (body is NOT_CONTINUABLE)
+        assert not third.requests
+
+    run([first, second, third], story, resume_s=3.0)
+
+
+class HeartbeatingStore(Heartbeating, Storing):
+    """Likewise, and stores responses."""
+
+
+def test_a_stream_that_needs_a_stored_response_ends_with_the_replica_that_has_it() -> None:
+    first, second = HeartbeatingStore("a"), Storing("b")
+    first.gate = asyncio.Event()
+    first.made.append("resp_" + "a" * 24)
+    body = {"input": "a", "stream": True, "previous_response_id": first.made[0]}
+    body["include"] = ["message.output_text.logprobs"]
+
+    async def story(router: Router) -> None:
+        got = list[bytes]()
+        asked = router.post("/v1/responses", body, headers=KEY, on_piece=got.append)
+        asking = asyncio.ensure_future(asked)
+        while len(got) < 3:
+            await asyncio.sleep(0.01)
+        first.stop_listening(cuts=True)
+        answer = (await asking)[2]
+        assert b"stream_broken" in answer
+        assert b"cannot be continued exactly" in answer
+        assert ("POST", "/v1/responses") not in second.asked
 
     run([first, second], story)
 
