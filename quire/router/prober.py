@@ -276,8 +276,9 @@ class Prober:
             self._check_engine(replica)
 
     def _check_engine(self, replica: Replica) -> None:
-        """Fence a replica whose engine has been silent, by its own finding, for 1 s times the
-        factor. The limit by which it finds that adapts to false alarms and is not multiplied."""
+        """Fence a replica with an engine that has been silent, by its own finding, for 1 s times
+        the factor. The limit by which it finds that adapts to false alarms, so it is not
+        multiplied."""
         since_s, now_s = self._silent_s.get(replica), self._loop.time()
         beat_s = self._beats.quiet_s(replica, now_s)
         if replica.is_fenced or since_s is None or beat_s is None or beat_s > MIN_SILENT_S / 2:
