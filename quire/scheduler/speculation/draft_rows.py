@@ -28,14 +28,14 @@ from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.speculation.draft_prices import DraftedStep
 from quire.scheduler.speculation.draft_stats import DraftStats
-from quire.scheduler.speculation.plain_steps import PlainSteps
+from quire.scheduler.speculation.plain_steps import TIMED_STEPS, PlainSteps
 from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
 NEVER = 1 << 62  # a step that does not come
-# Where the source wants to know of steps without drafts, one is noted for all that took together so
-# many milliseconds: noting each would take a part of the step of a small model.
+# Where the source notes steps without drafts, one is noted for all that took together so many
+# milliseconds: noting each would take a part of the step of a small model.
 NOTED_MS, MAX_NOTED_STEPS = 4.0, 16
 # Their mean counts as at most so many times the last one: no request may have run in between.
 MAX_NOTED_TIMES = 1.25
@@ -229,12 +229,12 @@ class DraftRows(StepExtension):
         if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self.noted_from, is_due = 0, self._source.takes_plain_step()
-        if self._plain.takes(rows.counts, rows.ends, step.builder.step, is_due=is_due):
+        self.noted_from, self._plain.num_untimed = 0, TIMED_STEPS
+        is_due = self._source.takes_plain_step()
+        if self._plain.begin_if_due(rows.counts, rows.ends, step.builder.step, is_due=is_due):
             return
         can, limits = self._able(rows)
-        num_able = int(np.add.reduce(can))
-        if not num_able:
+        if not (num_able := int(np.add.reduce(can))):
             return
         index, ends, places = rows.slot_index, rows.ends, None
         if num_able < len(can):
@@ -407,7 +407,7 @@ class DraftRows(StepExtension):
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
-        self.noted_from = 0  # the source may want steps without drafts now
+        self.noted_from = 0  # the source may note steps without drafts now
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""
