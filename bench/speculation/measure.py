@@ -7,8 +7,9 @@ the intervals are narrow, or until the cell's time is over; fixed numbers of dra
 slower than the best one are left out. Always holds: before they are measured the control has taken
 a number of steps, and each engine of a small model has answered all requests; a side with other
 tokens than without drafts ends the measurement; which rounds count does not depend on their ratios,
-only how many do; a cell has FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time; a side
-with a fixed number of drafts has had some before it is measured.
+only how many do; a cell has FIRST_ROUNDS if these take no more than MAX_TIME_TIMES its time; each
+side with an engine of its own has taken one step before it is measured, and all steps of its
+warm-up if there is time.
 """
 
 from __future__ import annotations

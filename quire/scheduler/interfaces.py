@@ -62,8 +62,8 @@ class DraftSource(Protocol):
     uses_cache: whether `learn` and `note_kv` are called. may_begin_late: `begin` and `end` may come
     when drafts are asked for next, and not at all for a request that has ended by then.
     notes_plain_steps: whether `note_step` is called for steps without drafts, for several at once
-    where they are short. rest_steps: in so
-    many further steps nothing is proposed, unless a request begins, or `note_step` changes that.
+    where they are short. rest_steps: in so many further steps nothing is proposed, unless a request
+    begins, or `note_step` changes that.
     num_proposer_errors, num_errors: errors of proposers, and of other parts; after one of the
     latter nothing is proposed. from_prediction: by slot, whether its last drafts are of the text
     that its request predicts; None: none ever were.
@@ -99,10 +99,11 @@ class DraftSource(Protocol):
     def end(self, slot: int) -> None:
         """Note that the request in `slot` has left it."""
 
-    def skips_step(self, tokens: TokenTable, able: Callable[[], Index]) -> bool:
+    def skips_step(self, tokens: TokenTable, able_slots: Callable[[], Index]) -> bool:
         """Return whether no drafts are proposed in this step; asked once a step, and cheap.
 
-        able: returns the slots that may have drafts in this step; called in some steps only.
+        able_slots: returns the slots that may have drafts in this step, and those that wait for the
+        next one as they would have some (`would_propose`); called in some steps only.
         """
 
     def rested(self, num_steps: int) -> None:

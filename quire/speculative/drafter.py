@@ -239,7 +239,7 @@ class Drafter:
         if self._control.balance is not None:
             self._control.balance.reconsider()
 
-    def skips_step(self, tokens: TokenTable, able: Callable[[], Index]) -> bool:
+    def skips_step(self, tokens: TokenTable, able_slots: Callable[[], Index]) -> bool:
         """See DraftSource."""
         rests, balance = self._control.rests, self._control.balance
         if self.num_errors:
@@ -255,7 +255,7 @@ class Drafter:
             if self._lookup is not None:
                 try:
                     if rests.left:
-                        finds = self._finds_long(self._lookup, tokens, able())
+                        finds = self._finds_long(self._lookup, tokens, able_slots())
                         rests.note_look(finds=finds)
                         return not finds
                     if not self._lookup.may_find(tokens):

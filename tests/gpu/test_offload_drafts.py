@@ -123,7 +123,7 @@ def test_drafts_beside_weights_in_host_memory_change_no_answer(
     monkeypatch.setattr(Drafter, "verified", counting)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)
+    monkeypatch.setattr(PlainSteps, "begin_if_due", lambda *_, **__: False)
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     with LLM(folder, threads=1, **SETTINGS) as llm:
         wanted = generated(llm)

@@ -28,14 +28,14 @@ from quire.scheduler.running_batch import Bools, Index, Int32s, RunningBatch
 from quire.scheduler.sequence import SequenceState
 from quire.scheduler.speculation.draft_prices import DraftedStep
 from quire.scheduler.speculation.draft_stats import DraftStats
-from quire.scheduler.speculation.plain_steps import PlainSteps
+from quire.scheduler.speculation.plain_steps import TIMED_STEPS, PlainSteps
 from quire.scheduler.step_budget import BlockShares
 
 # Predictions kept for plans in flight.
 MAX_PREDICTED = 16
 NEVER = 1 << 62  # a step that does not come
-# Where the source wants to know of steps without drafts, one is noted for all that took together so
-# many milliseconds: noting each would take a part of the step of a small model.
+# Where the source notes steps without drafts, one is noted for all that took together so many
+# milliseconds: noting each would take a part of the step of a small model.
 NOTED_MS, MAX_NOTED_STEPS = 4.0, 16
 # Their mean counts as at most so many times the last one: no request may have run in between.
 MAX_NOTED_TIMES = 1.25
@@ -89,6 +89,7 @@ class DraftRows(StepExtension):
         self._preemptions = [0] * num_slots  # of these before they entered
         self._num_speculating = 0
         self._active: Index | None = None  # batch.active when these were filled
+        self._waiting = batch.active[:0]  # slots paused in this step, for drafts in the next one
         self.noted_from = NEVER
         self.is_resting = self._may_predict = False  # the latter: a live request may
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
@@ -197,9 +198,10 @@ class DraftRows(StepExtension):
             if self._source.learns:
                 self._learn_outputs()
             self._enter_slots()
-        if not self._overlaps or not self._num_speculating:
+        if not self._overlaps:
             return
-        if self._plain.left or self._source.rest_steps:
+        self._waiting = batch.active[:0]
+        if not self._num_speculating or self._plain.left or self._source.rest_steps:
             return
         index, lengths = batch.active, batch.tokens.lengths[batch.active]
         limits: Int32s = np.minimum(self._max_drafts[index], batch.ceiling[index] - lengths)
@@ -207,7 +209,8 @@ class DraftRows(StepExtension):
         index, limits = index[late], limits[late]
         if len(index):
             waits = self._source.would_propose(batch.tokens, index, limits)
-            step.paused += index[waits].tolist()
+            self._waiting = index[waits]
+            step.paused += self._waiting.tolist()
 
     def end_step(self, step: Step) -> None:
         """Add drafts to the plan's rows, as far as its budget and free blocks reach."""
@@ -226,12 +229,12 @@ class DraftRows(StepExtension):
         if step.budget.spent or not step.builder.has_rows:
             return
         rows = Rows(*step.builder.joined_rows())
-        self.noted_from, is_due = 0, self._source.takes_plain_step()
-        if self._plain.takes(rows.counts, rows.ends, step.builder.step, is_due=is_due):
+        self.noted_from, self._plain.num_untimed = 0, TIMED_STEPS
+        is_due = self._source.takes_plain_step()
+        if self._plain.begin_if_due(rows.counts, rows.ends, step.builder.step, is_due=is_due):
             return
         can, limits = self._able(rows)
-        num_able = int(np.add.reduce(can))
-        if not num_able:
+        if not (num_able := int(np.add.reduce(can))):
             return
         index, ends, places = rows.slot_index, rows.ends, None
         if num_able < len(can):
@@ -300,12 +303,13 @@ class DraftRows(StepExtension):
         return can, limits
 
     def _able_slots(self, step: Step) -> Index:
-        """Return the slots that may have drafts in a step."""
+        """Return the slots that may have drafts in a step, and those that wait for the next one."""
         if step.budget.spent or not step.builder.has_rows:
-            return self._batch.active[:0]
+            return self._waiting
         rows = Rows(*step.builder.joined_rows())
         can, _ = self._able(rows)
-        return rows.slot_index[can]
+        able = rows.slot_index[can]
+        return np.concatenate((self._waiting, able)) if self._overlaps else able
 
     def _begin_rest(self, step: int) -> None:
         """Take no part in the steps after `step`, as long as the source rests."""
@@ -403,7 +407,7 @@ class DraftRows(StepExtension):
         self._saved_ms += saved_ms
         self._added_ms += added_ms
         self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
-        self.noted_from = 0  # the source may want steps without drafts now
+        self.noted_from = 0  # the source may note steps without drafts now
 
     def advance(self, verified: VerifiedRows) -> None:
         """Count the accepted positions as computed. The runs were appended."""

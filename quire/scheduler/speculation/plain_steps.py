@@ -1,10 +1,11 @@
 """PlainSteps: steps without drafts that are made to be timed, and what drafts cost beside them.
 
 Drafts are judged against steps without, of about as many rows: some are made where none was timed,
-and where the source of drafts wants one. The first after drafts is slower than those that follow
-it; what these took longer is part of the price of drafts. Knows the numbers of rows, positions and
-milliseconds; no requests, no proposers and no clock. Always holds: where none was timed, of
-FIRST_RUN_EVERY steps of some rows MAX_PLAIN_STEPS + TIMED_STEPS are made for that at most.
+and where the source of drafts says that one is due. The first after drafts is slower than those
+that follow it; what these took longer is part of the price of drafts. Knows the numbers of rows,
+positions and milliseconds; no requests, no proposers and no clock. Always holds: where none was
+timed, of FIRST_RUN_EVERY steps of some rows MAX_PLAIN_STEPS + TIMED_STEPS are made for that at
+most.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ class PlainSteps:
             self.prices.note_after(self._after_ms)
             self._after_ms = None
 
-    def takes(self, counts: Int32s, ends: Int32s, step: int, *, is_due: bool) -> bool:
-        """Return whether `step` has no drafts, so that it can be timed or the next ones can:
-        because as many are due, or none of so many rows was timed. is_due: a further one is."""
-        self.num_untimed = TIMED_STEPS
+    def begin_if_due(self, counts: Int32s, ends: Int32s, step: int, *, is_due: bool) -> bool:
+        """Begin a run of steps without drafts with `step`, so that some can be timed, where as many
+        are due or none of so many rows was timed; return whether it has begun. is_due: a further
+        one is."""
         self._due += is_due
         num_steps = self._plain_steps
         if self._due < num_steps:

@@ -64,7 +64,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
         monkeypatch.setattr(proposer, "propose", watching(proposer.propose))
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)  # as the clock has it
+    monkeypatch.setattr(PlainSteps, "begin_if_due", lambda *_, **__: False)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     return seen
 
@@ -416,7 +416,7 @@ def test_the_built_in_head_drafts_for_the_built_in_model(monkeypatch: pytest.Mon
     monkeypatch.setattr(EagleProposer, "verified", counted)
     monkeypatch.setattr(AdaptiveControl, "limits", lambda self, slots, limits, *cost: limits)
     monkeypatch.setattr(DraftBalance, "_add", lambda *given: None)
-    monkeypatch.setattr(PlainSteps, "takes", lambda *_, **__: False)  # as the clock has it
+    monkeypatch.setattr(PlainSteps, "begin_if_due", lambda *_, **__: False)  # as the clock has it
     monkeypatch.setattr(DraftBalance, "affords", lambda _, behind_ms, step_ms: behind_ms >= 0.0)
     prompts = ["Write a story about a cat.", "What can a boat do?"]
     sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)

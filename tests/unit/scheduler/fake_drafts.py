@@ -57,7 +57,7 @@ class FakeDrafts:
     def takes_plain_step(self) -> bool:
         return False
 
-    def skips_step(self, tokens: TokenTable, able: Callable[[], NDArray[np.intp]]) -> bool:
+    def skips_step(self, tokens: TokenTable, able_slots: Callable[[], NDArray[np.intp]]) -> bool:
         return False
 
     def fail(self, error: Exception) -> None:

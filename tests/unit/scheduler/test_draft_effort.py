@@ -129,6 +129,10 @@ class Case:
         assert isinstance(plan, StepPlan)
         if self._costly is not None:
             self.now_ms += self._costly.drafting_ms - before_ms
+        self.compute(plan)
+
+    def compute(self, plan: StepPlan) -> None:
+        """Let a plan's step take its time, and give the scheduler its result."""
         self.now_ms += self.step_ms + (plan.draft_ids.size > 0) * self.drafts_ms
         counts, token = plan.sample_counts, TOKEN
         if not self.accepts:

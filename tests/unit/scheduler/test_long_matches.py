@@ -5,6 +5,7 @@ What is looked at is compared with the rows of the step's plan, work is counted 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from quire.base.records import StepPlan
 from quire.base.token_table import TokenTable
-from quire.speculative.control import FixedControl
-from tests.unit.scheduler.test_draft_effort import Case, Repeats
+from quire.speculative.control import AdaptiveControl, FixedControl
+from quire.speculative.proposer import LONG_MATCH, Drafts
+from quire.speculative.rests import LOOK_MS
+from tests.unit.scheduler.test_draft_effort import MAX_DRAFTS, Case, Repeats
 
 
 class Looks(Repeats):
@@ -29,6 +32,41 @@ class Looks(Repeats):
     def finds_long(self, tokens: TokenTable, slots: NDArray[np.intp]) -> bool:
         self.looked.append(sorted(slots.tolist()))
         return False
+
+
+class Matches(Repeats):
+    """Finds drafts in every step. are_long: they follow long matches."""
+
+    knows_matches, are_long = True, False
+
+    def finds_long(self, tokens: TokenTable, slots: NDArray[np.intp]) -> bool:
+        return self.are_long and len(slots) > 0
+
+    def propose(
+        self, tokens: TokenTable, slots: NDArray[np.intp], limits: NDArray[np.int32], drafts: Drafts
+    ) -> None:
+        super().propose(tokens, slots, limits, drafts)
+        drafts.matches[:] = LONG_MATCH if self.are_long else 1
+
+
+class TwoPlans(Case):
+    """Plans the next step while one is computed. drafts_ms: of each step with drafts."""
+
+    counts, drafts_ms = False, 0.3
+    limits: ClassVar = {"plans_in_flight": 2}
+
+    def __init__(self, running: int, proposer: Repeats) -> None:
+        self._plans: deque[StepPlan] = deque()
+        super().__init__(running, proposer, AdaptiveControl(running, MAX_DRAFTS))
+
+    @property
+    def rest_left(self) -> int:
+        return self.scheduler._drafts._source._control.rests.left  # type: ignore[no-any-return]
+
+    def turn(self) -> None:
+        while len(self._plans) < 2 and (plan := self.scheduler.schedule(self.now_ms)) is not None:
+            self._plans.append(plan)
+        self.compute(self._plans.popleft())
 
 
 class ShortSteps(Case):
@@ -81,6 +119,29 @@ def test_long_matches_are_looked_for_where_drafts_could_follow_them() -> None:
         num_looks, num_prompts = num_looks + 1, num_prompts + len(prompts)
         num_last += len(last)
     assert min(num_looks, num_prompts, num_last) >= 5
+
+
+@pytest.mark.parametrize("running", [1, 4])
+def test_a_long_match_ends_a_rest_where_plans_overlap(running: int) -> None:
+    """The row it is found for waits for its last token, so that the step's plan has none."""
+    proposer = Matches(finds=True)
+    case = TwoPlans(running, proposer)
+    case.accepts = False
+    for _ in range(1000):
+        if case.rest_left >= 60:
+            break
+        case.turn()
+    assert case.rest_left >= 60
+    case.accepts = proposer.are_long = True
+    case.num_drafts = 0
+    for _ in range(int(LOOK_MS / case.step_ms) + 4):
+        case.turn()
+    assert case.num_drafts >= running * MAX_DRAFTS
+    for _ in range(20):  # nor does the rest begin again
+        case.num_drafts = 0
+        case.turn()
+        case.turn()
+        assert case.num_drafts
 
 
 @pytest.mark.parametrize(("step_ms", "steps_per_look", "calls"), [(1.0, 8, 7.2), (3.0, 2, 19.0)])

@@ -171,7 +171,8 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
                 lambda self, slots, limits, *cost: limits,
             )
             patch.setattr(  # as the clock has it
-                "quire.scheduler.speculation.plain_steps.PlainSteps.takes", lambda *_, **__: False
+                "quire.scheduler.speculation.plain_steps.PlainSteps.begin_if_due",
+                lambda *_, **__: False,
             )
             patch.setattr("quire.speculative.draft_balance.DraftBalance._add", lambda *given: None)
             sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
