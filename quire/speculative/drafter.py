@@ -255,7 +255,9 @@ class Drafter:
             if self._lookup is not None:
                 try:
                     if rests.left:
-                        finds = self._finds_long(self._lookup, tokens, able_slots())
+                        finds = self._lookup.finds_long(tokens, None)
+                        # Which slots can have drafts takes longer than to look at all.
+                        finds = finds and self._finds_long(self._lookup, tokens, able_slots())
                         rests.note_look(finds=finds)
                         return not finds
                     if not self._lookup.may_find(tokens):

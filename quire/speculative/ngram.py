@@ -47,13 +47,17 @@ class NgramProposer(LookupProposer):
 
     def may_find(self, tokens: TokenTable) -> bool:
         """See LookupProposer: whether the last tokens of any request occurred before."""
+        return self._index.finds_any(tokens.tokens, self._all_slots(), tokens.lengths, 0)
+
+    def finds_long(self, tokens: TokenTable, slots: Index | None) -> bool:
+        """See LookupProposer."""
+        slots = self._all_slots() if slots is None else slots
+        return self._index.finds_any(tokens.tokens, slots, tokens.lengths, LONG_MATCH)
+
+    def _all_slots(self) -> Index:
         if self._slots is None:
             self._slots = np.array(sorted(self._begun), np.intp)
-        return self._index.finds_any(tokens.tokens, self._slots, tokens.lengths, 0)
-
-    def finds_long(self, tokens: TokenTable, slots: Index) -> bool:
-        """See LookupProposer."""
-        return self._index.finds_any(tokens.tokens, slots, tokens.lengths, LONG_MATCH)
+        return self._slots
 
     def propose(self, tokens: TokenTable, slots: Index, limits: Int32s, drafts: Drafts) -> None:
         """See Proposer."""

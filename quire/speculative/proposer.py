@@ -94,8 +94,9 @@ class LookupProposer(Proposer):
     def may_find(self, tokens: TokenTable) -> bool:
         """Return whether `propose` may find something now, for any slot that has begun."""
 
-    def finds_long(self, tokens: TokenTable, slots: Index) -> bool:
-        """Return whether `propose` finds drafts of a long match now, for any of `slots`."""
+    def finds_long(self, tokens: TokenTable, slots: Index | None) -> bool:
+        """Return whether `propose` finds drafts of a long match now, for any of `slots`; None: for
+        any slot that has begun."""
         return False
 
 
