@@ -105,7 +105,7 @@ def _fleet_run_rows(result: dict[str, Any]) -> list[str]:
         usual = result["silences_s"]["without_faults"]
         rows += [
             "| streams that went on within 3 s of their last event when their replica failed; mean "
-            f"interruption | {100 * found['share_within_3_s']:.0f} %; {found['mean_s']:.1f} s "
+            f"interruption | {100 * found['share_within_3_s']:.2f} %; {found['mean_s']:.1f} s "
             "| 100 % |",
             "| longest silence of a stream of as many without faults, on the same two cores: "
             f"median, p99 | {usual['p50']:.1f} s, {usual['p99']:.1f} s | |",
