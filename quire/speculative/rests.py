@@ -30,7 +30,7 @@ STEPS_BEFORE_PLAIN = 1
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
 # During a rest, long matches are looked for after so many steps, then twice as many, up to so many
 # milliseconds: drafts that follow one are right far more often than those that did not pay.
-LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 8.0, 32
+LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 8.0, 64
 
 
 class DraftRests:
