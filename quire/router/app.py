@@ -8,6 +8,7 @@ once, with the aliases; health and metrics are the router's own. Routes with sta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -180,7 +181,8 @@ class RouterApp:
             async with asyncio.timeout(BODY_TIME_S) as timer:
 
                 def on_cut(_: object) -> None:
-                    timer.reschedule(0.0)
+                    with contextlib.suppress(RuntimeError):  # the body was read meanwhile
+                        timer.reschedule(0.0)
 
                 self.cut.add_done_callback(on_cut)
                 try:
