@@ -304,6 +304,19 @@ def test_a_body_that_is_still_to_come_is_refused_when_the_router_stops() -> None
     assert b"shutting_down" in sent[1]["body"]
 
 
+def test_a_body_that_was_read_when_the_router_stopped_leaves_no_error() -> None:
+    errors = list[Any]()
+
+    async def story(router: Router) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: errors.append(found))
+        router.app.cut.set_result(None)
+        status, _, body = await router.post("/generate", {"tokens": [1]})
+        assert (status, b"shutting_down" in body) == (503, True)
+
+    run([FakeReplica()], story)
+    assert not errors
+
+
 def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: Any) -> None:
     """Time in which the router's own loop was busy is no silence of a server."""
     replica = FakeReplica()
