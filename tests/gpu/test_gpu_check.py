@@ -68,7 +68,8 @@ def test_sections_run_without_messages_and_without_the_compiled_module(tmp_path:
     assert result["sections"]["limits"]["found"]["copy_bytes_per_s"] > 0
     assert result["sections"]["requests"]["found"]["exact"]["is_whole"]
     results = gpu_rows({**result, "what": OF_A_CARD})  # the page reads the sections' results
-    assert ["512 requests" in row for row in results] == [True, True]
+    assert ["512 requests" in row for row in results] == [True, False, True, False]
+    assert [" requests: output" in row for row in results] == [False, True, False, True]
     tier = result["sections"]["host_tier"]["found"]
     assert tier["tokens"] == {"are_equal": True, "tokens": 4}
     assert tier["beside_swaps"]["moved_bytes_per_s"] > 0
