@@ -145,8 +145,6 @@ class Answer:
         """Pass on a response after its head has arrived; as _try."""
         request, client, exchange = self._request, self._client, attempt.exchange
         if exchange.status == 200 and request.is_stream and not _is_json(exchange):
-            if not self._state.has_events:
-                self._state.fingerprint = attempt.replica.fingerprint(request.model)
             if not self._choice.judges_stream:
                 await self._relay.stream(attempt)
                 return True

@@ -37,8 +37,8 @@ class AnswerParts:
 class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
     answer; None for any. key: what policies read of it. tried: replicas that failed with it or
-    refused it. fingerprint: of the replica that has begun its stream. has_place: of MovePlaces.
-    has_events: whether the client has any, not heartbeats alone."""
+    refused it. has_place: of MovePlaces. has_events: whether the client has any, not heartbeats
+    alone; fingerprint: of the replica that sent the first, "" before."""
 
     def __init__(
         self,
@@ -67,6 +67,11 @@ class AnswerState:
         lanes = self.parts.features.lanes
         self.key = self.request.key()
         self.is_long = lanes is not None and lanes.is_long(self.request.prompt_tokens)
+
+    def note_event(self, replica: Replica) -> None:
+        """Note the first event that the client has, of `replica`: others go on like that one."""
+        self.has_events = True
+        self.fingerprint = replica.fingerprint(self.request.model)
 
     def leave_place(self) -> None:
         """Give back the place to move again: the attempt has output or has ended."""

@@ -305,7 +305,7 @@ class Placement:
             found = fleet.choose(
                 state.key,
                 state.request.model,
-                fingerprint=state.fingerprint if state.has_events else "",
+                fingerprint=state.fingerprint,
                 exclude=exclude,
                 max_long=None if started else state.max_long,
                 spreads=started,

@@ -57,9 +57,9 @@ class StreamRelay:
                     self._note_response(attempt, delta)
                 if not client.started:
                     await client.start(200, exchange.headers)
-                if not self._state.has_events:
-                    is_event = not is_heartbeat(delta.blocks, request.form.event_end)
-                    self._state.has_events = is_event
+                is_first = not self._state.has_events
+                if is_first and not is_heartbeat(delta.blocks, request.form.event_end):
+                    self._state.note_event(attempt.replica)
                 shown = delta.blocks
                 if self._choice.adds_event:
                     shown = self._choice.shown_event(shown)
@@ -109,7 +109,7 @@ class StreamRelay:
                     self._leave_queue(attempt)
                 attempt.replica.progressed(self._loop.time())
                 if not self._state.has_events:
-                    self._state.has_events = True
+                    self._state.note_event(attempt.replica)
                     self._state.continuation.has_event(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
