@@ -48,10 +48,10 @@ class EngineThread:
         """Ask the engine to stop and wait for it; False where it hangs and is left behind."""
         self._inbox.put(Stop())
         self._thread.join(_END_S)
-        is_left = self._thread.is_alive()
-        if is_left:
+        has_ended = not self._thread.is_alive()
+        if not has_ended:
             self._report("the engine's thread is left behind: it has not ended", waited_s=_END_S)
-        return not is_left
+        return has_ended
 
 
 class QueueInbox:

@@ -43,13 +43,13 @@ class Heartbeat:
 
     def _watch(self) -> None:
         steps, num_collected = self._steps, -1
-        while True:
+        # Looked at after each clear: a close before it has set `_ended` first.
+        while not self._ended.is_set():
             steps.active.wait()  # set by each step that is tried
             if self._ended.wait(self._period_s):
                 return
             steps.active.clear()
-            # A close just before the clear is not lost: it sets `_ended` first.
-            if steps.num_submitted > steps.num_collected or self._ended.is_set():
+            if steps.num_submitted > steps.num_collected:
                 steps.active.set()
             if steps.num_collected == num_collected:
                 self._beat(self._ops_done())
