@@ -260,10 +260,10 @@ def test_a_request_beyond_the_burst_says_so_and_is_not_to_be_sent_again() -> Non
             assert "lower max_tokens, send fewer prompts" in error["message"]
             assert b"retry-after" not in headers
             assert headers[b"x-should-retry"] == b"false"
-        fields = {"prompt": [1], "max_tokens": 900}
+        large = {"prompt": [1], "max_tokens": 900}
         only.body = b'{"usage":{"prompt_tokens":1,"completion_tokens":900}}'
-        assert (await router.post("/v1/completions", fields))[0] == 200
-        status, headers, _ = await router.post("/v1/completions", fields)
+        assert (await router.post("/v1/completions", large))[0] == 200
+        status, headers, _ = await router.post("/v1/completions", large)
         assert status == 429
         assert b"x-should-retry" not in headers, "it passes once the bucket is full again"
 
@@ -312,7 +312,7 @@ def test_a_thousand_prompts_do_not_pass_as_one() -> None:
 
 def test_a_whole_answer_that_is_left_pays_what_the_fastest_would_have_had() -> None:
     clock, only = Clock(), FakeReplica()
-    only.whole_gate = asyncio.Event()
+    only.whole_gate = gate = asyncio.Event()
     path, fields = "/v1/completions", {"prompt": [7] * 10, "max_tokens": 500}
 
     async def story(router: Router) -> None:
@@ -328,11 +328,11 @@ def test_a_whole_answer_that_is_left_pays_what_the_fastest_would_have_had() -> N
         for num_tokens, taken_s in ((90, 3.0), (100, 1.0), (80, 2.0), (5, 0.01)):
             usage = {"prompt_tokens": 10, "completion_tokens": num_tokens}
             only.body = json.dumps({"usage": usage}).encode()
-            only.whole_gate.clear()
-            asyncio.get_running_loop().call_later(taken_s, only.whole_gate.set)
+            gate.clear()
+            asyncio.get_running_loop().call_later(taken_s, gate.set)
             assert (await router.post(path, fields))[0] == 200
             assert charge() == 10 + num_tokens
-        only.whole_gate.clear()
+        gate.clear()
         await router.leave(path, fields, 2.0)
         assert charge() == pytest.approx(10 + 200, abs=10), "100 tokens a second"
         await router.leave(path, {**fields, "n": 2}, 2.0)

@@ -259,9 +259,9 @@ def test_what_is_settled_while_redis_is_down_is_settled_once_it_answers() -> Non
         assert isinstance(left, float)
         assert left == pytest.approx(60 / 0.001, rel=0.01), "once each"
         await found.settle(500)
-        for one in others[:2]:
-            assert isinstance(await second.reserve(one, 970), Reservation)
-            assert isinstance(await second.reserve(one, 10), float)
+        for other in others[:2]:
+            assert isinstance(await second.reserve(other, 970), Reservation)
+            assert isinstance(await second.reserve(other, 10), float)
         for link in links:
             await link.close()
         await fake.stop()
