@@ -73,7 +73,7 @@ class Answer:
                     with self._admission.waiting(request.expected_tokens):
                         async with before_deadline(request):
                             await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
-                request.waited(self._loop.time())
+                request.note_sent(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
                     if await self._try(attempt):

@@ -23,6 +23,7 @@ from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.model_lists import ModelLists
+from quire.router.output_rate import OutputRate
 from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
@@ -59,6 +60,7 @@ class RouterApp:
         self._lists = ModelLists(fleet, self._features.names, list(self._features.cascades))
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes
+        self._rate = OutputRate()
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _watch_features(self) -> None:
@@ -167,8 +169,12 @@ class RouterApp:
     async def _settle(
         self, reservation: Reservation, request: RoutedRequest, client: ClientResponse
     ) -> None:
-        """Charge what a request has used; a request that was refused has used nothing."""
-        is_refused = client.status >= 400 or (not client.started and not client.is_gone)
+        """Charge what a request has used. One that was refused, or that its client left before a
+        replica had it, has used nothing."""
+        is_left = client.is_gone and not client.started
+        is_refused = client.status >= 400 or not (client.started or (is_left and request.sent_s))
+        if not is_refused:
+            request.took(asyncio.get_running_loop().time(), self._rate, is_left=is_left)
         used = request.replaced_tokens if is_refused else request.used_tokens()
         await reservation.settle(used)
         self._metrics.quota_tokens.labels("used").inc(used)

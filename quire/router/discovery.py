@@ -2,8 +2,9 @@
 
 A file has one address a line; empty lines and lines that begin with # are ignored. It is read again
 when it changes. A file that cannot be read as a whole (half-written, empty, with a malformed line)
-changes nothing: the last good list stays, and the log says why. Writers should write a new file and
-rename it, which is never seen half-written.
+changes nothing: the last good list stays, and the log says why. One that lacks replicas of that
+list may be half-written, up to the end of a line, so it counts once two polls in turn have read it.
+Writers should write a new file and rename it, which is never seen half-written.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class WatchedFile(Unwatched):
         self._path = path
         self._log = log
         self._seen = self._stamp()
+        self._smaller: tuple[ServerUrl, ...] | None = None  # of the last poll, until another agrees
         try:
             self._urls = self._read()
         except (OSError, ValueError) as error:
@@ -71,12 +73,13 @@ class WatchedFile(Unwatched):
     def poll(self) -> tuple[ServerUrl, ...]:
         """Return the addresses of the last good file."""
         stamp = self._stamp()
-        if stamp == self._seen:
+        if stamp == self._seen and self._smaller is None:
             return self._urls
         self._seen = stamp
         try:
             urls = self._read()
         except (OSError, ValueError) as error:
+            self._smaller = None
             self._log.warning(
                 "replicas file ignored",
                 file=str(self._path),
@@ -84,6 +87,10 @@ class WatchedFile(Unwatched):
                 kept=len(self._urls),
             )
             return self._urls
+        if not set(self._urls).issubset(urls) and urls != self._smaller:
+            self._smaller = urls
+            return self._urls
+        self._smaller = None
         if urls != self._urls:
             self._log.event("replicas file read", file=str(self._path), replicas=len(urls))
         self._urls = urls

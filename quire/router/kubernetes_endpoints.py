@@ -206,11 +206,14 @@ class KubernetesEndpoints:
             exchange = await self._pool.send(b"GET", path, headers, b"", is_fresh=is_fresh)
             try:
                 await exchange.head()
+                body = b"" if exchange.status == 200 else await exchange.body()
             except StaleConnection:
                 continue
+            except BaseException:  # at a time limit, too: nothing else closes its connection
+                exchange.close()
+                raise
             if exchange.status == 200:
                 return exchange
-            body = await exchange.body()
             exchange.close()
             if exchange.status == _GONE:
                 raise VersionGone("the version has expired")

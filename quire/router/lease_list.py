@@ -2,6 +2,7 @@
 
 Always holds: an address leaves the list only after its lease was absent for `absent_s` in a row, as
 read from a source that answers; so a source that is down, or was restarted empty, takes none away.
+No error of a source ends `watch`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+from quire.base.log import Log
 from quire.base.server_url import ServerUrl
 
 
@@ -55,12 +57,15 @@ class LeaseList:
 
 
 class LeaseDiscovery(ABC):
-    """Replicas that hold a lease, as a Discovery. leases: as they were read last."""
+    """Replicas that hold a lease, as a Discovery. leases: as they were read last. source: of them,
+    for the log."""
 
     read_every_s: float
 
-    def __init__(self, leases: LeaseList) -> None:
+    def __init__(self, leases: LeaseList, source: str, log: Log) -> None:
         self._list = leases
+        self._source = source
+        self._log = log
 
     def poll(self) -> tuple[ServerUrl, ...]:
         """Return the addresses of the last reading."""
@@ -73,6 +78,22 @@ class LeaseDiscovery(ABC):
                 changed()
             await asyncio.sleep(self.read_every_s)
 
-    @abstractmethod
     async def read(self) -> bool:
         """Read the leases once; return whether the list has changed."""
+        try:
+            found = await self.read_leases()
+        except Exception as error:  # noqa: BLE001  errors of sources have no common class
+            if self._list.went_down():
+                self._log.warning(
+                    f"replicas stay as they are while {self._source} does not answer",
+                    reason=str(error) or type(error).__name__,
+                    kept=len(self.poll()),
+                )
+            return False
+        if self._list.came_back():
+            self._log.event(f"{self._source} answers again", replicas=len(found))
+        return self._list.update(found)
+
+    @abstractmethod
+    async def read_leases(self) -> Mapping[str, ServerUrl]:
+        """Return the addresses that hold a lease now, by name. Raises any error."""

@@ -20,7 +20,7 @@ from quire.router.faults import Refusal
 from quire.router.route_file import QuotaTable, TenantTable
 
 # Beyond this number the bucket that was used longest ago is forgotten, and is full again.
-_MAX_BUCKETS = 100_000
+MAX_BUCKETS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class LocalBuckets:
     def _put(self, quota: Quota, level: float) -> None:
         self._levels[quota.name] = (min(level, float(quota.burst_tokens)), self._now())
         self._levels.move_to_end(quota.name)
-        while len(self._levels) > _MAX_BUCKETS:
+        while len(self._levels) > MAX_BUCKETS:
             self._levels.popitem(last=False)
 
 
@@ -117,9 +117,11 @@ class Quotas:
             raise Refusal(
                 429,
                 "quota_exceeded",
-                f"the request may use {tokens} tokens (prompt and output) and this key's quota "
-                f"holds {quota.burst_tokens} at most ({per_minute} a minute); lower max_tokens or "
-                "shorten the prompt",
+                f"the request may use {tokens} tokens (prompts and output of all answers) and this "
+                f"key's quota holds {quota.burst_tokens} at most ({per_minute} a minute), so it "
+                "would be refused again; lower max_tokens, send fewer prompts or answers in one "
+                "request, or shorten the prompt",
+                is_final=True,
             )
         found = await self._buckets.reserve(quota, tokens)
         if isinstance(found, Reservation):

@@ -35,31 +35,15 @@ class RedisLeases(LeaseDiscovery):
     read_every_s = _READ_EVERY_S
 
     def __init__(self, link: RedisLink, prefix: str, log: Log, now: Callable[[], float]) -> None:
-        super().__init__(LeaseList(ABSENT_S, now))
+        super().__init__(LeaseList(ABSENT_S, now), "Redis", log)
         self._link = link
         self._prefix = f"{prefix}replica:"
-        self._log = log
         self._refused: set[str] = set()
 
-    async def read(self) -> bool:
-        """See LeaseDiscovery."""
-        try:
-            keys = await self._link.keys(self._prefix)
-        except RedisDown as error:
-            if self._list.went_down():
-                self._log.warning(
-                    "replicas stay as they are while Redis is down",
-                    reason=str(error),
-                    kept=len(self.poll()),
-                )
-            return False
-        if self._list.came_back():
-            self._log.event("leases are read again", replicas=len(keys))
-        return self._list.update(self._parsed(keys))
-
-    def _parsed(self, keys: list[str]) -> dict[str, ServerUrl]:
+    async def read_leases(self) -> dict[str, ServerUrl]:
+        """Return the addresses of the keys. One that is no address is logged and left out."""
         found: dict[str, ServerUrl] = {}
-        for key in sorted(keys):
+        for key in sorted(await self._link.keys(self._prefix)):
             text = key.removeprefix(self._prefix)
             try:
                 url = replica_url(text)

@@ -16,12 +16,16 @@ _T = TypeVar("_T")
 
 
 class RedisDown(QuireError):
-    """Redis did not answer as it should, in time."""
+    """Redis did not answer as it should, in time. may_have_run: it may have got the command."""
+
+    def __init__(self, message: str, *, may_have_run: bool) -> None:
+        super().__init__(message)
+        self.may_have_run = may_have_run
 
 
 class RedisLink:
     """Connections to one server, each command within `timeout_s`. is_down: whether the last one had
-    no answer."""
+    no answer. Bytes that are no UTF-8 are read as surrogates."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         try:
@@ -36,7 +40,13 @@ class RedisLink:
                 url,
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
+                # Not after a timeout: the command may have run. Without pauses, for which there is
+                # no time: a server that is gone is known at once.
+                retry=redis.asyncio.retry.Retry(
+                    redis.backoff.NoBackoff(), 1, (redis.ConnectionError,)
+                ),
                 decode_responses=True,
+                encoding_errors="surrogateescape",
                 protocol=2,
             )
         except ValueError as error:
@@ -44,6 +54,7 @@ class RedisLink:
                 f"[redis] url: {error}; write it like redis://127.0.0.1:6379/0"
             ) from error
         self._errors = (redis.RedisError, OSError, TimeoutError)
+        self._timeouts = (redis.TimeoutError, TimeoutError)
         self._timeout_s = timeout_s
         self.is_down = False
 
@@ -83,6 +94,8 @@ class RedisLink:
         except self._errors as error:
             self.is_down = True
             reason = str(error) or type(error).__name__
-            raise RedisDown(f"Redis did not answer: {reason}") from error
+            raise RedisDown(
+                f"Redis did not answer: {reason}", may_have_run=isinstance(error, self._timeouts)
+            ) from error
         self.is_down = False
         return result

@@ -7,6 +7,7 @@ a seed, drawn here if the client gave none, so any replica of the fingerprint gi
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from quire.base.http_apis import LLAMA_CPP, RESPONSES
 from quire.router.api_forms import ApiForm, form_of, value_at, with_value
 from quire.router.event_blocks import CursorComment
 from quire.router.judged_answers import LOGPROBS_OF_RESPONSES
+from quire.router.output_rate import OutputRate
 from quire.router.routes import Route, route_of
 from quire.router.stream_journal import StreamJournal, is_known_ids
 from quire.routing.policy import RouteKey
@@ -46,12 +48,13 @@ class RoutedRequest:
     an object in which it is a text or left out. model: "" for any. is_stream: whether its answer is
     streamed. why_not: why its stream cannot be continued; "" if it can. journal: what the client
     has of it. num_delivered: tokens that the client got here. output_tokens: expected, for the load
-    of a replica. whole_tokens: that a whole answer may have; 0 for a stream. reserved_tokens: as
-    many as it may use.
+    of a replica. num_answers: to all its prompts. limit_tokens: that these may have together.
+    whole_tokens: expected of whole answers; 0 for a stream. reserved_tokens: as many as it may use.
     used_prompt_tokens, used_output_tokens: as far as they are known; -1 before. replaced_tokens: of
     an answer that a cascade has replaced, and of summaries of the prompt. block_hashes: of the
     prompt's KV blocks of block_size tokens, where they are known. first_token_s: when a stream had
-    its first tokens; 0 before. came_s: when it came, from which its deadline counts.
+    its first tokens; 0 before. came_s: when it came, from which its deadline counts. sent_s: when
+    it was first sent to a replica; 0 before.
     """
 
     def __init__(
@@ -93,21 +96,20 @@ class RoutedRequest:
         self.prompt_tokens = _prompt_tokens(self.fields, raw)
         asked = min(self.form.asked_tokens(self.fields, _USUAL_TOKENS), _MAX_TOKENS)
         self.output_tokens = min(asked, _USUAL_TOKENS) if self.route.generates else 0
-        num_answers = _num_answers(self.form, self.fields)
+        num_each = _num_answers(self.form, self.fields)
+        self.num_answers = num_each * _num_prompts(self.fields.get("prompt"))
         # Events of this API count the tokens of one answer.
-        self.counts_apart = self.form.api == LLAMA_CPP and (
-            num_answers > 1 or _has_prompts(self.fields.get("prompt"))
-        )
-        self.whole_tokens = 0 if self.is_stream else self.output_tokens * num_answers
+        self.counts_apart = self.form.api == LLAMA_CPP and self.num_answers > 1
+        self.whole_tokens = 0 if self.is_stream else self.output_tokens * self.num_answers
+        self.limit_tokens = asked * self.num_answers if self.route.generates else 0
         self.reserved_tokens = 0
         if not self.route.is_free:
-            output = asked * num_answers if self.route.generates else 0
-            self.reserved_tokens = self.prompt_tokens + output
+            self.reserved_tokens = self.prompt_tokens + self.limit_tokens
         times = {name: self.fields.get(name) for name in ("deadline_ms", "ttft_slo_ms")}
         self._times_ms: dict[str, float] = {
             name: one for name, one in times.items() if one is not None and _is_time(one)
         }
-        self.came_s = 0.0
+        self.came_s = self.sent_s = 0.0
         self.used_prompt_tokens = self.used_output_tokens = -1
         self.replaced_tokens = 0
         self.block_hashes: Sequence[int] = ()
@@ -160,12 +162,28 @@ class RoutedRequest:
         wanted_ms = self._times_ms.get("deadline_ms")
         return None if wanted_ms is None else self.came_s + wanted_ms / 1000
 
+    def note_sent(self, now_s: float) -> None:
+        """Note that a replica gets it now."""
+        self.sent_s = self.sent_s or now_s
+        self.waited(now_s)
+
     def waited(self, now_s: float) -> None:
         """Take what has passed since it came from the times that replicas are given."""
         waited_ms = int((now_s - self.came_s) * 1000)
         if waited_ms >= _MIN_WAITED_MS:
             for name, wanted_ms in self._times_ms.items():
                 self.change(name, max(wanted_ms - waited_ms, 1))
+
+    def took(self, now_s: float, rate: OutputRate, *, is_left: bool) -> None:
+        """Note that it has ended. is_left: its client left before it had anything of the answer; of
+        a whole one, what was computed until then is estimated by `rate`."""
+        past_s = now_s - self.sent_s
+        if not is_left:
+            output = max(self.used_output_tokens, self.num_delivered)
+            rate.note(self.model, output / self.num_answers, past_s)
+        elif not self.is_stream:
+            computed = rate.max_tokens(self.model, past_s) * self.num_answers
+            self.used_output_tokens = math.ceil(min(computed, self.limit_tokens))
 
     def used_tokens(self) -> int:
         """Return the tokens that the answer took, estimated where they are not known."""
@@ -270,10 +288,11 @@ def _num_answers(form: ApiForm, fields: Mapping[str, Any]) -> int:
     return min(max(*given, 1, 1), _MAX_ANSWERS)
 
 
-def _has_prompts(given: Any) -> bool:
-    """Return whether a prompt of llama.cpp's form is a list of several."""
-    is_list = isinstance(given, list) and len(given) > 1
-    return is_list and all(isinstance(one, str | list) for one in given)
+def _num_prompts(given: Any) -> int:
+    """Return how many prompts a `prompt` has: a list of texts and of lists has several, one with an
+    id is one prompt."""
+    is_list = isinstance(given, list) and all(isinstance(one, str | list) for one in given)
+    return max(len(given), 1) if is_list else 1
 
 
 def _listed(given: Any) -> list[Any]:
@@ -311,7 +330,7 @@ def _why_not_one_answer(form: ApiForm, fields: Mapping[str, Any]) -> str:
     """Return why a request of llama.cpp's form has several answers, which have no comments of where
     they stand; "" for one answer."""
     prompt = fields.get("prompt")
-    if _has_prompts(prompt):
-        return f"it has {len(prompt or ())} prompts"
+    if (num_prompts := _num_prompts(prompt)) > 1:
+        return f"it has {num_prompts} prompts"
     name = next((one for one in form.answers if fields.get(one) not in (None, 1)), None)
     return "" if name is None else f"{name} is not 1"

@@ -13,7 +13,7 @@ from collections import deque
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
-from quire.router.faults import ReplicaFault
+from quire.router.faults import ClientGone, ReplicaFault
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
 
@@ -81,12 +81,16 @@ class StreamRelay:
         blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
         held, num_tokens, is_complete = list[bytes](), 0, False
         received = attempt.early or await exchange.read()
-        while received:
-            for delta in blocks.push(received):
-                num_tokens += self._note(attempt, delta)
-                held.append(delta.blocks)
-                is_complete = is_complete or delta.is_last
-            received = await exchange.read()
+        try:
+            while received:
+                for delta in blocks.push(received):
+                    num_tokens += self._note(attempt, delta)
+                    held.append(delta.blocks)
+                    is_complete = is_complete or delta.is_last
+                received = await exchange.read()
+        except ClientGone:
+            request.used_output_tokens = num_tokens
+            raise
         if not is_complete:
             raise _ended_early(attempt)
         events = b"".join(held)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from quire.base.log import Log
+from quire.base.server_url import ServerUrl
 from quire.deploy.ray_serve.directory import RENEW_EVERY_S
 from quire.router.discovery import replica_url
 from quire.router.lease_list import LeaseDiscovery, LeaseList
@@ -31,23 +32,10 @@ class DirectoryDiscovery(LeaseDiscovery):
         log: Log,
         now_s: Callable[[], float],
     ) -> None:
-        super().__init__(LeaseList(ABSENT_S, now_s))
+        super().__init__(LeaseList(ABSENT_S, now_s), "the directory", log)
         self._read_addresses = read_addresses
-        self._log = log
 
-    async def read(self) -> bool:
-        """See LeaseDiscovery."""
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                found = {one: replica_url(one) for one in await self._read_addresses()}
-        except Exception as error:  # noqa: BLE001  Ray's errors have no common class
-            if self._list.went_down():
-                self._log.warning(
-                    "replicas stay as they are while the directory does not answer",
-                    reason=str(error) or type(error).__name__,
-                    kept=len(self.poll()),
-                )
-            return False
-        if self._list.came_back():
-            self._log.event("the directory answers again", replicas=len(found))
-        return self._list.update(found)
+    async def read_leases(self) -> dict[str, ServerUrl]:
+        """Ask the directory."""
+        async with asyncio.timeout(_ANSWER_S):
+            return {one: replica_url(one) for one in await self._read_addresses()}

@@ -103,7 +103,7 @@ async def _command(reader: asyncio.StreamReader) -> list[str]:
     words = []
     for _ in range(count):
         length = int((await reader.readuntil(b"\r\n"))[1:])
-        words.append((await reader.readexactly(length + 2))[:-2].decode())
+        words.append((await reader.readexactly(length + 2))[:-2].decode(errors="surrogateescape"))
     return words
 
 
@@ -116,5 +116,5 @@ def _encoded(answer: object) -> bytes:
         return b":%d\r\n" % answer
     if isinstance(answer, list):
         return b"*%d\r\n" % len(answer) + b"".join(map(_encoded, answer))
-    text = str(answer).encode()
+    text = str(answer).encode(errors="surrogateescape")
     return b"$%d\r\n%b\r\n" % (len(text), text)

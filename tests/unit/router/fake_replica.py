@@ -360,6 +360,22 @@ class Router:
         await self.app(scope, receive, send)  # type: ignore[arg-type]
         return status[0], got_headers, b"".join(pieces)
 
+    async def leave(self, path: str, body: Any, after_s: float) -> None:
+        """Send a request, and leave before it has any answer."""
+        sent = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if sent:
+                return sent.pop()
+            await asyncio.sleep(after_s)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            raise AssertionError(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        await self.app(scope, receive, send)  # type: ignore[arg-type]
+
     def count(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         text = self.metrics.text().decode()

@@ -10,7 +10,8 @@ import pytest
 
 from quire.router.cascade import Cascade
 from quire.router.features import Features
-from quire.router.route_file import ENGLISH_REFUSAL, CascadeTable
+from quire.router.quotas import LocalBuckets, Quotas
+from quire.router.route_file import ENGLISH_REFUSAL, CascadeTable, QuotaTable
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 TABLE = CascadeTable(
@@ -422,6 +423,23 @@ def test_a_stream_that_is_not_good_enough_is_replaced(
     assert "logprobs" not in large.requests[0]
     assert "output_ids" not in large.requests[0]
     assert small.requests[0]["seed"] == large.requests[0]["seed"]
+
+
+def test_a_held_stream_that_is_left_pays_its_tokens() -> None:
+    small, fields = FakeReplica("fp_1", "small"), _chat(stream=True)
+    small.silent_after = 6
+    features = _streaming()
+    buckets = LocalBuckets(lambda: 0.0)
+    features.quotas = Quotas(QuotaTable(tokens_per_minute=60_000), {}, buckets)
+
+    async def story(router: Router) -> None:
+        await router.leave("/v1/chat/completions", fields, 0.2)
+        text = router.metrics.text().decode()
+        wanted = 'quire_router_quota_tokens_total{kind="used"}'
+        used = next(float(one.split()[1]) for one in text.splitlines() if one.startswith(wanted))
+        assert used == len(json.dumps(fields)) // 4 + 6
+
+    run([small], story, features)
 
 
 def test_a_held_stream_of_a_replica_that_fails_is_computed_anew() -> None:

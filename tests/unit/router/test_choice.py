@@ -47,7 +47,33 @@ def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path)
     path.unlink()
     assert len(watched.poll()) == 2
     path.write_text("http://c:3\n")
+    watched.poll()
     assert [one.shown for one in watched.poll()] == ["http://c:3"]
+
+
+def test_a_file_that_is_written_line_by_line_loses_no_replica(tmp_path: Path) -> None:
+    path, said = tmp_path / "replicas", io.StringIO()
+    path.write_text("a:1\nb:2\nc:3\n")
+    watched = WatchedFile(path, Log("router", said))
+
+    def written(text: str) -> str:
+        with path.open("w" if not text else "a") as file:
+            file.write(text)
+        return ",".join(one.host for one in watched.poll())
+
+    for text in ("", "a:1\n", "b:2\n", "", "b:2\n", "a:1\nc:3\n"):
+        assert written(text) == ("b,a,c" if "c" in text else "a,b,c")
+    assert written("d:4\n") == "b,a,c,d", "more replicas at once"
+    assert "ignored" in said.getvalue(), "the empty file"
+    assert written("") == "b,a,c,d"
+    assert written("d:4\n") == "b,a,c,d"
+    assert ",".join(one.host for one in watched.poll()) == "d", "fewer, as two polls agree"
+    assert said.getvalue().count("replicas file read") == 3
+    for text in ("", "e:5\n"):  # in the place of another
+        assert written(text) == "d"
+    assert ",".join(one.host for one in watched.poll()) == "e"
+    path.unlink()
+    assert ",".join(one.host for one in watched.poll()) == "e"
 
 
 def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:

@@ -34,13 +34,16 @@ def _slice(name: str, *addresses: str, version: str = "1", **more: Any) -> dict[
 
 
 class FakeApiServer:
-    """Answers lists from `slices`, and streams to each watch what `send` is given."""
+    """Answers lists from `slices`, and streams to each watch what `send` is given. is_silent:
+    requests are read and never answered."""
 
     def __init__(self) -> None:
         self.slices: list[dict[str, Any]] = []
         self.version = "10"
         self.page = 500
         self.status = 200
+        self.is_silent = False
+        self.num_connections = 0
         self.queries: list[dict[str, str]] = []
         self.heads: list[str] = []
         self.watches: list[asyncio.Queue[bytes | None]] = []
@@ -63,15 +66,22 @@ class FakeApiServer:
         self.watches[-1].put_nowait(json.dumps({"type": kind, "object": changed}).encode() + b"\n")
 
     @property
+    def num_open(self) -> int:
+        """Connections that the client has not closed."""
+        return len(self._writers)
+
+    @property
     def lists(self) -> list[dict[str, str]]:
         return [one for one in self.queries if "watch" not in one]
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        self.num_connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                await self._answer(head, writer)
+                if not self.is_silent:
+                    await self._answer(head, writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -240,6 +250,32 @@ def test_the_last_list_stays_while_the_api_server_is_away(tmp_path: Path) -> Non
         await asyncio.gather(watching, return_exceptions=True)
 
     _run(tmp_path, story, said=said)
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_an_api_server_that_does_not_answer_gets_one_connection_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_body: bool
+) -> None:
+    """Lists and watches alike. in_body: of an error, the head comes, and nothing after it."""
+    monkeypatch.setattr("quire.router.kubernetes_endpoints._ANSWER_S", 0.02)
+    monkeypatch.setattr(
+        "tests.unit.router.test_kubernetes._whole",
+        lambda writer, status, body: writer.write(b"HTTP/1.1 500 X\r\ncontent-length: 9\r\n\r\n"),
+    )
+
+    async def story(fake: FakeApiServer, endpoints: KubernetesEndpoints) -> None:
+        fake.is_silent, fake.status = not in_body, 500
+        for version in ("", "10"):  # a list, and a watch that goes on from there
+            endpoints._version = version
+            watching = asyncio.ensure_future(endpoints.watch(lambda: None))
+            begun = fake.num_connections
+            await _until(lambda begun=begun: fake.num_connections >= begun + 5)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            await asyncio.sleep(0.01)
+            assert fake.num_open == 0
+
+    _run(tmp_path, story)
 
 
 def test_pauses_grow_until_a_watch_has_lasted(tmp_path: Path) -> None:

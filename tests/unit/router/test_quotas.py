@@ -1,4 +1,4 @@
-"""Quotas in tokens: reserved, settled, refused with the time of the refill; and shared in Redis."""
+"""Quotas in tokens: reserved, settled, refused with the time of the refill."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from quire.router.features import Features
 from quire.router.quotas import LocalBuckets, Quota, Quotas, Reservation
 from quire.router.route_file import QuotaTable, TenantTable
+from quire.router.routed_request import RoutedRequest
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 
 
@@ -245,15 +246,115 @@ def test_keys_of_a_tenant_share_its_quota_and_others_may_have_none() -> None:
     run([only], story, _features(clock, None, acme=(1000, ("a", "b"))))
 
 
-def test_a_request_beyond_the_burst_says_so_without_a_time() -> None:
+def test_a_request_beyond_the_burst_says_so_and_is_not_to_be_sent_again() -> None:
     clock, only = Clock(), FakeReplica()
 
     async def story(router: Router) -> None:
         for fields in ({"max_tokens": 5000}, {"max_tokens": 400, "n": 4}):
             status, headers, body = await router.post("/v1/completions", {"prompt": [1], **fields})
-            assert (status, json.loads(body)["error"]["code"]) == (429, "quota_exceeded")
-            assert "holds 1000 at most" in json.loads(body)["error"]["message"]
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (429, "quota_exceeded")
+            asked = 1 + fields["max_tokens"] * fields.get("n", 1)
+            assert f"may use {asked} tokens" in error["message"]
+            assert "holds 1000 at most (1000 a minute)" in error["message"]
+            assert "lower max_tokens, send fewer prompts" in error["message"]
             assert b"retry-after" not in headers
+            assert headers[b"x-should-retry"] == b"false"
+        large = {"prompt": [1], "max_tokens": 900}
+        only.body = b'{"usage":{"prompt_tokens":1,"completion_tokens":900}}'
+        assert (await router.post("/v1/completions", large))[0] == 200
+        status, headers, _ = await router.post("/v1/completions", large)
+        assert status == 429
+        assert b"x-should-retry" not in headers, "it passes once the bucket is full again"
 
     run([only], story, _features(clock, 1000))
-    assert not only.requests
+    assert len(only.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "num_answers"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3),
+        ("/v1/completions", {"prompt": [[1, 2], [3], [4]]}, 3),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, 4),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 1, "best_of": 3}, 6),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 1),
+        ("/v1/completions", {"prompt": "abc"}, 1),
+        ("/v1/completions", {"prompt": []}, 1),
+        ("/completion", {"prompt": ["a", [1, "b"]], "n_cmpl": 2}, 4),
+        ("/completion", {"prompt": [1, "a", "b"]}, 1),
+        ("/generate", {"tokens": [1, 2, 3]}, 1),
+    ],
+)
+def test_each_answer_to_each_prompt_is_reserved(
+    path: str, fields: dict[str, Any], num_answers: int
+) -> None:
+    request = RoutedRequest(path, [], json.dumps({**fields, "max_tokens": 400}).encode())
+    assert request.reserved_tokens == request.prompt_tokens + 400 * num_answers
+
+
+def test_a_thousand_prompts_do_not_pass_as_one() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.body = b'{"usage":{"prompt_tokens":1000,"completion_tokens":1024000}}'
+
+    async def story(router: Router) -> None:
+        fields = {"prompt": ["a"] * 1000, "max_tokens": 4096}
+        assert (await router.post("/v1/completions", fields))[0] == 429
+        fields["max_tokens"] = 64
+        assert (await router.post("/v1/completions", fields))[0] == 200
+
+    run([only], story, _features(clock, 100_000))
+    assert len(only.requests) == 1
+
+
+# ---- clients that leave
+
+
+def test_a_whole_answer_that_is_left_pays_what_the_fastest_would_have_had() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.whole_gate = gate = asyncio.Event()
+    path, fields = "/v1/completions", {"prompt": [7] * 10, "max_tokens": 500}
+
+    async def story(router: Router) -> None:
+        charged = 0.0
+
+        def charge() -> float:
+            nonlocal charged
+            before, charged = charged, _used(router)
+            return charged - before
+
+        await router.leave(path, fields, 0.5)
+        assert charge() == 10 + 500, "its limit, while no rate is known"
+        for num_tokens, taken_s in ((90, 3.0), (100, 1.0), (80, 2.0), (5, 0.01)):
+            usage = {"prompt_tokens": 10, "completion_tokens": num_tokens}
+            only.body = json.dumps({"usage": usage}).encode()
+            gate.clear()
+            asyncio.get_running_loop().call_later(taken_s, gate.set)
+            assert (await router.post(path, fields))[0] == 200
+            assert charge() == 10 + num_tokens
+        gate.clear()
+        await router.leave(path, fields, 2.0)
+        assert charge() == pytest.approx(10 + 200, abs=10), "100 tokens a second"
+        await router.leave(path, {**fields, "n": 2}, 2.0)
+        assert charge() == pytest.approx(10 + 2 * 200, abs=20)
+        await router.leave(path, fields, 20.0)
+        assert charge() == 10 + 500, "no more than its limit"
+        await router.leave("/v1/embeddings", {"input": [7] * 10}, 2.0)
+        assert charge() < 20, "no output"
+        router.discovery.urls = ()
+        router.fleet.follow()
+        await router.leave(path, fields, 2.0)
+        assert charge() == 0, "no replica had it"
+
+    run([only], story, _features(clock, 60_000), within_s=100.0, wait_s=50.0)
+
+
+def test_a_stream_that_is_left_before_its_first_token_pays_its_prompt() -> None:
+    clock, only = Clock(), FakeReplica()
+    only.gate = asyncio.Event()
+
+    async def story(router: Router) -> None:
+        await router.leave("/generate", {"tokens": [1] * 30, "stream": True}, 1.0)
+        assert _used(router) == 30
+
+    run([only], story, _features(clock, 60_000))

@@ -235,6 +235,109 @@ def test_a_silent_redis_is_down_and_a_settlement_is_lost_at_most() -> None:
     asyncio.run(story())
 
 
+def test_what_is_settled_while_redis_is_down_is_settled_once_it_answers() -> None:
+    """Of each bucket, also where only another router uses it from then on."""
+
+    async def story() -> None:
+        fake, clock = FakeRedis(), Clock()
+        await fake.start()
+        links = [RedisLink(fake.url, 5.0) for _ in range(2)]
+        first, second = (_buckets(link, clock) for link in links)
+        others = [Quota(f"key:{at}", 0.001, 1000) for at in range(4)]
+        taken = [await first.reserve(one, 900) for one in (SLOW, *others)]
+        taken.append(await first.reserve(SLOW, 50))
+        await fake.stop()
+        for one in taken:
+            assert isinstance(one, Reservation)
+            await one.settle(30)
+        assert first.is_down
+        await fake.start()
+        clock.now_s += 1.1
+        found = await first.reserve(SLOW, 500)
+        assert isinstance(found, Reservation), "with what is given back"
+        left = await first.reserve(SLOW, 500)
+        assert isinstance(left, float)
+        assert left == pytest.approx(60 / 0.001, rel=0.01), "once each"
+        await found.settle(500)
+        for other in others[:2]:
+            assert isinstance(await second.reserve(other, 970), Reservation)
+            assert isinstance(await second.reserve(other, 10), float)
+        for link in links:
+            await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def test_no_more_buckets_are_kept_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.router.redis_buckets.MAX_BUCKETS", 3)
+
+    async def story() -> None:
+        fake, clock = FakeRedis(), Clock()
+        await fake.start()
+        link = RedisLink(fake.url, 5.0)
+        buckets = _buckets(link, clock)
+        taken = [await buckets.reserve(Quota(f"key:{at}", 1.0, 1000), 900) for at in range(5)]
+        await fake.stop()
+        for one in taken:
+            assert isinstance(one, Reservation)
+            await one.settle(30)
+        assert list(buckets._unsettled) == ["key:2", "key:3", "key:4"]
+        await link.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_real", [False, True])
+def test_a_key_that_is_no_utf8_is_left_out_and_others_stay(is_real: bool, tmp_path: Path) -> None:
+    said = io.StringIO()
+
+    async def story(url: str) -> None:
+        link = RedisLink(url, 5.0)
+        leases = RedisLeases(link, "quire:", Log("router", said), Clock())
+        for address in (b"http://10.0.0.1:8000", b"http://10.0.0.\xff:8000", b"\xff\xfe"):
+            await link._client.set(b"quire:replica:" + address, "1", px=15_000)
+        assert await leases.read()
+        assert [one.shown for one in leases.poll()] == ["http://10.0.0.1:8000"]
+        await leases.read()
+        assert said.getvalue().count("lease ignored") == 2, "each once"
+        said.getvalue().encode()
+        await link.close()
+
+    _on_each_server(story, is_real, tmp_path)
+
+
+def test_no_error_ends_the_reading_of_leases() -> None:
+    async def story() -> None:
+        fake, said = FakeRedis(), io.StringIO()
+        await fake.start()
+        link = RedisLink(fake.url, 5.0)
+        leases = RedisLeases(link, "quire:", Log("router", said), Clock())
+        leases.read_every_s = 0.001
+        keys, errors = link.keys, [ValueError("of any kind"), RuntimeError("another")]
+
+        async def failing(prefix: str) -> list[str]:
+            if errors:
+                raise errors.pop(0)
+            return await keys(prefix)
+
+        link.keys = failing  # type: ignore[method-assign]
+        await link.put("quire:replica:http://10.0.0.1:8000", "1", LEASE_S)
+        changed = asyncio.Event()
+        watching = asyncio.ensure_future(leases.watch(changed.set))
+        async with asyncio.timeout(20):
+            await changed.wait()
+        assert [one.shown for one in leases.poll()] == ["http://10.0.0.1:8000"]
+        assert said.getvalue().count("while Redis does not answer") == 1
+        assert "of any kind" in said.getvalue()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
 def test_expired_leases_go_and_an_empty_redis_takes_no_replica_away() -> None:
     async def story() -> None:
         fake, clock = FakeRedis(), Clock()
