@@ -80,7 +80,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             self.replica.breaker.gave_up()
 
     def cancel(self) -> None:
-        """End without a verdict: another attempt has the answer."""
+        """End without a verdict: another attempt has the answer, or the request is at fault."""
         if not self._is_over:
             self._end()
             self.replica.breaker.gave_up()
