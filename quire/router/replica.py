@@ -2,7 +2,8 @@
 
 Its load is what the router itself has sent there: no report of a replica is trusted for that.
 Always holds: a replica that failed or was unreachable is fenced until its health and its
-fingerprints were read again; requests are sent to available replicas only.
+fingerprints were read again; requests are sent to available replicas only. A removed replica stays
+removed: its number may be that of another one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_OVERTAKEN_TOKENS = 2048
 MAX_BEGINNING = 8
 # The state of a server without an engine: a request starts one.
 ASLEEP = "asleep"
+# The state of one that the discovery no longer names; it ends what it has.
+REMOVED = "removed"
 # States of a replica that takes requests, or has some.
 _USED = frozenset({"ready", ASLEEP, "paused", "draining"})
 
@@ -71,7 +74,7 @@ class Replica:
         self.url = url
         self.name = url.shown + url.path
         self.number = number
-        self.state = "unknown"
+        self._state = "unknown"
         self.reason = "not probed yet"
         self.is_fenced = True
         self.was_used = False  # before it was fenced last
@@ -102,6 +105,16 @@ class Replica:
     def is_available(self, now_s: float) -> bool:
         """Return whether a request may be sent."""
         return self.is_up and self.breaker.allows(now_s)
+
+    @property
+    def state(self) -> str:
+        """What it said last, or was found to be. REMOVED is the last one."""
+        return self._state
+
+    @state.setter
+    def state(self, state: str) -> None:
+        if self._state != REMOVED:
+            self._state = state
 
     @property
     def is_up(self) -> bool:
@@ -247,7 +260,8 @@ class Replica:
         return min(waits_s, _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
-        """Send nothing until it was checked again; end what is open there."""
+        """Send nothing until it was checked again; end what is open there. A removed
+        replica only ends what is open: its number may be that of another one."""
         self.was_used = self.state in _USED
         self.failed()
         self.state, self.reason = state, reason
@@ -258,5 +272,5 @@ class Replica:
         self.first_token_times = FirstTokenTimes()  # of the process that was
         for load in list(self.loads):
             load.cut(reason)
-        if self.on_fenced is not None:
+        if self.on_fenced is not None and self.state != REMOVED:
             self.on_fenced(self)
