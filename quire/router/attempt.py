@@ -53,6 +53,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             began_s=began_s,
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
             is_paused=self._is_paused,
+            has_heartbeats=request.is_stream and request.form.has_heartbeats,
             is_long=is_long,
             prompt_tokens=prompt_tokens,
             is_whole=not request.is_stream,

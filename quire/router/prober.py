@@ -166,13 +166,17 @@ class Prober:
         await asyncio.gather(*map(self._probe, self._fleet.replicas.values()))
 
     def _check_stall(self, replica: Replica) -> None:
-        """Fence a replica with silent streams; cut streams without even heartbeats."""
+        """Fence a replica with silent streams; cut streams without even heartbeats. An answer that
+        has none is silent until its end: it is cut where its replica has nothing to compute."""
         now_s, reading = self._loop.time(), []
         for load in list(replica.loads):
             if load.is_paused():
                 continue
             reading.append(load)
-            if now_s - load.last_s() > self._settings.silence_s:
+            heard_s = load.last_s()
+            if not load.has_heartbeats:
+                heard_s = max(heard_s, replica.busy_s)
+            if now_s - heard_s > self._settings.silence_s:
                 load.cut(f"no byte came for {self._settings.silence_s:g} s")
         is_checked = replica.is_fenced and replica.state != REMOVED  # by its probes
         if is_checked or replica.state in _LEAVING or not reading:
@@ -387,8 +391,11 @@ class Prober:
         if has_fewer:
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
         is_idle = not (health.pending or self._has_output(replica))
-        if health.steps_total != replica.steps_total or is_idle:
+        has_computed = health.steps_total != replica.steps_total
+        if has_computed or is_idle:
             replica.progressed(now_s)
+        if has_computed or health.pending or health.state in _LEAVING:  # a pause holds requests
+            replica.busy_s = now_s
         replica.steps_total = health.steps_total
         is_asleep = health.state == ASLEEP
         if is_asleep:
@@ -403,20 +410,20 @@ class Prober:
             return
         if self._has_silent_engine(replica, health.silent_ms / 1000, now_s):
             return
+        if replica.state == REMOVED:  # it only ends what it has
+            return
         old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
         if (replica.is_fenced or old) and not await self._read_models(replica):
+            return
+        if replica.state == REMOVED:  # meanwhile
             return
         if not replica.is_up:
             self._fleet.log.event(
                 "replica ready", replica=replica.name, models=",".join(replica.models)
             )
-        if replica.state == REMOVED:  # it only ends what it has
-            return
             replica.progressed(now_s)
         # A server may answer for an engine that is stopped: without a step it is tried by one
         # request at a time.
-        if replica.state == REMOVED:  # meanwhile
-            return
         was_stopped = replica.stalled_steps != -1
         is_stopped = health.steps_total == replica.stalled_steps
         was_away = replica.state not in ("ready", ASLEEP)  # and not only suspected
