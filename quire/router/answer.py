@@ -165,7 +165,8 @@ class Answer:
             if is_drain:  # known before the next probe
                 attempt.replica.state = "draining"
             return False
-        if code in FAILED or (status >= 500 and status != 504):
+        is_final = _is_final(exchange)
+        if not is_final and (code in FAILED or (status >= 500 and status != 504)):
             self._refused = (status, exchange.headers, body)
             raise ReplicaFault(f"it answered {status} {code}".rstrip(), is_suspect=True)
         if client.started:  # it accepted the same request before
@@ -178,6 +179,8 @@ class Answer:
             self._admission.drained(request.expected_tokens, self._loop.time())
             if request.route.generates:
                 attempt.has_answer()
+        if is_final:
+            attempt.cancel()
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True
@@ -283,6 +286,12 @@ class Answer:
             )
         self._metrics.broken.labels(reason).inc()
         return Refusal(503, "stream_broken", f"the stream cannot go on: {why}")
+
+
+def _is_final(exchange: Exchange) -> bool:
+    """Return whether a replica says that the request would fail again, here and elsewhere. It may
+    have failed there as often as it may: `poison_request` is the error of two engines."""
+    return exchange.status >= 500 and (b"x-should-retry", b"false") in exchange.headers
 
 
 def _is_json(exchange: Exchange) -> bool:

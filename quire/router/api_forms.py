@@ -61,8 +61,9 @@ class ApiForm:
     that a client may add to the name of a model; "" for none. usage: the names of the counts of
     prompt and output, in the last bytes of an answer. is_too_long: whether an error says that
     prompt and output do not fit the context of the model. event_end: the bytes that end each event
-    of a stream. seed: the path of its field. output_ids: the path of the field that asks for what
-    a stream needs to be continued; () where its streams cannot be.
+    of a stream. has_heartbeats: something comes in streams while they have no event. seed: the path
+    of its field. output_ids: the path of the field that asks for what a stream needs to be
+    continued; () where its streams cannot be.
     """
 
     api: str
@@ -77,6 +78,7 @@ class ApiForm:
     usage: tuple[str, str]
     is_too_long: Callable[[ErrorBody], bool]
     event_end: bytes = b"\n\n"
+    has_heartbeats: bool = True
     seed: Path = ("seed",)
     output_ids: Path = ()
 
@@ -281,6 +283,7 @@ FORMS: dict[str, ApiForm] = {
         usage=("prompt_eval_count", "eval_count"),
         is_too_long=lambda error: False,  # an error is a text without a code
         event_end=b"\n",
+        has_heartbeats=False,  # each of its lines is an object that clients read
         seed=("options", "seed"),
         output_ids=(_INCLUDES_IDS,),
     ),

@@ -53,6 +53,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             began_s=began_s,
             last_s=lambda: began_s if self._exchange is None else self._exchange.last_s,
             is_paused=self._is_paused,
+            has_heartbeats=request.is_stream and request.form.has_heartbeats,
             is_long=is_long,
             prompt_tokens=prompt_tokens,
             is_whole=not request.is_stream,
@@ -80,7 +81,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             self.replica.breaker.gave_up()
 
     def cancel(self) -> None:
-        """End without a verdict: another attempt has the answer."""
+        """End without a verdict: another attempt has the answer, or the request is at fault."""
         if not self._is_over:
             self._end()
             self.replica.breaker.gave_up()

@@ -15,7 +15,7 @@ from quire.base.log import Log
 from quire.router.discovery import Discovery
 from quire.router.http_client import ConnectionPool
 from quire.router.policies import make_routing_policy
-from quire.router.replica import ASLEEP, Load, Replica
+from quire.router.replica import ASLEEP, REMOVED, Load, Replica
 from quire.router.resumes import Resumes
 from quire.router.settings import RouterSettings
 from quire.routing.block_sets import BlockSets
@@ -74,7 +74,7 @@ class Fleet:
                 self.log.event("replica added", replica=name)
         for name in [name for name in self.replicas if name not in urls]:
             replica = self.replicas.pop(name)
-            replica.state, replica.reason = "removed", "the discovery no longer names it"
+            replica.state, replica.reason = REMOVED, "the discovery no longer names it"
             self.policy.forget(replica)
             self._free_numbers.append(replica.number)
             self.log.event("replica removed", replica=name, open=len(replica.loads))
@@ -83,7 +83,7 @@ class Fleet:
 
     def leaving(self) -> list[Replica]:
         """Return removed replicas with open requests; forget those without."""
-        removed = [one for one in self._pools if one.state == "removed"]
+        removed = [one for one in self._pools if one.state == REMOVED]
         for replica in removed:
             if not replica.loads:
                 self._pools.pop(replica).close()

@@ -138,13 +138,16 @@ class ModelChoice:
         """Whether a stream is held until it is complete."""
         return self._judge is not None and self._request.is_stream
 
-    def is_changed_by_stream(self, events: bytes, num_tokens: int) -> bool:
-        """Return whether a whole stream is replaced: another model is asked then."""
+    def is_changed_by_stream(self, events: bytes, num_tokens: int, *, has_failed: bool) -> bool:
+        """Return whether a whole stream is replaced: another model is asked then. One that ends by
+        an error of the request (has_failed) is no answer, and not judged."""
         judge, self._judge = self._judge, None
         if judge is None or self._cascade is None:
             return False
-        reason = judge.stream_verdict(events)
         self._events_of = judge.shown_events
+        if has_failed:
+            return False
+        reason = judge.stream_verdict(events)
         spent = self._request.prompt_tokens + num_tokens
         return self._is_escalated(self._cascade, judge, reason, spent)
 

@@ -49,6 +49,7 @@ class PrefillPairs:
         wanted = {"max_tokens": 1, PARAMS: {"do_remote_decode": True}}
         try:
             attempt = Attempt(self.fleet, replica, request, client)
+            attempt.load.has_heartbeats = False  # its answer is whole
             self.fleet.weigh(replica, key, attempt.load)
             with attempt:
                 self.fleet.policy.sent(replica, key)

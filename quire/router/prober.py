@@ -21,7 +21,7 @@ from quire.base.server_url import key_headers
 from quire.router.beats import BeatHealth, FleetBeats
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
-from quire.router.replica import ASLEEP, MAX_BEGINNING, Replica
+from quire.router.replica import ASLEEP, MAX_BEGINNING, REMOVED, Replica
 from quire.router.silence import SilenceLimit
 from quire.router.silence_report import SilenceReport
 from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
@@ -105,8 +105,11 @@ class Prober:
                     self._begin_probe(replica)
                     if replica.is_up:
                         self._beats.follow(replica)
-                for replica in () if is_late else fleet.leaving():
-                    self._check_stall(replica)
+                for replica in fleet.leaving():
+                    if not is_late:
+                        self._check_stall(replica)
+                        self._check_answers(replica)
+                    self._begin_probe(replica)
                 self._forget_removed()
                 is_late = await self._pause()
         finally:
@@ -129,7 +132,7 @@ class Prober:
         of_replicas = (self._answer_times, self._asked_s, self._read_models_s, self._engines)
         of_replicas += (self._heard_s, self._silent_s)
         for known in of_replicas:
-            for replica in [one for one in known if one.state == "removed"]:
+            for replica in [one for one in known if one.state == REMOVED and not one.loads]:
                 del known[replica]
 
     def _begin_probe(self, replica: Replica) -> None:
@@ -163,15 +166,20 @@ class Prober:
         await asyncio.gather(*map(self._probe, self._fleet.replicas.values()))
 
     def _check_stall(self, replica: Replica) -> None:
-        """Fence a replica with silent streams; cut streams without even heartbeats."""
+        """Fence a replica with silent streams; cut streams without even heartbeats. An answer that
+        has none is silent until its end: it is cut where its replica has nothing to compute."""
         now_s, reading = self._loop.time(), []
         for load in list(replica.loads):
             if load.is_paused():
                 continue
             reading.append(load)
-            if now_s - load.last_s() > self._settings.silence_s:
+            heard_s = load.last_s()
+            if not load.has_heartbeats:
+                heard_s = max(heard_s, replica.busy_s)
+            if now_s - heard_s > self._settings.silence_s:
                 load.cut(f"no byte came for {self._settings.silence_s:g} s")
-        if replica.is_fenced or replica.state in _LEAVING or not reading:
+        is_checked = replica.is_fenced and replica.state != REMOVED  # by its probes
+        if is_checked or replica.state in _LEAVING or not reading:
             return
         stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
@@ -299,7 +307,7 @@ class Prober:
 
     def _leaves(self, replica: Replica, state: str, reason: str) -> None:
         """Note that a replica takes no requests and finishes those it has."""
-        if replica.state != state:
+        if replica.state not in (state, REMOVED):
             self._fleet.log.event("replica takes no requests", replica=replica.name, state=state)
         replica.state, replica.reason = state, reason
 
@@ -363,8 +371,7 @@ class Prober:
             if not replica.has_stopped:  # else it was asked before that was over
                 self._answer_times[replica].append(self._loop.time() - asked_s)
             self._asked_s.pop(replica, None)
-            # It may be removed by now, or have said that this is over.
-            if replica.state != "removed" and asked_s > self._heard_s.get(replica, 0.0):
+            if asked_s > self._heard_s.get(replica, 0.0):  # else it has said that this is over
                 await self._judge(replica, status, health)
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
@@ -384,8 +391,11 @@ class Prober:
         if has_fewer:
             self._fence(replica, "restarted", "it has begun anew; it is checked again")
         is_idle = not (health.pending or self._has_output(replica))
-        if health.steps_total != replica.steps_total or is_idle:
+        has_computed = health.steps_total != replica.steps_total
+        if has_computed or is_idle:
             replica.progressed(now_s)
+        if has_computed or health.pending or health.state in _LEAVING:  # a pause holds requests
+            replica.busy_s = now_s
         replica.steps_total = health.steps_total
         is_asleep = health.state == ASLEEP
         if is_asleep:
@@ -400,8 +410,12 @@ class Prober:
             return
         if self._has_silent_engine(replica, health.silent_ms / 1000, now_s):
             return
+        if replica.state == REMOVED:  # it only ends what it has
+            return
         old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
         if (replica.is_fenced or old) and not await self._read_models(replica):
+            return
+        if replica.state == REMOVED:  # meanwhile
             return
         if not replica.is_up:
             self._fleet.log.event(

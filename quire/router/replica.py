@@ -2,7 +2,8 @@
 
 Its load is what the router itself has sent there: no report of a replica is trusted for that.
 Always holds: a replica that failed or was unreachable is fenced until its health and its
-fingerprints were read again; requests are sent to available replicas only.
+fingerprints were read again; requests are sent to available replicas only. A removed replica stays
+removed: its number may be that of another one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_OVERTAKEN_TOKENS = 2048
 MAX_BEGINNING = 8
 # The state of a server without an engine: a request starts one.
 ASLEEP = "asleep"
+# The state of one that the discovery no longer names; it ends what it has.
+REMOVED = "removed"
 # States of a replica that takes requests, or has some.
 _USED = frozenset({"ready", ASLEEP, "paused", "draining"})
 
@@ -45,10 +48,11 @@ class Load:
 
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
     its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
-    is_paused: returns whether the client does not read, so that silence means nothing. is_new: it
-    has no output. is_whole: its output comes as a whole. is_long: it counts as a long prompt.
-    prompt_tokens: of `tokens`, those to compute before it has output; new_tokens: of these, what is
-    not cached. ahead_tokens: that the replica had to compute before it.
+    is_paused: returns whether the client does not read, so that silence means nothing.
+    has_heartbeats: bytes come before it has output, too. is_new: it has no output. is_whole: its
+    output comes as a whole. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those
+    to compute before it has output; new_tokens: of these, what is not cached.
+    ahead_tokens: that the replica had to compute before it.
     """
 
     tokens: int
@@ -56,6 +60,7 @@ class Load:
     began_s: float
     last_s: Callable[[], float]
     is_paused: Callable[[], bool]
+    has_heartbeats: bool = True
     is_new: bool = True
     is_whole: bool = False
     is_long: bool = False
@@ -65,13 +70,15 @@ class Load:
 
 
 class Replica:
-    """number: a bit of the masks in PrefixHistory. models: fingerprint by model name."""
+    """number: a bit of the masks in PrefixHistory. models: fingerprint by model name. progress_s:
+    when it last computed something or was idle. busy_s: when it last said that it has requests, or
+    computed something."""
 
     def __init__(self, url: ServerUrl, number: int) -> None:
         self.url = url
         self.name = url.shown + url.path
         self.number = number
-        self.state = "unknown"
+        self._state = "unknown"
         self.reason = "not probed yet"
         self.is_fenced = True
         self.was_used = False  # before it was fenced last
@@ -89,7 +96,7 @@ class Replica:
         self.had_fewer_steps = False  # whether the last answer had fewer steps
         self.stalled_steps = -1  # steps_total when it made no progress
         self.has_stopped = False  # its whole process, when it was given up last
-        self.progress_s = 0.0
+        self.progress_s = self.busy_s = 0.0
         self.used_s = 0.0
         self.num_beginning = 0  # when it failed last
         self.num_handed_over = 0  # requests that were open then, until the prober has seen it
@@ -98,6 +105,16 @@ class Replica:
         self._gaps: deque[float] = deque(maxlen=_NUM_GAPS)
         self._longest_gap_s = self._longest_at_s = 0.0
         self.on_fenced: Callable[[Replica], None] | None = None
+
+    @property
+    def state(self) -> str:
+        """What it said last, or was found to be. REMOVED is the last one."""
+        return self._state
+
+    @state.setter
+    def state(self, state: str) -> None:
+        if self._state != REMOVED:
+            self._state = state
 
     def is_available(self, now_s: float) -> bool:
         """Return whether a request may be sent."""
@@ -247,7 +264,8 @@ class Replica:
         return min(waits_s, _MAX_STALL_FACTOR * min_s)
 
     def fence(self, state: str, reason: str) -> None:
-        """Send nothing until it was checked again; end what is open there."""
+        """Send nothing until it was checked again; end what is open there. A removed replica only
+        ends what is open: its number may be that of another one."""
         self.was_used = self.state in _USED
         self.failed()
         self.state, self.reason = state, reason
@@ -258,5 +276,5 @@ class Replica:
         self.first_token_times = FirstTokenTimes()  # of the process that was
         for load in list(self.loads):
             load.cut(reason)
-        if self.on_fenced is not None:
+        if self.on_fenced is not None and self.state != REMOVED:
             self.on_fenced(self)

@@ -79,7 +79,7 @@ class StreamRelay:
         another model is to answer. The client has nothing of it before. Raises ReplicaFault."""
         request, client, exchange = self._request, self._client, attempt.exchange
         blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
-        held, num_tokens, is_complete = list[bytes](), 0, False
+        held, num_tokens, is_complete, has_failed = list[bytes](), 0, False, False
         received = attempt.early or await exchange.read()
         try:
             while received:
@@ -87,6 +87,7 @@ class StreamRelay:
                     num_tokens += self._note(attempt, delta)
                     held.append(delta.blocks)
                     is_complete = is_complete or delta.is_last
+                    has_failed = has_failed or bool(delta.error)
                 received = await exchange.read()
         except ClientGone:
             request.used_output_tokens = num_tokens
@@ -94,7 +95,7 @@ class StreamRelay:
         if not is_complete:
             raise _ended_early(attempt)
         events = b"".join(held)
-        if self._choice.is_changed_by_stream(events, num_tokens):
+        if self._choice.is_changed_by_stream(events, num_tokens, has_failed=has_failed):
             return False
         request.num_delivered = num_tokens
         await client.start(200, exchange.headers)

@@ -59,6 +59,8 @@ def test_each_api_has_a_dialect_a_form_and_key_headers() -> None:
     apis = {OPENAI, *http_apis.API_PATHS.values()}
     assert apis == FORMS.keys() == KEY_HEADERS.keys() == DIALECT_OF.keys()
     assert all(form.api == api for api, form in FORMS.items())
+    for api, dialect in DIALECT_OF.items():
+        assert FORMS[api].has_heartbeats == bool(dialect.framing("id").heartbeat), api
     assert set(any_key_headers()) == {b"authorization", b"x-api-key"}
 
 

@@ -455,3 +455,16 @@ def test_a_held_stream_of_a_replica_that_fails_is_computed_anew() -> None:
 
     run([first, second], story, _streaming())
     assert "output_ids" not in second.requests[0], "nothing was delivered"
+
+
+def test_a_stream_that_ends_by_an_error_of_the_request_is_not_judged() -> None:
+    small, large = _replicas(b"")
+    event = b'data: {"error":{"message":"it ends","code":"poison_request"}}\n\n'
+    _scripted(small, event + b': {"ended":"poison_request"}\n\n')
+
+    async def story(router: Router) -> None:
+        wanted = _chat(stream=True, response_format={"type": "json_object"})
+        assert (await router.post("/v1/chat/completions", wanted))[2] == event
+
+    run([small, large], story, _streaming())
+    assert not large.requests
