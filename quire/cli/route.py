@@ -100,6 +100,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"computing the prompt elsewhere is faster, by measured TTFT "
         f"(default {_DEFAULTS.backlog_tokens})",
     )
+    _add_limits(parser)
+    parser.add_argument(
+        "--replica-key-file",
+        metavar="FILE",
+        help="file with an API key of the replicas, to read what they serve; clients send their "
+        "own keys",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        metavar="ORIGIN",
+        action="append",
+        help="allow browser pages of this origin (as in https://app.example), or of any (*), as "
+        "--cors-origin of a server does; may be repeated; default: none",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow listening beyond loopback if the replicas need no key",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     for name, (flag, text) in _SECONDS.items():
         default = getattr(_DEFAULTS, name)
         parser.add_argument(
@@ -123,24 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum open requests of one API key; more are rejected with 429 (default 0: "
         "no limit)",
-    )
-    parser.add_argument(
-        "--replica-key-file",
-        metavar="FILE",
-        help="file with an API key of the replicas, to read what they serve; clients send their "
-        "own keys",
-    )
-    parser.add_argument(
-        "--cors-origin",
-        metavar="ORIGIN",
-        action="append",
-        help="allow browser pages of this origin (as in https://app.example), or of any (*), as "
-        "--cors-origin of a server does; may be repeated; default: none",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow listening beyond loopback if the replicas need no key",
     )
 
 

@@ -80,7 +80,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return
         strip_prefix(scope, self._prefix)
-        path = scope["path"] = served_path(scope["path"])
+        path = scope["path"]
+        if not path.startswith("/v1/") or path.endswith("/"):  # others are spelled as served
+            path = scope["path"] = served_path(path)
         name = client_request_id(scope["headers"])
         origin = None
         if self._cors is not None and not is_guarded(path):
