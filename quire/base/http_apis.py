@@ -1,7 +1,7 @@
 """The HTTP APIs that are served: which of them has a path, and the headers in which each has keys.
 
 The server, its document and the router read what is here, so that they agree. Knows no request and
-no body. Always holds: each path belongs to one API.
+no body. Always holds: each path belongs to one API; a served path is its own served path.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ API_PATHS: dict[str, str] = {
     "/slots": LLAMA_CPP,
     "/lora-adapters": LLAMA_CPP,
 }
+# Served below /v1; clients with a base URL without /v1 request them without it.
+_VERSIONED = ("/chat/completions", "/completions", "/models")
+# How each message begins that says that prompt and output do not fit the context of the model.
+TOO_LONG_BEGINS = "this model's maximum context length is "
 # What clients of Ollama may add to the name of a model.
 MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
@@ -47,6 +51,14 @@ def api_of(path: str) -> str:
         if path == top or path.startswith(f"{top}/"):
             return api
     return OPENAI
+
+
+def served_path(path: str) -> str:
+    """Return `path` as the routes have it: without trailing slashes, with a missing /v1 added."""
+    path = path.rstrip("/") or "/"
+    if path in _VERSIONED or path.startswith("/models/"):
+        return f"/v1{path}"
+    return path
 
 
 def any_key_headers(api: str = OPENAI) -> tuple[bytes, ...]:

@@ -101,6 +101,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"computing the prompt elsewhere is faster, by measured TTFT "
         f"(default {_DEFAULTS.backlog_tokens})",
     )
+    _add_limits(parser)
+    parser.add_argument(
+        "--replica-key-file",
+        metavar="FILE",
+        help="file with an API key of the replicas, to read what they serve; clients send their "
+        "own keys",
+    )
+    parser.add_argument(
+        "--cors-origin",
+        metavar="ORIGIN",
+        action="append",
+        help="allow browser pages of this origin (as in https://app.example), or of any (*), as "
+        "--cors-origin of a server does; may be repeated; default: none",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="allow listening beyond loopback if the replicas need no key",
+    )
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
     for name, (flag, text) in _SECONDS.items():
         default = getattr(_DEFAULTS, name)
         parser.add_argument(
@@ -124,17 +146,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum open requests of one API key; more are rejected with 429 (default 0: "
         "no limit)",
-    )
-    parser.add_argument(
-        "--replica-key-file",
-        metavar="FILE",
-        help="file with an API key of the replicas, to read what they serve; clients send their "
-        "own keys",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="allow listening beyond loopback if the replicas need no key",
     )
 
 
@@ -167,9 +178,8 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-prefill-tokens",
         type=int,
-        default=_DEFAULTS.min_prefill_tokens,
         metavar="N",
-        help="shorter prompts (estimated) are not sent to prefill servers "
+        help="with prefill servers: shorter prompts (estimated) are not sent there "
         f"(default {_DEFAULTS.min_prefill_tokens})",
     )
     parser.add_argument(
@@ -184,9 +194,9 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
         "--role-seconds",
         dest="role_hold_s",
         type=float,
-        default=_DEFAULTS.role_hold_s,
         metavar="S",
-        help="time that prompts or answers lack servers before a movable server changes its role "
+        help="with --movable: time that prompts or answers lack servers before a movable server "
+        "changes its role "
         f"(default {_DEFAULTS.role_hold_s:g})",
     )
 
@@ -198,6 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     log = Log("router")
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
+    _check_prefill(arguments)
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
     make_routing_policy(settings, features.sets)  # raises before anything is started
@@ -209,6 +220,11 @@ def run(arguments: argparse.Namespace) -> int:
         movable = _movable(arguments, [discovery, *([] if prefill is None else [prefill])])
         discovery = SideDiscovery(discovery, movable, Side.DECODE)
         prefill = SideDiscovery(prefill, movable, Side.PREFILL)
+    if "*" in settings.cors_origin and not settings.replica_key:
+        log.warning(
+            "any web page may use this router through a browser that reaches it: the replicas "
+            "seem to need no key"
+        )
     host = _given(arguments.host, file.host, _DEFAULT_HOST)
     _check_exposure(host, settings, is_insecure=arguments.insecure)
     port = _given(arguments.port, file.port, _DEFAULT_PORT)
@@ -236,14 +252,13 @@ def _given(flag: Any, in_file: Any, default: Any) -> Any:
 def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
     """Return the settings of the flags and of the file. Raises SettingError."""
     flags = {name: getattr(arguments, name) for name in settings_in(RouteFile())}
+    for name in ("min_prefill_tokens", "role_hold_s"):
+        flags[name] = getattr(arguments, name)
+    if flags["cors_origin"] is not None:
+        flags["cors_origin"] = tuple(flags["cors_origin"])
     in_flags = {name: value for name, value in flags.items() if value is not None}
     key_file = _given(arguments.replica_key_file, file.replica_key_file, None)
-    return RouterSettings(
-        **(settings_in(file) | in_flags),
-        replica_key=_key(key_file),
-        min_prefill_tokens=arguments.min_prefill_tokens,
-        role_hold_s=arguments.role_hold_s,
-    )
+    return RouterSettings(**(settings_in(file) | in_flags), replica_key=_key(key_file))
 
 
 def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Discovery, Features]:
@@ -258,7 +273,7 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
         from quire.router.redis_link import RedisLink
 
         link = RedisLink(file.redis.url, file.redis.timeout_ms / 1000)
-        local = LocalBuckets(time.monotonic, file.redis.routers)
+        local = LocalBuckets(time.monotonic, file.redis.routers or 1)
         buckets = RedisBuckets(link, file.redis.prefix, local, log, time.monotonic)
         if file.redis.leases:
             leases = RedisLeases(link, file.redis.prefix, log, time.monotonic)
@@ -306,6 +321,22 @@ def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Disc
     if replicas_file:
         return WatchedFile(Path(replicas_file), log)
     return _listed(replicas)
+
+
+def _check_prefill(arguments: argparse.Namespace) -> None:
+    """Raise SettingError for flags that have no effect without servers that compute prompts."""
+    has_prefill = arguments.prefill or arguments.prefill_file or arguments.movable
+    if arguments.min_prefill_tokens is not None and not has_prefill:
+        raise SettingError(
+            f"--min-prefill-tokens is {arguments.min_prefill_tokens} and no server computes "
+            "prompts for the replicas; add --prefill URL, --prefill-file FILE or --movable URL, or "
+            "leave it out"
+        )
+    if arguments.role_hold_s is not None and not arguments.movable:
+        raise SettingError(
+            f"--role-seconds is {arguments.role_hold_s:g} and no server may change its role; add "
+            "--movable URL, or leave it out"
+        )
 
 
 def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | None:

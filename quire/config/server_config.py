@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.base.cors import check_origin
 from quire.base.errors import SettingError
 from quire.base.log_process import LogSettings
 from quire.config.settings import at_least, at_most, one_of, setting
@@ -221,7 +222,7 @@ class ServerConfig:
             raise SettingError("uds is empty; give the path of a socket, or leave it out")
         _check_root_path(self.root_path)
         for origin in self.cors_origin:
-            _check_origin(origin)
+            check_origin(origin)
         one_of("access_log", self.access_log, ("text", "json", "off"))
         one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         if self.log_format is not None:
@@ -288,17 +289,7 @@ class ServerConfig:
 
 
 _HTTP_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
-
-
-def _check_origin(origin: str) -> None:
-    if origin != "*" and not _ORIGIN.fullmatch(origin):
-        raise SettingError(
-            f"cors_origin is {origin!r}; give scheme, host and port as browsers send them, as in "
-            "https://app.example or http://localhost:3000 (lower case, no path, no trailing "
-            "slash), or * for any"
-        )
 
 
 def _check_root_path(path: str) -> None:

@@ -23,6 +23,7 @@ from quire.base.http_apis import (
     OLLAMA,
     OPENAI,
     RESPONSES,
+    TOO_LONG_BEGINS,
     any_key_headers,
     api_of,
     key_in,
@@ -281,7 +282,8 @@ FORMS: dict[str, ApiForm] = {
         limits=(("options", "num_predict"),),
         model_suffix=MODEL_TAG,
         usage=("prompt_eval_count", "eval_count"),
-        is_too_long=lambda error: False,  # an error is a text without a code
+        # An error is a text without a code.
+        is_too_long=lambda error: error.message.startswith(TOO_LONG_BEGINS),
         event_end=b"\n",
         has_heartbeats=False,  # each of its lines is an object that clients read
         seed=("options", "seed"),

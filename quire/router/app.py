@@ -2,7 +2,8 @@
 
 Routes of routes.py are dispatched to replicas. Models are listed as the replicas list them, each
 once, with the aliases; health and metrics are the router's own. Routes with state at one replica
-(admin, files) are refused by name.
+(admin, files) are refused by name. Always holds: a query is passed on as it is, for the replica to
+read or to refuse; with --cors-origin each response has the CORS headers of the router only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from quire.base.cors import Cors
+from quire.base.http_apis import served_path
 from quire.base.log import Log
 from quire.router.admission import Admission
 from quire.router.api_forms import form_of
@@ -28,10 +31,13 @@ from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 from quire.router.routes import LISTS, ROUTES, FoundRoute, find_route, reason_not_routed
-from quire.router.summaries import read_order
+from quire.router.summaries import HEADER, read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
+_PREFLIGHT = "preflight"
+# Response headers of a router that a page may read.
+_SHOWN = (HEADER.decode(), "x-should-retry")
 # In which a body has to come, as at a replica.
 BODY_TIME_S = 60.0
 # Of the length of a body; a number with more is larger than any limit.
@@ -61,6 +67,8 @@ class RouterApp:
         self._log = log
         self._max_body_bytes = fleet.settings.max_body_bytes
         self._rate = OutputRate()
+        origins = fleet.settings.cors_origin
+        self._cors = Cors(origins, _SHOWN) if origins else None
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _watch_features(self) -> None:
@@ -81,14 +89,24 @@ class RouterApp:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        path = scope["path"]
-        client, found = ClientResponse(receive, send, form_of(path)), find_route(path)
+        path = served_path(scope["path"])
+        found = find_route(path)
+        route = "other" if found is None else found.route.metric or found.name
+        client, origin = self._client(scope, receive, send)
         try:
-            if found is None:
-                await self._answer(scope, path, client)
+            preflight = None
+            if self._cors is not None:
+                preflight = self._cors.preflight(scope["method"], scope["headers"], origin)
+            if preflight is not None:
+                route = _PREFLIGHT
+                client.added += preflight
+                await client.start(204, [])
+                await client.finish()
+            elif found is None:
+                await self._answer(scope, path, client, origin)
             else:
                 _check(scope, path, found)
-                await self._dispatch(scope, path, receive, client)
+                await self._dispatch(scope, path, receive, client, origin)
         except ClientGone:
             return
         except Refusal as refusal:
@@ -98,10 +116,29 @@ class RouterApp:
             await client.refuse(refusal)
         finally:
             client.unwatch()
-            route = "other" if found is None else found.route.metric or found.name
             self._metrics.requests.labels(route, str(client.status or "gone")).inc()
 
-    async def _answer(self, scope: dict[str, Any], path: str, client: ClientResponse) -> None:
+    async def refuse(
+        self, scope: dict[str, Any], receive: Receive, send: Send, refusal: Refusal
+    ) -> None:
+        """Answer a request with an error, and look at nothing else of it."""
+        client, _ = self._client(scope, receive, send)
+        await client.refuse(refusal)
+
+    def _client(
+        self, scope: dict[str, Any], receive: Receive, send: Send
+    ) -> tuple[ClientResponse, str | None]:
+        """Return the response to a request, and its Origin if that is one of --cors-origin."""
+        client = ClientResponse(receive, send, form_of(served_path(scope["path"])))
+        if self._cors is None:
+            return client, None
+        origin = self._cors.origin_of(scope["headers"])
+        client.cors = self._cors.headers(origin)
+        return client, origin
+
+    async def _answer(
+        self, scope: dict[str, Any], path: str, client: ClientResponse, origin: str | None
+    ) -> None:
         """Answer what no replica is asked for."""
         method = scope["method"]
         if method != "GET":
@@ -117,15 +154,21 @@ class RouterApp:
             name = path.removeprefix("/v1/models").strip("/")
             await client.whole(200, _JSON, msgspec.json.encode(self._lists.openai(name)))
         elif path in LISTS:
-            status, body = await self._lists.ollama(path, _forwarded(scope))
+            headers, query = _forwarded(scope, origin), scope["query_string"]
+            status, body = await self._lists.ollama(path, headers, query)
             await client.whole(status, _JSON, body)
         else:
             raise _unknown(method, path)
 
     async def _dispatch(
-        self, scope: dict[str, Any], path: str, receive: Receive, client: ClientResponse
+        self,
+        scope: dict[str, Any],
+        path: str,
+        receive: Receive,
+        client: ClientResponse,
+        origin: str | None,
     ) -> None:
-        headers = _forwarded(scope)
+        headers = _forwarded(scope, origin)
         sent = form_of(path).key_in(headers)
         key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
         answering: asyncio.Task[None] | None = None
@@ -262,9 +305,14 @@ class RouterApp:
         )
 
 
-def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-    """Return the request's headers, with its client's address added to x-forwarded-for."""
+def _forwarded(scope: dict[str, Any], origin: str | None) -> list[tuple[bytes, bytes]]:
+    """Return the request's headers, with its client's address added to x-forwarded-for.
+
+    origin: that the router accepts, which replicas need not accept: it is left out.
+    """
     headers: list[tuple[bytes, bytes]] = [(name, value) for name, value in scope["headers"]]
+    if origin is not None:
+        headers = [header for header in headers if header[0] != b"origin"]
     client = scope.get("client")
     if client is not None:
         before = [value for name, value in headers if name == b"x-forwarded-for"]
@@ -274,15 +322,11 @@ def _forwarded(scope: dict[str, Any]) -> list[tuple[bytes, bytes]]:
 
 
 def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
-    """Refuse a method or a query that replicas do not take. Raises Refusal."""
+    """Refuse a method that replicas do not take. Raises Refusal."""
     method, allowed = scope["method"], found.route.methods
     if method not in allowed:
         shown = ", ".join(allowed)
         raise Refusal(405, "method_not_allowed", f"{path[:100]} takes {shown}, not {method}")
-    if scope["query_string"] and not found.route.takes_query:
-        raise Refusal(
-            400, "invalid_value", "the query has parameters; send them as fields of the body"
-        )
 
 
 def _stopped(what: str) -> Refusal:

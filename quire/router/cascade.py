@@ -35,6 +35,8 @@ from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 
 _MAX_SEARCHED_CHARS = 16_384
+# Probability above which a request is hard.
+HARD_ABOVE = 0.5
 # Share of hard requests that are answered by the small model, where outcomes are logged.
 EXPLORE = 0.02
 # Of an answer: refusals are in its beginning.
@@ -62,6 +64,7 @@ class Cascade:
         self._refusals = [re.compile(one) for one in table.refusal_patterns]
         self._classifier = read_classifier(table.classifier) if table.classifier else None
         self._outcomes = OutcomeLog(table.outcomes) if table.outcomes else None
+        self._hard_above = HARD_ABOVE if table.hard_above is None else table.hard_above
         self._explore = EXPLORE if table.explore is None else table.explore
         self._unexplored = 0.0
 
@@ -83,7 +86,7 @@ class Cascade:
     def is_hard(self, guess: Guess | None) -> bool:
         """Return whether the classifier says that the large model should answer."""
         known = None if guess is None else guess.probability
-        return known is not None and known > self._table.hard_above
+        return known is not None and known > self._hard_above
 
     def explores(self, request: RoutedRequest) -> bool:
         """Return whether a hard request is answered by the small model all the same, so that its

@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from quire.base.cors import without_cors
 from quire.base.http_apis import PROCESS_HEADER
 from quire.router.api_forms import ApiForm
 from quire.router.faults import ClientGone, Refusal
@@ -35,13 +36,15 @@ HOP_BY_HOP = frozenset(
 
 class ClientResponse:
     """form: of errors. started: whether status and headers were sent. added: headers beside the
-    replica's. on_gone: what is called once the client has left."""
+    replica's. cors: those of CORS, in place of a replica's; None: a replica's are passed on.
+    on_gone: what is called once the client has left."""
 
     def __init__(self, receive: Receive, send: Send, form: ApiForm) -> None:
         self._form = form
         self.started = False
         self.status = 0
         self.added: list[tuple[bytes, bytes]] = []
+        self.cors: list[tuple[bytes, bytes]] | None = None
         self.on_gone: set[Callable[[Exception], None]] = set()
         self.is_gone = False
         self._receive = receive
@@ -69,6 +72,8 @@ class ClientResponse:
         date."""
         left_out = HOP_BY_HOP | {b"date", _RESUMABLE}
         kept = [header for header in headers if header[0] not in left_out]
+        if self.cors is not None:
+            kept = [*without_cors(kept), *self.cors]
         kept += self.added
         if length is not None:
             kept.append((b"content-length", b"%d" % length))

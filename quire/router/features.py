@@ -80,6 +80,7 @@ def settings_in(file: RouteFile) -> dict[str, Any]:
         "resume_s": file.resume_seconds,
         "wait_s": file.wait_seconds,
         "grace_s": file.grace_seconds,
+        "cors_origin": file.cors_origin,
     }
     return {
         name: getattr(_DEFAULTS, name) if value is UNSET else value for name, value in found.items()

@@ -52,15 +52,19 @@ class ModelLists:
             param="model",
         )
 
-    async def ollama(self, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-        """Return status and body of a list of Ollama's API. Raises Refusal."""
+    async def ollama(
+        self, path: str, headers: list[tuple[bytes, bytes]], query: bytes = b""
+    ) -> tuple[int, bytes]:
+        """Return status and body of a list of Ollama's API. query: for replicas to refuse. Raises
+        Refusal."""
+        target = path.encode() + (b"?" + query if query else b"")
         now_s = asyncio.get_running_loop().time()
         of_models: dict[frozenset[str], Replica] = {}
         for replica in self._fleet.replicas.values():
             if replica.is_available(now_s):
                 of_models.setdefault(frozenset(replica.models), replica)
         answers = await asyncio.gather(
-            *(self._ask(replica, path, headers) for replica in of_models.values())
+            *(self._ask(replica, target, headers) for replica in of_models.values())
         )
         found: dict[str, Any] = {}
         for status, body in answers:
@@ -91,14 +95,14 @@ class ModelLists:
         return aliased
 
     async def _ask(
-        self, replica: Replica, path: str, headers: list[tuple[bytes, bytes]]
+        self, replica: Replica, target: bytes, headers: list[tuple[bytes, bytes]]
     ) -> tuple[int, bytes]:
         """Return status and body; status 0 where there was no answer."""
         pool = self._fleet.pool(replica)
         kept = [header for header in headers if header[0] not in HOP_BY_HOP]
         try:
             async with asyncio.timeout(_ASK_S):
-                return await pool.get(path.encode(), kept)
+                return await pool.get(target, kept)
         except (ReplicaFault, TimeoutError):
             return 0, b""
 

@@ -68,9 +68,9 @@ class CascadeTable(Table, frozen=True):
     """A name that is answered by a small model where it suffices.
 
     large_patterns: expressions of the operator; a prompt with a match goes to the large model.
-    classifier: a file of `quire cascade`; what it finds hard with more than hard_above goes to the
-    large model, but for a share to explore (None: EXPLORE). outcomes: a file for judged answers of
-    the small model.
+    classifier: a file of `quire cascade`; what it finds hard with more than hard_above (None:
+    HARD_ABOVE) goes to the large model, but for a share to explore (None: EXPLORE). outcomes: a
+    file for judged answers of the small model.
     escalate: the reasons for which an answer of the small model is replaced. refusal_patterns: an
     answer with a match in its beginning is a refusal. judge_streams: hold streams of the small
     model until they can be judged.
@@ -82,7 +82,7 @@ class CascadeTable(Table, frozen=True):
     tools: Literal["small", "large"] = "large"
     large_patterns: tuple[Pattern, ...] = ()
     classifier: str = ""
-    hard_above: Share = 0.5
+    hard_above: Share | None = None
     explore: Share | None = None
     outcomes: str = ""
     escalate: tuple[Reason, ...] = ("low-confidence", "failed-grammar", "refusal")
@@ -140,14 +140,14 @@ class TenantTable(QuotaTable, frozen=True):
 class RedisTable(Table, frozen=True):
     """Where several routers share quotas, and where replicas hold leases.
 
-    routers: how many share the quotas; each allows that part alone while Redis is down.
+    routers: how many share the quotas; each allows that part alone while Redis is down; None: one.
     """
 
     url: Name
     prefix: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[A-Za-z0-9_:.-]+$")] = (
         "quire:"
     )
-    routers: Annotated[int, Meta(ge=1, le=1000)] = 1
+    routers: Annotated[int, Meta(ge=1, le=1000)] | None = None
     timeout_ms: Annotated[int, Meta(ge=1, le=10_000)] = 250
     leases: bool = False
 
@@ -165,11 +165,11 @@ class KubernetesTable(Table, frozen=True):
 class TiersTable(Table, frozen=True):
     """Limits of open requests by service_tier, for each replica.
 
-    preset: how the limits follow the targets. ttft_ms, tpot_ms: targets of streams above flex; 0
-    for none, and without either the limits are fixed.
+    preset: how the limits follow the targets; None: latency-first. ttft_ms, tpot_ms: targets of
+    streams above flex; 0 for none, and without either the limits are fixed.
     """
 
-    preset: Literal["latency-first", "throughput-first"] = "latency-first"
+    preset: Literal["latency-first", "throughput-first"] | None = None
     ttft_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
     tpot_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
     max_default: Annotated[int, Meta(ge=1, le=100_000)] = 256
@@ -233,6 +233,7 @@ class RouteFile(Table, frozen=True):
     max_open_requests: Count | UnsetType = msgspec.UNSET
     max_open_per_key: Annotated[int, Meta(ge=0)] | UnsetType = msgspec.UNSET
     replica_key_file: str | UnsetType = msgspec.UNSET
+    cors_origin: tuple[str, ...] | UnsetType = msgspec.UNSET
     default_model: str = ""
     models: dict[Name, str | ModelTable] = {}
     cascades: dict[Name, CascadeTable] = {}
@@ -315,24 +316,7 @@ def _check_whole(found: RouteFile) -> None:
         elif not table:
             raise ValueError(f"models.{name} is empty; give the name of a model")
     for name, cascade in found.cascades.items():
-        if cascade.explore is not None and not cascade.outcomes:
-            raise ValueError(
-                f"cascades.{name}: explore has no effect without outcomes, to which the answers of "
-                'explored requests are written; name a file, as in outcomes = "outcomes.jsonl", or '
-                "leave explore out"
-            )
-        for key, patterns in (
-            ("large-patterns", cascade.large_patterns),
-            ("refusal-patterns", cascade.refusal_patterns),
-        ):
-            for pattern in patterns:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise ValueError(
-                        f"cascades.{name}: {key} has {pattern!r}, which is no regular expression "
-                        f"({error})"
-                    ) from error
+        _check_cascade(name, cascade)
     holders: dict[str, str] = {}
     for name, tenant in found.tenants.items():
         if not tenant.key_digests:
@@ -346,9 +330,12 @@ def _check_whole(found: RouteFile) -> None:
                     f"tenants {holders[digest]} and {name} have a key in common; each key belongs "
                     "to one tenant"
                 )
-    if found.redis is not None and not found.redis.leases and not (found.quotas or found.tenants):
+    if found.redis is not None and not (found.quotas or found.tenants):
+        _check_unshared(found.redis)
+    if (tiers := found.tiers) is not None and tiers.preset and not (tiers.ttft_ms or tiers.tpot_ms):
         raise ValueError(
-            "[redis] has neither leases = true nor quotas to share; add one, or leave it out"
+            f"tiers: preset is {tiers.preset!r}, which says how the limits follow targets, and "
+            "there are none; add ttft-ms or tpot-ms, or leave preset out"
         )
     if found.sleep is not None and found.kubernetes is not None:
         raise ValueError(
@@ -358,6 +345,48 @@ def _check_whole(found: RouteFile) -> None:
         )
     if found.kv_events is not None:
         _check_kv_events(found.kv_events)
+
+
+def _check_cascade(name: str, cascade: CascadeTable) -> None:
+    """Raise ValueError for what has no effect, and for patterns that are none."""
+    for key, given in (("hard-above", cascade.hard_above), ("explore", cascade.explore)):
+        if given is not None and not cascade.classifier:
+            raise ValueError(
+                f"cascades.{name}: {key} is {given:g} and has no effect without a classifier, "
+                'which says what is hard; name its file, as in classifier = "hard.json", or '
+                f"leave {key} out"
+            )
+    if cascade.explore is not None and not cascade.outcomes:
+        raise ValueError(
+            f"cascades.{name}: explore has no effect without outcomes, to which the answers of "
+            'explored requests are written; name a file, as in outcomes = "outcomes.jsonl", or '
+            "leave explore out"
+        )
+    for key, patterns in (
+        ("large-patterns", cascade.large_patterns),
+        ("refusal-patterns", cascade.refusal_patterns),
+    ):
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"cascades.{name}: {key} has {pattern!r}, which is no regular expression "
+                    f"({error})"
+                ) from error
+
+
+def _check_unshared(redis: RedisTable) -> None:
+    """Raise ValueError for what has no effect without quotas."""
+    if not redis.leases:
+        raise ValueError(
+            "[redis] has neither leases = true nor quotas to share; add one, or leave it out"
+        )
+    if redis.routers is not None:
+        raise ValueError(
+            f"redis: routers is {redis.routers}, the number of routers that share quotas, and "
+            "there are none to share; add [quotas] or [tenants], or leave routers out"
+        )
 
 
 def _check_kv_events(table: KVEventsTable) -> None:

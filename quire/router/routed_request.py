@@ -80,7 +80,8 @@ class RoutedRequest:
         self.names_model = is_object and isinstance(model, str | None)
         self.model = model if isinstance(model, str) else ""
         stream = self.fields.get("stream", self.route.streams)
-        self.is_stream = stream is True or b"stream=true" in query.split(b"&")
+        in_query = self.route.stream_in_query and b"stream=true" in query.split(b"&")
+        self.is_stream = stream is True or in_query
         self.why_not = "it is whole"
         if self.is_stream:
             is_declined = _decline_resumable(self.form, self.fields)

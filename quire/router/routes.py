@@ -20,7 +20,7 @@ _PARTS = {"{id}": r"[A-Za-z0-9_-]{1,100}", "{model}": r"[^\x00-\x1f\x7f]{1,1000}
 class Route:
     """streams: whether an answer is a stream unless the body has `stream`. generates: whether it
     computes output tokens. stores: whether a replica keeps the answer. is_free: it computes
-    nothing, and no quota counts it. takes_query: replicas read parameters of the query.
+    nothing, and no quota counts it. stream_in_query: replicas read `stream` of the query.
     model_fields: fields of the body with the model, the first that is given; a path with {model}
     has it there instead. metric: its name in metrics; "" for its path."""
 
@@ -29,7 +29,7 @@ class Route:
     generates: bool = True
     stores: bool = False
     is_free: bool = False
-    takes_query: bool = False
+    stream_in_query: bool = False
     model_fields: tuple[str, ...] = ("model",)
     metric: str = ""
 
@@ -57,7 +57,7 @@ _STORED = Route(
     methods=("GET", "POST", "DELETE"),
     generates=False,
     is_free=True,
-    takes_query=True,
+    stream_in_query=True,
     metric=f"{RESPONSES}/ID",
 )
 ROUTES: dict[str, Route] = {

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.base.cors import check_origin
 from quire.base.errors import SettingError
 
-ROUTING_POLICIES = ("warm-cache", "session-affinity", "least-tokens", "power-of-two", "round-robin")
+WARM_CACHE = "warm-cache"
+ROUTING_POLICIES = (WARM_CACHE, "session-affinity", "least-tokens", "power-of-two", "round-robin")
 # A backlog that is calibrated by first tokens.
 AUTO: Literal["auto"] = "auto"
 BacklogTokens = int | Literal["auto"]
@@ -27,10 +29,11 @@ class RouterSettings:
     blame. 0: those only. resume_s: that a request waits for another replica until its next event.
     min_prefill_tokens: shorter prompts are not sent to prefill replicas. role_hold_s: how long a
     side is short of servers before a movable one changes its role. wait_s: a request waits so long
-    for a first replica that is available; 0: it is refused at once.
+    for a first replica that is available; 0: it is refused at once. cors_origin: origins of web
+    pages that may use the router, or *.
     """
 
-    policy: str = "warm-cache"
+    policy: str = WARM_CACHE
     backlog_tokens: BacklogTokens = AUTO
     probe_s: float = 0.5
     stall_s: float = 10.0
@@ -47,6 +50,7 @@ class RouterSettings:
     min_prefill_tokens: int = 512
     role_hold_s: float = 30.0
     wait_s: float = 0.0
+    cors_origin: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.policy not in ROUTING_POLICIES:
@@ -66,6 +70,14 @@ class RouterSettings:
                     f"backlog_tokens is {self.backlog_tokens!r}; a number or auto is allowed"
                 )
             _check("backlog_tokens", self.backlog_tokens, above=-1)
+            if self.policy != WARM_CACHE:
+                raise SettingError(
+                    f"--backlog-tokens is {self.backlog_tokens} and --policy is {self.policy!r}, "
+                    f"which knows no warm replica; choose {WARM_CACHE}, or leave --backlog-tokens "
+                    "out"
+                )
+        for origin in self.cors_origin:
+            check_origin(origin)
         for name in ("max_open_per_key", "max_retry_share", "min_prefill_tokens"):
             _check(name, getattr(self, name), above=-1)
         if self.stall_s < 2 * self.probe_s:

@@ -58,7 +58,7 @@ class Tiers:
 
     def __init__(self, table: TiersTable) -> None:
         self._table = table
-        self._preset = PRESETS[table.preset]
+        self._preset = PRESETS[table.preset or "latency-first"]
         self._most = {"default": table.max_default, "flex": table.max_flex}
         self.limits = dict(self._most)
         self._open: Counter[str] = Counter()

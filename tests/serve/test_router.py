@@ -424,6 +424,11 @@ def test_other_dialects_are_answered_as_by_the_replica(servers: list[RunningServ
             ("/infill", {"input_prefix": "Once", "input_suffix": "end", "n_predict": 4, **seed}),
             ("/api/show", {"model": "box"}),
             ("/api/embed", {"model": "box", "input": "a dog"}),
+            ("/v1/messages?beta=true", {**chat, "max_tokens": 8, **seed}),
+            ("/v1/messages/count_tokens?beta=true", chat),
+            ("/v1/messages?beta=true&x=1", {**chat, "max_tokens": 8}),
+            ("/chat/completions/?x=1", chat),
+            ("/chat/completions/", {**chat, "max_tokens": 8, **seed}),
         ):
             status, raw = router.request("POST", path, body)
             alone, wanted = _alone(servers[0], "POST", path, body)
@@ -433,6 +438,32 @@ def test_other_dialects_are_answered_as_by_the_replica(servers: list[RunningServ
         assert router.request("GET", "/api/version") == _alone(servers[0], "GET", "/api/version")
         status, raw = router.request("POST", "/api/chat", {"model": "other", **chat})
         assert (status, list(json.loads(raw))) == (404, ["error"])
+
+
+def test_a_page_of_an_accepted_origin_uses_servers_that_accept_none(
+    servers: list[RunningServer],
+) -> None:
+    page = {"origin": "https://app.example"}
+    asks_first = {**page, "access-control-request-method": "POST"}
+    chat = {"messages": CHAT["messages"], "max_tokens": 4}
+    body, stream = json.dumps(chat), json.dumps({**chat, "stream": True})
+    with RunningRouter(servers[0].url, "--cors-origin", page["origin"]) as router:
+        connection = HTTPConnection("127.0.0.1", router.port, timeout=GIVE_UP_S)
+        for method, sent, headers, wanted in (
+            ("OPTIONS", None, asks_first, 204),
+            ("POST", body, page, 200),
+            ("POST", stream, page, 200),
+            ("POST", body, {"origin": "https://other.example"}, 403),
+            ("PUT", body, page, 405),
+        ):
+            connection.request(method, "/v1/chat/completions", sent, headers)
+            response = connection.getresponse()
+            raw = response.read()
+            assert (response.status, bool(raw)) == (wanted, wanted != 204)
+            allowed = response.headers.get_all("access-control-allow-origin")
+            assert allowed == (None if wanted == 403 else [page["origin"]])
+            assert response.headers.get_all("vary") == ["origin"]
+        connection.close()
 
 
 def _texts(raw: bytes) -> list[bytes]:

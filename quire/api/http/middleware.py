@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.routing import Match, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.api.generation.choice_streams import ChoiceStreams
 from quire.api.generation.foreign_fields import as_sent
 from quire.api.http.auth import Admin
-from quire.api.http.cors import Cors, Headers
 from quire.api.http.dialect import Dialect, error_response
 from quire.api.http.errors import MethodNotAllowed, UnknownRoute
 from quire.api.http.forwarding import is_here
@@ -31,15 +31,15 @@ from quire.api.http.origins import OriginCheck, is_guarded
 from quire.api.http.paths import foreign_hint
 from quire.api.http.request_io import ClientDisconnected
 from quire.api.server_state import OpenRequest, ServerState
+from quire.base.cors import Cors, Headers
 from quire.base.errors import InvalidParameter, QuireError
+from quire.base.http_apis import served_path
 from quire.base.report import Field
 from quire.base.show import show
 from quire.config.tenants import ONLY_TENANT, Tenant
 
 _PLAIN_NAME = re.compile(rb"[A-Za-z0-9._:+=@-]{1,128}")
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}")
-# Served below /v1; clients with a base URL without /v1 request them without it.
-VERSIONED = ("/chat/completions", "/completions", "/models")
 PREFLIGHT = "preflight"
 # The status of a request if its client disconnected before there was a response.
 CLIENT_CLOSED = 499
@@ -80,9 +80,13 @@ class RequestMiddleware:
         if scope["type"] != "http":
             return
         strip_prefix(scope, self._prefix)
-        path = scope["path"] = served_path(scope["path"])
+        path = scope["path"]
+        if not path.startswith("/v1/") or path.endswith("/"):  # others are spelled as served
+            path = scope["path"] = served_path(path)
         name = client_request_id(scope["headers"])
-        origin = None if self._cors is None else self._cors.origin_of(scope)
+        origin = None
+        if self._cors is not None and not is_guarded(path):
+            origin = self._cors.origin_of(scope["headers"])
         cors_headers = [] if self._cors is None else self._cors.headers(origin)
         exchange = _Exchange(send, name, cors_headers, self._dialect_of(path))
         scope["app"] = self  # makes the router raise what it refuses
@@ -106,10 +110,14 @@ class RequestMiddleware:
                 is_cors_allowed=origin is not None,
                 is_guarded=guarded and not keys.needed(path),
             )
-            preflight = None if self._cors is None else self._cors.preflight(scope, origin)
+            preflight = None
+            if self._cors is not None:
+                preflight = self._cors.preflight(scope["method"], headers, origin)
             if preflight is not None:  # before the keys: browsers send none with it
                 exchange.route = PREFLIGHT
-                await preflight(scope, receive, exchange.send)
+                response = Response(status_code=204)
+                response.raw_headers += preflight
+                await response(scope, receive, exchange.send)
                 return
             caller = keys.open_caller
             if caller is None or guarded:
@@ -252,14 +260,6 @@ def _request_fields(state: Mapping[str, Any], status: int) -> dict[str, Field]:
 def _new_request_id() -> str:
     """Return the id of a request that no route gave one."""
     return f"req-{secrets.token_hex(12)}"
-
-
-def served_path(path: str) -> str:
-    """Return `path` as the routes have it: without trailing slashes, with a missing /v1 added."""
-    path = path.rstrip("/") or "/"
-    if path in VERSIONED or path.startswith("/models/"):
-        return f"/v1{path}"
-    return path
 
 
 def strip_prefix(scope: Scope, prefix: str) -> None:

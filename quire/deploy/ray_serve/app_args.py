@@ -46,6 +46,7 @@ _ELSEWHERE = {
 }
 # Keys of a router's configuration file that are given elsewhere, or of what Ray does.
 _NO_ROUTER_KEYS = ("replicas", "replicas-file", "host", "port", "reuse-port", "kubernetes", "redis")
+_KV_EVENTS = "kv-events"
 
 
 class Scaling(Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +105,12 @@ class AppArgs(Struct, frozen=True, forbid_unknown_fields=True):
 
     def route_file(self) -> RouteFile:
         """Return the router's configuration. Raises SettingError."""
+        if _KV_EVENTS in self.router:
+            raise SettingError(
+                f"router has {_KV_EVENTS}, which needs an address of events for each engine, and "
+                "all engines of an application have the same settings and may share a node; leave "
+                "it out: the router goes by what it has sent where"
+            )
         for name in _NO_ROUTER_KEYS:
             if name in self.router:
                 raise SettingError(

@@ -17,8 +17,6 @@ from quire.base.log import Log
 from quire.deploy.ray_serve.app_args import AppArgs
 from quire.deploy.ray_serve.directory_discovery import DirectoryDiscovery
 from quire.deploy.ray_serve.wake_keys import WakeKeys
-from quire.router.api_forms import form_of
-from quire.router.client_response import ClientResponse
 from quire.router.faults import Refusal
 from quire.router.features import features_of
 from quire.router.quotas import LocalBuckets, Quotas
@@ -83,7 +81,7 @@ class Ingress:
             raise RuntimeError("the router is not started, or has stopped")
         may_wait = scope["method"] == "POST" and not self._service.fleet.num_available
         if may_wait and not self._wake_keys.accept(scope["headers"]):
-            await ClientResponse(receive, send, form_of(scope["path"])).refuse(_NO_KEY)
+            await self._service.app.refuse(scope, receive, send, _NO_KEY)
             return
         await self._service.app(scope, receive, send)
 

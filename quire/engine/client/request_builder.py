@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import ContextTooLong, InvalidParameter
+from quire.base.http_apis import TOO_LONG_BEGINS
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
@@ -126,8 +127,8 @@ def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:
     """
     needed = ", and at least one token of output is needed" * min_output
     return (
-        f"this model's maximum context length is {max_model_len} tokens, prompt and output "
-        f"together; the prompt has {found}{needed}; shorten the prompt"
+        f"{TOO_LONG_BEGINS}{max_model_len} tokens, prompt and output together; the prompt has "
+        f"{found}{needed}; shorten the prompt"
     )
 
 
@@ -164,7 +165,7 @@ def _room_tokens(card: ModelCard, num_prompt_tokens: int, sampling: SamplingPara
         raise ContextTooLong(message, param="prompt")
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
         raise ContextTooLong(
-            f"this model's maximum context length is {card.max_model_len} tokens; max_tokens is "
+            f"{TOO_LONG_BEGINS}{card.max_model_len} tokens; max_tokens is "
             f"{sampling.max_tokens} and the prompt has {num_prompt_tokens} tokens; "
             f"lower max_tokens to {room_tokens} or shorten the prompt",
             param="max_tokens",

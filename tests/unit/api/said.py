@@ -16,12 +16,11 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from quire.api.http.auth import is_open
-from quire.api.http.middleware import served_path
 from quire.api.openapi.document import document
 from quire.api.openapi.field_schemas import Known
 from quire.api.openapi.operation import ERRORS
 from quire.api.openapi.operations import OPERATIONS
-from quire.base.http_apis import api_of
+from quire.base.http_apis import api_of, served_path
 
 EVENTS, JSON, LINES = "text/event-stream", "application/json", "application/x-ndjson"
 

@@ -132,3 +132,11 @@ def test_each_name_of_a_limit_or_a_number_of_answers_reserves_tokens() -> None:
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": 7}}, 256) == 7
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": {"num_predict": -1}}, 256) == 256
     assert FORMS[http_apis.OLLAMA].asked_tokens({"options": [7]}, 256) == 256
+
+
+def test_a_served_path_is_its_own() -> None:
+    other = ("", "/", "//", "/models//", "/models/a/b/", "/completions/", "/v1/models/")
+    for path in (*PATHS, *other):
+        served = http_apis.served_path(path)
+        assert http_apis.served_path(served) == served
+        assert (served == path) == (path == "/" or path in PATHS)

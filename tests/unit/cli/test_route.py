@@ -12,7 +12,7 @@ from quire.base.errors import SettingError
 from quire.cli import lease, route
 from quire.cli.main import command_parser
 from quire.router.discovery import parsed, replica_url
-from quire.router.route_file import read_route_file
+from quire.router.route_file import RouteFile, parse_route_file, read_route_file
 from quire.router.settings import RouterSettings
 from tests.cases import each_case
 
@@ -38,6 +38,17 @@ def _run(*words: str) -> int:
         (["http://a:1", "--prefill", "http://b:1", "--movable", "b:1"], "give it once"),
         (["http://a:1", "--movable", "ftp://b:1"], "http://"),
         (["http://a:1", "--movable", "b:1", "--role-seconds", "0"], "role_hold_s"),
+        (["http://a:1", "--min-prefill-tokens", "9"], r"is 9 .*add --prefill URL.*leave it out"),
+        (["http://a:1", "--role-seconds", "9"], "is 9 .*add --movable URL, or leave it out"),
+        (
+            ["http://a:1", "--prefill", "http://b:1", "--role-seconds", "9"],
+            "add --movable URL, or leave it out",
+        ),
+        (
+            ["http://a:1", "--policy", "round-robin", "--backlog-tokens", "9"],
+            "--backlog-tokens is 9 and --policy is 'round-robin'.*choose warm-cache",
+        ),
+        (["http://a:1", "--cors-origin", "app.example"], "cors_origin is 'app.example'"),
     ],
 )
 def test_wrong_arguments_say_what_is_allowed(words: list[str], message: str) -> None:
@@ -81,6 +92,9 @@ def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:
         ("replicas = ['http://a:1']\nhost = '0.0.0.0'", [], "--insecure"),
         ("[redis]\nurl = 'http://a'\nleases = true", [], "redis"),
         ("replica-key-file = '/nowhere/key'", ["http://a:1"], "replica-key-file"),
+        ("policy = 'least-tokens'\nbacklog-tokens = 9", ["http://a:1"], "choose warm-cache"),
+        ("backlog-tokens = 9", ["http://a:1", "--policy", "round-robin"], "choose warm-cache"),
+        ("cors-origin = ['https://a', 'x']", ["http://a:1"], "cors_origin is 'x'"),
     ],
 )
 def test_wrong_files_say_what_is_allowed(
@@ -102,6 +116,23 @@ def test_flags_count_before_the_file_and_the_file_before_defaults(tmp_path: Path
     assert settings.policy == "least-tokens"
     assert (settings.probe_s, settings.max_open) == (2.0, 7)
     assert settings.stall_s == RouterSettings().stall_s
+
+
+def test_settings_that_need_others_are_taken_with_them() -> None:
+    words = ["route", "http://a:1", "--prefill", "b:1", "--min-prefill-tokens", "0"]
+    words += ["--movable", "c:1", "--role-seconds", "7"]
+    words += ["--backlog-tokens", "9", "--cors-origin", "https://a", "--cors-origin", "*"]
+    arguments = command_parser(["route"]).parse_args(words)
+    route._check_prefill(arguments)
+    settings = route._settings(arguments, RouteFile())
+    assert (settings.min_prefill_tokens, settings.role_hold_s) == (0, 7.0)
+    assert (settings.backlog_tokens, settings.cors_origin) == (9, ("https://a", "*"))
+    settings = route._settings(command_parser(["route"]).parse_args(words[:2]), RouteFile())
+    assert settings == RouterSettings()
+    file = parse_route_file("cors-origin = ['https://b']")
+    assert route._settings(command_parser(["route"]).parse_args(words[:2]), file).cors_origin == (
+        "https://b",
+    )
 
 
 def test_several_routers_may_share_a_port() -> None:

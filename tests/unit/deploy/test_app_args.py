@@ -33,6 +33,7 @@ from tests.repository.source_files import ROOT
         ({"router": {"policy": "cold"}}, "--policy"),
         ({"router": {"replicas": ["http://127.0.0.1:1"]}}, "directory of replicas"),
         ({"router": {"stall-seconds": 0.1}}, "--stall-seconds"),
+        ({"router": {"kv-events": {"port": 5557}}}, "router has kv-events, .* leave it out"),
     ],
 )
 def test_wrong_arguments_are_refused_with_their_place(args: dict[str, Any], said: str) -> None:

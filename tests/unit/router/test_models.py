@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client.request_builder import prompt_too_long
 from quire.router.features import Features
 from quire.router.model_names import ModelNames
 from quire.router.route_file import ModelTable, Target
@@ -85,6 +86,28 @@ def test_without_any_replica_a_request_may_come_again() -> None:
 
 
 # ---- requests
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed"])
+def test_a_prompt_that_ollama_s_routes_may_not_cut_goes_to_the_longer_model(path: str) -> None:
+    """Its error is a text without a code."""
+    message = prompt_too_long("9 tokens", 8, min_output=1)
+    one, long = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "long")
+    one.answer = lambda method, path, fields: (400, json.dumps({"error": message}).encode())
+
+    async def story(router: Router) -> None:
+        fields = {"model": "chat", "prompt": "a", "input": "a", "truncate": False, "stream": False}
+        status, _, body = await router.post(path, fields)
+        assert (status, body) == (200, long.body)
+        assert router.count("quire_router_longer_model_total") == 1
+        other = json.dumps({"error": f"the text says: {message}"}).encode()
+        one.answer = lambda method, path, fields: (400, other)
+        status, _, body = await router.post(path, fields)
+        assert (status, body) == (400, other)
+
+    table = ModelTable(targets=(Target(model="one"),), longer="long")
+    run([one, long], story, _features(chat=table))
+    assert [request["model"] for request in long.requests] == ["long"]
 
 
 def test_aliases_reach_their_models_and_streams_resume_within_one() -> None:

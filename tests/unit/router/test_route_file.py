@@ -66,7 +66,12 @@ def test_a_whole_file_is_read() -> None:
     assert file.summaries is not None
     assert (file.summaries.max_requests, file.summaries.max_tokens) == (4, 512)
     assert file.redis is not None
+    assert file.redis.routers == 2
     assert parse_route_file("").quotas is None
+    for target in ("ttft-ms = 1", "tpot-ms = 1"):
+        tiers = parse_route_file(f"[tiers]\npreset = 'throughput-first'\n{target}").tiers
+        assert tiers is not None
+        assert tiers.preset == "throughput-first"
 
 
 @each_case(
@@ -96,6 +101,14 @@ def test_a_whole_file_is_read() -> None:
             "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nclassifier = 'd'\nexplore = 0.1",
             "explore has no effect without outcomes.*name a file",
         ),
+        (
+            "[cascades.a]\nsmall = 'b'\nlarge = 'c'\noutcomes = 'd'\nexplore = 0.1",
+            "explore is 0.1 .*without a classifier.*leave explore out",
+        ),
+        (
+            "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nhard-above = 0.5",
+            "hard-above is 0.5 .*without a classifier.*leave hard-above out",
+        ),
         ("[cascades.a]\nsmall = 'b'\nlarge = 'c'\nlarge-patterns = ['(']", "no regular expression"),
         (
             "[cascades.a]\nsmall = 'b'\nlarge = 'c'\nescalate = ['x']",
@@ -109,6 +122,15 @@ def test_a_whole_file_is_read() -> None:
         ("[tenants.a]\ntokens-per-minute = 1", "has no key-digests"),
         ("[tenants.a]\ntokens-per-minute = 1\nkey-digests = ['x']", "matching regex"),
         ("[redis]\nurl = 'redis://a'", "neither leases = true nor quotas"),
+        (
+            "[redis]\nurl = 'redis://a'\nleases = true\nrouters = 3",
+            r"redis: routers is 3.*add \[quotas\] or \[tenants\], or leave routers out",
+        ),
+        (
+            "[tiers]\npreset = 'latency-first'",
+            "tiers: preset is 'latency-first'.*add ttft-ms or tpot-ms, or leave preset out",
+        ),
+        ("cors-origin = 'https://a'", "cors-origin: expected `array`"),
         (
             "[sleep]\nmax-awake = 1\n[kubernetes]\nservice = 'a'",
             r"\[sleep\] and \[kubernetes\] exclude each other",

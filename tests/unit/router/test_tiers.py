@@ -21,7 +21,7 @@ STREAM: dict[str, Any] = {"tokens": [1, 2], "seed": 5, "stream": True, "max_toke
 
 
 def feed(tiers: Tiers, windows: int, *, ttft_s: float, tier: str = "default") -> None:
-    for _ in range(windows * PRESETS[tiers._table.preset].window):
+    for _ in range(windows * tiers._preset.window):
         tiers.ended(tier, ttft_s, 0.01)
 
 

@@ -199,6 +199,6 @@ def route_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(API_PATHS, TOP, API)
     monkeypatch.setitem(KEY_HEADERS, API, (b"x-line-key",))
     monkeypatch.setitem(FORMS, API, form)
-    route = routes.Route(takes_query=True)
+    route = routes.Route()
     monkeypatch.setitem(routes.ROUTES, SAY, route)
     monkeypatch.setitem(routes.ROUTES, RECITE, replace(route, streams=True))

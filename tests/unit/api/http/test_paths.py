@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.api.http.middleware import served_path
 from quire.api.http.paths import FOREIGN_PATHS
 from quire.api.openapi.operations import OPERATIONS
+from quire.base.http_apis import served_path
 from tests.cases import each_case
 from tests.unit.api.fake_engine import Reply, Site
 
