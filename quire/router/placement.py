@@ -165,7 +165,7 @@ class Placement:
             )
 
         await self._let_streams_go_first()
-        if self._fleet.settings.wait_s and not state.failures.reasons:
+        if self._fleet.settings.wait_s:
             await self._wait_for_first(model)
         if lanes is None or not state.is_long:
             return choose()
