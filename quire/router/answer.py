@@ -15,6 +15,7 @@ from quire.router.api_forms import ErrorBody, read_error
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
+from quire.router.failures import Failures
 from quire.router.faults import ProcessStopped, Refusal, ReplicaFault
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
@@ -29,7 +30,7 @@ from quire.router.stream_relay import DRAINS, FAILED, LEAVING, StreamRelay
 
 
 class Answer:
-    """The attempts of one request. key: of its client. home: see AnswerState."""
+    """The attempts of one request. key: of its client. home, failures: see AnswerState."""
 
     def __init__(
         self,
@@ -39,8 +40,9 @@ class Answer:
         choice: ModelChoice,
         key: bytes,
         home: Replica | None,
+        failures: Failures,
     ) -> None:
-        self._state = state = AnswerState(parts, request, client, choice, key, home)
+        self._state = state = AnswerState(parts, request, client, choice, key, home, failures)
         self._placement, self._relay = Placement(state), StreamRelay(state)
         self._fleet, self._metrics, self._features = parts.fleet, parts.metrics, parts.features
         self._admission = parts.admission
@@ -226,8 +228,7 @@ class Answer:
             )
         if isinstance(fault, ProcessStopped):  # the replica may go on, by another process
             self._state.tried.discard(replica)
-        else:
-            self._state.failures.note(replica, fault, num_delivered)
+        self._state.failures.note(replica, fault, num_delivered)
         self._placement.failed(fault)
         self._state.continuation.failed(fault.cause, self._loop.time(), has_output=started)
 

@@ -36,9 +36,9 @@ class AnswerParts:
 
 class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
-    answer; None for any. key: what policies read of it. tried: replicas that failed with it or
-    refused it. has_place: of MovePlaces. has_events: whether the client has any, not heartbeats
-    alone; fingerprint: of the replica that sent the first, "" before."""
+    answer; None for any. failures: with it so far. key: what policies read of it. tried: replicas
+    that failed with it or refused it. has_place: of MovePlaces. has_events: whether the client has
+    any, not heartbeats alone; fingerprint: of the replica that sent the first, "" before."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class AnswerState:
         choice: ModelChoice,
         client_key: bytes,
         home: Replica | None,
+        failures: Failures,
     ) -> None:
         self.parts = parts
         self.request = request
@@ -56,7 +57,7 @@ class AnswerState:
         self.client_key = client_key
         self.home = home
         self.tried: set[Replica] = set()
-        self.failures = Failures()
+        self.failures = failures
         self.fingerprint = ""
         self.has_place = self.has_events = False
         self.continuation = Continuation(parts.fleet.resumes, parts.metrics)

@@ -126,15 +126,28 @@ class Attempt(AbstractContextManager["Attempt"]):
         """Send the request and wait for the head of the response. Raises ReplicaFault.
 
         on_sent: called once it is sent, and again where it has to be sent again.
+
+        Where a kept connection turns out to be closed, or a process stops before it has answered,
+        the request is sent again, once.
         """
         request, pool, client = self._request, self._fleet.pool(self.replica), self._client
         headers = [header for header in request.headers if header[0] not in HOP_BY_HOP]
-        is_fresh = False
+        stale: StaleConnection | None = None
         while True:
             self._forget_exchange()
-            exchange = await pool.send(
-                request.method, request.target, headers, body, is_fresh=is_fresh
-            )
+            try:
+                exchange = await pool.send(
+                    request.method, request.target, headers, body, is_fresh=stale is not None
+                )
+            except ReplicaFault as fault:
+                if stale is None:
+                    raise
+                # The server may have closed an idle connection just before its own end, or have
+                # read the request and died of it: the router cannot know. So it counts against the
+                # request, as the end of a connection that was not idle does. Else a request that
+                # ends servers would count nothing and reach a third replica; one that is only
+                # caught in a restart has one failure, and goes on at another replica.
+                raise _failed_twice(stale, fault) from fault
             self._exchange = exchange
             on_sent()
             client.on_gone.add(exchange.fail)
@@ -144,8 +157,10 @@ class Attempt(AbstractContextManager["Attempt"]):
                 raise ClientGone("the client has closed its connection")
             try:
                 await exchange.head()
-            except StaleConnection:
-                is_fresh = True
+            except StaleConnection as fault:
+                if stale is not None:
+                    raise _failed_twice(stale, fault) from fault
+                stale = fault
             else:
                 return exchange
 
@@ -188,3 +203,8 @@ class Attempt(AbstractContextManager["Attempt"]):
         self._cut_reason = reason
         if self._exchange is not None:
             self._exchange.fail(self._cut_fault())
+
+
+def _failed_twice(first: ReplicaFault, again: ReplicaFault) -> ReplicaFault:
+    """Return the fault of a request that was sent again, and failed again."""
+    return ReplicaFault(f"{first}; sent again: {again}", is_suspect=True)

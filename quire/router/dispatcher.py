@@ -19,6 +19,7 @@ from quire.router.answer_state import AnswerParts
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse, InnerResponse
 from quire.router.deadlines import before_deadline
+from quire.router.failures import Failures
 from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.model_choice import ModelChoice
@@ -27,7 +28,7 @@ from quire.router.router_metrics import RouterMetrics
 from quire.router.stored_responses import StoredResponses, needed_id
 from quire.router.summaries import CHAT_PATH, PromptSummary, SummaryOrder
 
-HandOver = Callable[[RoutedRequest, ClientResponse], Awaitable[dict[str, Any] | None]]
+HandOver = Callable[[RoutedRequest, ClientResponse, Failures], Awaitable[dict[str, Any] | None]]
 LookUp = Callable[[RoutedRequest], Awaitable[None]]
 
 
@@ -104,16 +105,17 @@ class Dispatcher:
         shared = self._shared
         summary = None if order is None else self._summary(request, client, key, order)
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, request, summary)
+        failures = Failures()
         async with before_deadline(request):
             if self._look_up is not None:
                 await self._look_up(request)
             if self._hand_over is not None:
                 request.waited(asyncio.get_running_loop().time())
-                request.transfer = await self._hand_over(request, client)
+                request.transfer = await self._hand_over(request, client, failures)
         home = None
         if id_ := needed_id(request):
             home = await shared.responses.holder(key, id_, request)
-        await Answer(shared, request, client, choice, key, home).run()
+        await Answer(shared, request, client, choice, key, home, failures).run()
         choice.ended()
 
     def _summary(
@@ -137,7 +139,7 @@ class Dispatcher:
         inner.came_s = asyncio.get_running_loop().time()
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, inner)
         with InnerResponse(client, inner.form) as response:
-            await Answer(shared, inner, response, choice, key, None).run()
+            await Answer(shared, inner, response, choice, key, None, Failures()).run()
             choice.ended()
         request.replaced_tokens += inner.replaced_tokens
         return response.status, response.body

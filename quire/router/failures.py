@@ -8,14 +8,15 @@ weak evidence (Replica.is_shared), and such a request goes on at one of the two 
 checked again. So does a stream that has output, which its client cannot send again. Both end after
 four failures at one place; a request without output ends after two that are evidence. Where a
 replica was given up for its silence, with many requests open, it may only have been slow: that
-counts half. Refusals, and connections that were never made, do not count. Knows no HTTP.
+counts half. The first stop of an API process does not count, a second one of the same replica does.
+Refusals, and connections that were never made, do not count. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.router.faults import ReplicaFault
+from quire.router.faults import ProcessStopped, ReplicaFault
 from quire.router.replica import Replica
 
 MAX_REPLICAS = 2
@@ -34,22 +35,29 @@ class Failures:
         self.reasons: list[str] = []
         self.at: set[Replica] = set()
         self._suspected: set[Replica] = set()
+        self._stopped: set[Replica] = set()  # of which an API process has stopped with it
         self._num_blamed = 0
         self._in_a_row = 0.0
         self._num_delivered = 0
         self._num_all = 0
 
     def note(self, replica: Replica, fault: ReplicaFault, num_delivered: int) -> None:
-        """Note a fault after so many delivered tokens."""
+        """Note a fault after so many delivered tokens. The first stop of an API process does not
+        count: the replica has others."""
         if num_delivered - self._num_delivered >= PROGRESS_TOKENS:
             self.reasons.clear()
             self.at.clear()
             self._suspected.clear()
+            self._stopped.clear()
             self._num_blamed = 0
             self._in_a_row = 0.0
         self._num_delivered = num_delivered
+        is_stop = isinstance(fault, ProcessStopped)
+        if is_stop and replica not in self._stopped:
+            self._stopped.add(replica)
+            return
         self.at.add(replica)
-        if fault.is_suspect:
+        if fault.is_suspect or is_stop:
             self.reasons.append(f"{replica.name}: {fault}")
             self._suspected.add(replica)
             self._num_blamed += not fault.is_shared

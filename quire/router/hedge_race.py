@@ -16,13 +16,12 @@ from quire.router.routed_request import RoutedRequest
 
 
 class Race:
-    """first: the attempt of `request` that may be late. body: what both are sent."""
+    """first: the attempt of `request` that may be late. body: what it is sent."""
 
     def __init__(self, hedger: Hedger, request: RoutedRequest, first: Attempt, body: bytes) -> None:
         self.first = first
         self._request = request
         self._hedger = hedger
-        self._body = body
         self._opening = {first: asyncio.ensure_future(first.open(body))}
 
     async def is_late(self, delay_s: float | None) -> bool:
@@ -54,9 +53,11 @@ class Race:
     ) -> Attempt | None:
         """Return the attempt that has a response first; None where both have failed.
 
-        A refusal of one that is full does not count while the other can still answer.
+        The second is sent the same request, with what is left of its times. A refusal of one that
+        is full does not count while the other can still answer.
         """
-        self._opening[second] = asyncio.ensure_future(second.open(self._body))
+        self._request.waited(asyncio.get_running_loop().time())
+        self._opening[second] = asyncio.ensure_future(second.open(self._request.body()))
         refused: Attempt | None = None
         waiting = dict(self._opening)
         while waiting:

@@ -309,7 +309,7 @@ class ConnectionPool:
 
         A kept connection that turns out to be closed fails with StaleConnection, and so does one of
         a process that stops before it has answered: send again, with is_fresh, on a new connection.
-        That one is stale only where one more process has stopped.
+        That one is stale only where one more process has stopped. Attempt.send says what counts.
         """
         head = self._head(method, path, headers, len(body))
         loop = asyncio.get_running_loop()

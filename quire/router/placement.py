@@ -15,7 +15,7 @@ from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
 from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault
 from quire.router.hedging import Hedger
-from quire.router.replica import Replica
+from quire.router.replica import ASLEEP, Replica
 
 _RETRY_EVERY_S = 0.25
 # So long a stream waits for another replica before it goes on at the one that failed.
@@ -120,18 +120,20 @@ class Placement:
         if found is not None and state.tried:
             if not state.parts.budget.take():
                 return None
-            self._metrics.retries.labels("failed" if state.failures.reasons else "refused").inc()
+            self._metrics.retries.labels("refused").inc()
         return found
 
     def spare(self, hedger: Hedger, first: Replica) -> Replica | None:
-        """Return a replica for a hedge; None where there is none or the budget is used up."""
+        """Return a replica for a hedge; None where there is none or the budget is used up. One that
+        sleeps is none: it would wake beside those that are awake, and late."""
         state = self._state
+        asleep = {one for one in self._fleet.replicas.values() if one.state == ASLEEP}
         request, cost_tokens = state.request, hedger.cost_tokens(state.request)
         found = self._fleet.choose(
             state.key,
             request.model,
             fingerprint=first.fingerprint(request.model),
-            exclude={first, *state.tried},
+            exclude={first, *state.tried, *asleep},
             max_long=state.max_long,
         )
         if found is None:
@@ -163,7 +165,7 @@ class Placement:
             )
 
         await self._let_streams_go_first()
-        if self._fleet.settings.wait_s and not state.failures.reasons:
+        if self._fleet.settings.wait_s:
             await self._wait_for_first(model)
         if lanes is None or not state.is_long:
             return choose()

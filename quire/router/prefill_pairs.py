@@ -3,7 +3,8 @@
 The request goes to a prefill replica first, for one token; what that answers lets the decode
 replica fetch the prompt's KV blocks. Prefill replicas are a fleet of their own, chosen by the same
 policy. Always holds: whatever fails here, the request goes to a decode replica without the
-parameters, which computes the prompt itself; the client gets nothing of the prefill's answer.
+parameters, which computes the prompt itself; a prefill replica that fails with a request counts
+among the replicas that did; the client gets nothing of the prefill's answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client import Counter
 
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
+from quire.router.failures import Failures
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.routed_request import RoutedRequest
@@ -35,9 +37,12 @@ class PrefillPairs:
         self._outcomes: Counter = metrics.prefills
 
     async def hand_over(
-        self, request: RoutedRequest, client: ClientResponse
+        self, request: RoutedRequest, client: ClientResponse, failures: Failures
     ) -> dict[str, Any] | None:
-        """Return the parameters for a decode replica; None: it gets the request as it is."""
+        """Return the parameters for a decode replica; None: it gets the request as it is.
+
+        failures: of the request, to which a fault is added.
+        """
         if not self._is_suited(request):
             return None
         key = request.key()
@@ -55,9 +60,13 @@ class PrefillPairs:
                 self.fleet.policy.sent(replica, key)
                 exchange = await attempt.send(msgspec.json.encode({**body, **wanted}))
                 answer = await exchange.body()
-                if exchange.status == 200:  # with its only token
+                status = exchange.status
+                if status >= 500 and status != 504 and not request.form.is_overloaded(status):
+                    raise ReplicaFault(f"it answered {status}", is_suspect=True)
+                if status == 200:  # with its only token
                     self.fleet.note_first_token(replica, attempt.load, attempt.age_s)
         except ReplicaFault as fault:
+            failures.note(replica, fault, request.num_delivered)
             self._outcomes.labels("failed").inc()
             self.fleet.log.warning(
                 "prefill replica failed; the prompt is decoded without it",
@@ -65,7 +74,7 @@ class PrefillPairs:
                 reason=str(fault),
             )
             return None
-        params = _params_in(answer) if exchange.status == 200 else None
+        params = _params_in(answer) if status == 200 else None
         self._outcomes.labels("refused" if params is None else "handed_over").inc()
         return params
 

@@ -3,18 +3,27 @@
 Where an engine dies, each choice continues at the next engine from what was delivered of it.
 Rankings (beams, best_of) and embeddings have delivered nothing before their end and are computed
 anew. Always holds: the client sees the deltas of one engine that never died; a request with which
-two engines in a row died, without a token between, is not tried again.
+two engines in a row died, without a token between, is not tried again; its deadline counts from its
+arrival, whatever engines it waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from quire.base.errors import OverloadedError, PoisonRequest, QuireError, WorkerError
+from quire.base.errors import (
+    DeadlineMissed,
+    OverloadedError,
+    PoisonRequest,
+    QuireError,
+    TimedOut,
+    WorkerError,
+)
+from quire.base.scheduling_params import SchedulingParams
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.interleaving import interleaved
 from quire.engine.output.text_delta import TextDelta
@@ -31,6 +40,8 @@ _FULL_S = 30.0
 _RETRY_S = 0.25
 # After an error that may come from a death, so long until the death is known.
 _DEATH_S = 2.0
+# Shorter waits are not taken from the times of a request; the least time that an engine is given.
+_MIN_WAITED_MS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +90,21 @@ class SupervisedRequest:
         self._progress = 0  # prompt tokens that were reported
         self._was_sent = False
         self._has_moved = False  # since it was sent to the engine that runs
+        self._was_shortened = False  # its deadline, by what it has waited
         self._full_since_s: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._came_s = self._loop.time()
+        self._deadline_s: float | None = None
+        if call.terms.deadline_ms is not None:
+            left_ms = call.terms.deadline_ms - call.terms.waited_ms
+            self._deadline_s = self._came_s + left_ms / 1000.0
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas. Raises as Engine.generate does."""
         is_first = True
         while True:
-            life = await self._lives.now()
+            async with self._in_time():
+                life = await self._lives.now()
             self._was_sent = self._has_moved = False
             run = self._sent(life) if is_first else self._resent(life)
             is_first = False
@@ -95,7 +114,9 @@ class SupervisedRequest:
                         yield delta
                 return
             except QuireError as error:
-                if await self._lives.has_died(life, error):
+                async with self._in_time():
+                    has_died = await self._lives.has_died(life, error)
+                if has_died:
                     self._count_death(error)
                 else:
                     await self._wait_for_room(error)
@@ -114,18 +135,81 @@ class SupervisedRequest:
     async def _wait_for_room(self, error: QuireError) -> None:
         """Wait before the next try where an engine that is full refused what has begun; raise any
         other error, and this one after some time."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
+        if isinstance(error, TimedOut | DeadlineMissed) and self._was_shortened and self._is_late:
+            raise self._late() from error
         if self._full_since_s is None:
             self._full_since_s = now_s
-        has_begun = (self._journals or self._num_deaths) and isinstance(error, OverloadedError)
-        if not has_begun or now_s - self._full_since_s > _FULL_S:
+        has_begun = self._journals or self._num_deaths
+        is_full = isinstance(error, OverloadedError) and not isinstance(error, TimedOut)
+        if not (has_begun and is_full) or now_s - self._full_since_s > _FULL_S:
             raise error
-        await asyncio.sleep(_RETRY_S)
+        async with self._in_time():
+            await asyncio.sleep(_RETRY_S)
+
+    # ---- its deadline
+
+    @property
+    def _is_late(self) -> bool:
+        return self._deadline_s is not None and self._loop.time() >= self._deadline_s
+
+    def _late(self) -> OverloadedError:
+        """Return the error of a request that was not complete at its deadline."""
+        wanted = f"{self._call.terms.deadline_ms or 0.0:g} ms after the request came"
+        if self._journals:
+            return TimedOut(
+                f"the answer was not complete {wanted}, its deadline_ms; it was ended while "
+                "another engine was to continue it: allow more time, or ask for fewer tokens"
+            )
+        return DeadlineMissed(
+            f"no engine had given any of the answer until its deadline, {wanted}: try again later, "
+            "or allow more time"
+        )
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Run a block that waits; raise once the deadline has passed."""
+        try:
+            async with asyncio.timeout_at(self._deadline_s) as limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._late() from None
+
+    def _call_now(self) -> Call:
+        """Return the call with what is left of its times."""
+        terms = self._terms_left()
+        return self._call if terms is self._call.terms else replace(self._call, terms=terms)
+
+    def _terms_left(self) -> SchedulingParams:
+        """Return the terms with what is left of the deadline and of the time to the first token.
+
+        Each engine counts them from when it gets the request. Raises where the deadline has passed.
+        A request that was accepted by an engine is served where its first token is late.
+        """
+        terms, elapsed_ms = self._call.terms, (self._loop.time() - self._came_s) * 1000.0
+        has_times = terms.deadline_ms is not None or terms.ttft_slo_ms is not None
+        if not has_times or elapsed_ms < _MIN_WAITED_MS:
+            return terms
+        if self._is_late:
+            raise self._late()
+        self._was_shortened = True
+        deadline_ms, ttft_ms = terms.deadline_ms, terms.ttft_slo_ms
+        if deadline_ms is not None:
+            deadline_ms -= elapsed_ms
+        if ttft_ms is not None:
+            is_over = ttft_ms <= elapsed_ms and self._num_deaths > 0
+            ttft_ms = None if is_over else max(ttft_ms - elapsed_ms, _MIN_WAITED_MS)
+        return replace(terms, deadline_ms=deadline_ms, ttft_slo_ms=ttft_ms)
+
+    # ---- what an engine is sent
 
     async def _resent(self, life: Life) -> AsyncGenerator[TextDelta, None]:
         """Send the request when its turn has come; the turn ends with its first token."""
         turn = Turn(life.turns)
-        await turn.take()
+        async with self._in_time():
+            await turn.take()
         try:
             async with aclosing(self._continued(life)) as deltas:
                 async for delta in deltas:
@@ -136,12 +220,12 @@ class SupervisedRequest:
             turn.leave()
 
     def _sent(self, life: Life) -> AsyncGenerator[TextDelta, None]:
-        return self._noted(life, self._call)
+        return self._noted(life, self._call_now())
 
     def _continued(self, life: Life) -> AsyncGenerator[TextDelta, None]:
         """Return what follows the deltas that were delivered."""
         if not self._journals:
-            return self._noted(life, self._call)
+            return self._noted(life, self._call_now())
         first, sampling = self._call.first_stream, self._call.sampling
         runs = []
         for stream in range(first, first + sampling.num_sequences):
@@ -162,8 +246,8 @@ class SupervisedRequest:
             sampling=sampling,
             request_id=f"{call.request_id}.{stream}" if call.sampling.n > 1 else call.request_id,
             first_stream=stream,
-            # It was admitted in time, and has begun.
-            terms=replace(call.terms, deadline_ms=None, ttft_slo_ms=None, report_progress=False),
+            # Its first token was delivered.
+            terms=replace(self._terms_left(), ttft_slo_ms=None, report_progress=False),
             text_rules=replace(call.text_rules, held_tokens=0 if is_anew else journal.held_tokens),
             output_ids=() if is_anew else tuple(journal.output_ids),
         )

@@ -181,7 +181,8 @@ def _predict(
 ) -> _Prediction:
     """Predict `sequence`, behind num_ahead others, with num_cached of its tokens found by prefix.
 
-    The end of an answer has at least the margin of its first token, which more requests teach.
+    The end of an answer has at least the margin of its first token, which more requests teach. One
+    that continues (output_ids) was accepted elsewhere, so it is ended by its deadline alone.
     """
     request, margin = sequence.request, predictor.margin
     late_ms = now_ms - request.arrival_ms
@@ -190,9 +191,10 @@ def _predict(
     end = replace(first, ms=first.ms + rest_ms, is_end=True)
     first_times = margin.times(first)
     end_times = max(margin.times(end), first_times)
+    end_wanted_ms = None if len(request.output_ids) else request.deadline_ms
     wanted = (
         ("the first token", first, first_times, request.ttft_slo_ms),
-        ("the end of the answer", end, end_times, request.deadline_ms),
+        ("the end of the answer", end, end_times, end_wanted_ms),
     )
     missed, keeps_all = None, True
     for what, prediction, times, wanted_ms in wanted:

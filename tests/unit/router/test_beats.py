@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from itertools import pairwise
 from typing import Any, cast
 
@@ -304,6 +305,7 @@ def test_streams_of_a_stopped_process_go_on_at_another_one_and_those_of_others_s
         gate.set()
         assert (await kept)[2] == ANSWER
         assert len(only.requests) == 3
+        assert router.count("quire_router_replica_faults_total") == 1, "it may be the cause"
         assert not any("fenced" in line for line in router.lines)
         assert one.is_up
         names = {b"x-quire-process"} & (await stream(router))[1].keys()
@@ -390,7 +392,7 @@ def test_what_is_open_is_ended_once_for_each_stop_of_a_process() -> None:
     run([only], story, probe_s=10.0, stall_s=30.0)
 
 
-def test_stops_of_several_processes_are_no_failure_of_the_replica() -> None:
+def test_an_answer_outlives_the_stops_of_two_processes() -> None:
     """One after the other has the request and stops, before it has answered."""
     only = FakeReplica()
     only.has_beats, only.process = True, 1
@@ -398,18 +400,46 @@ def test_stops_of_several_processes_are_no_failure_of_the_replica() -> None:
     async def story(router: Router) -> None:
         await _until(lambda: only.beats is not None)
         answer = await _whole_answer(router, only)
-        for stopped in ([2], [2, 3], [2, 3, 4]):
-            await asyncio.sleep(EARLY_S)
-            assert len(only.requests) == len(stopped)
-            if len(stopped) == 3:
-                only.whole_gate = None
-            only.changes.put_nowait({**STOPPED, "stopped_processes": stopped})
-            await asyncio.sleep(0.1)
-        assert (await answer)[0] == 200
+        await asyncio.sleep(EARLY_S)
+        only.changes.put_nowait(STOPPED)
+        await _until(lambda: len(only.requests) == 2)
         assert not router.count("quire_router_replica_faults_total")
+        await asyncio.sleep(EARLY_S)
+        only.whole_gate = None
+        only.changes.put_nowait({**STOPPED, "stopped_processes": [2, 3]})
+        assert (await answer)[0] == 200
+        assert len(only.requests) == 3
         assert not any("fenced" in line for line in router.lines)
 
     run([only], story, probe_s=10.0, stall_s=30.0)
+
+
+def test_a_request_that_stops_processes_ends_after_two_of_each_of_two_replicas() -> None:
+    replicas = [FakeReplica() for _ in range(3)]
+    for one in replicas:
+        one.has_beats, one.process = True, 1
+
+    async def story(router: Router) -> None:
+        await _until(lambda: all(one.beats is not None for one in replicas))
+        for replica in router.fleet.replicas.values():
+            router.fleet.pool(replica).close()
+        for one in replicas:
+            one.whole_gate = asyncio.Event()
+        answer = asyncio.ensure_future(router.post("/v1/completions", {"prompt": "a"}))
+        stopped = dict[FakeReplica, list[int]]()
+        while not answer.done():
+            for one in replicas:
+                numbers = stopped.setdefault(one, [])
+                if len(one.requests) > len(numbers):
+                    await asyncio.sleep(EARLY_S)
+                    numbers.append(2 + len(numbers))
+                    one.changes.put_nowait({**STOPPED, "stopped_processes": list(numbers)})
+            await asyncio.sleep(0.05)
+        status, _, body = await answer
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_failed")
+
+    run(replicas, story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
+    assert sorted(len(one.requests) for one in replicas) == [0, 2, 2]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

@@ -10,6 +10,7 @@ from quire.router.route_file import TiersTable
 from quire.router.tiers import Tiers
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, WHOLE, stream
+from tests.unit.router.test_hedging import Late, _fill, _learn
 
 GIVEN = [-1, 0, True, "soon", 10**400]
 TIMES = {"deadline_ms": 30_000, "ttft_slo_ms": 20_000.5}
@@ -93,3 +94,24 @@ def test_what_is_no_time_is_the_replicas_to_refuse() -> None:
 
     run([replica], story)
     assert [one["deadline_ms"] for one in replica.requests] == GIVEN
+
+
+def test_a_hedge_has_what_is_left_of_the_deadline() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.gate, late = asyncio.Event(), Late()
+
+    async def story(router: Router) -> None:
+        _learn(router)
+        _fill(late)
+        answer = asyncio.ensure_future(stream(router, **TIMES))
+        await first.began.wait()
+        await asyncio.sleep(0.3)
+        late.has_passed.set()
+        assert (await answer)[2] == ANSWER
+
+    run([first, second], story, late.features)
+    [given], [left] = first.requests, second.requests
+    for name in TIMES:
+        assert left[name] <= given[name] - 300
+        del given[name], left[name]
+    assert left == given

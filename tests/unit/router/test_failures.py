@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.server_url import server_url
 from quire.router.failures import MAX_IN_A_ROW, MAX_OF_ALL, PROGRESS_TOKENS, Failures
-from quire.router.faults import ReplicaFault
+from quire.router.faults import ProcessStopped, ReplicaFault
 from quire.router.replica import CROWDED_STALL_S, MAX_BEGINNING, STEADY_STALL_S, Load, Replica
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 
@@ -102,6 +102,19 @@ def test_shared_failures_keep_a_request_without_output_at_two_replicas() -> None
         failures.note((first, second)[number % 2], fault, 0)
         assert failures.barred([first, second, third]) == ({third} if number else set())
     assert failures.are_final
+
+
+def test_a_second_stop_of_a_process_with_a_request_at_one_place_is_a_failure() -> None:
+    failures, (first, second, third) = Failures(), replicas(3)
+    failures.note(first, ProcessStopped(), 10)
+    failures.note(second, ProcessStopped(), 10)
+    assert not failures.at, "the other processes of the replicas serve"
+    failures.note(first, ProcessStopped(), 10 + PROGRESS_TOKENS)
+    assert not failures.at, "it has passed the place"
+    for one in (first, second, second):
+        failures.note(one, ProcessStopped(), 10 + PROGRESS_TOKENS)
+    assert failures.at == {first, second}
+    assert failures.barred([first, second, third]) == {third}
 
 
 def load(began_s: float) -> Load:
@@ -238,6 +251,30 @@ def test_a_poison_request_ends_after_two_replicas_and_no_other_one_with_it() -> 
             assert body.count(b"data: ") == 40 * PROGRESS_TOKENS + 1
 
     run(others, story, resume_s=15.0)
+    tried = [sum(POISON in one["tokens"] for one in other.requests) for other in others]
+    assert sorted(tried) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_poison_request_is_counted_where_it_is_sent_by_an_idle_connection(
+    is_stream: bool,
+) -> None:
+    """The server may have closed it before, so the request is sent again; and finds no server."""
+    others = [FakeReplica() for _ in range(4)]
+
+    async def story(router: Router) -> None:
+        for _ in others:
+            assert (await router.post("/generate", {"tokens": [1]}))[0] == 200
+        for one in others:
+            killed_by_poison(one)
+        await asyncio.sleep(1.5)
+        poison = {"tokens": [POISON], "stream": is_stream}
+        status, headers, body = await router.post("/generate", poison)
+        assert (status, json.loads(body)["error"]["code"]) == (502, "replicas_failed")
+        assert headers[b"x-should-retry"] == b"false"
+        await asyncio.sleep(0.1)  # they are back
+
+    run(others, story, probe_s=10.0, stall_s=30.0, silence_s=60.0)
     tried = [sum(POISON in one["tokens"] for one in other.requests) for other in others]
     assert sorted(tried) == [0, 0, 1, 1]
 

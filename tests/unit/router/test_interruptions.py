@@ -206,7 +206,9 @@ def test_a_stream_that_continues_computes_its_prompt_and_its_output(brings: bool
     first, second = FakeReplica(), FakeReplica()
     first.fails_after, first.gate, second.gate = 4, asyncio.Event(), asyncio.Event()
 
-    async def hand_over(request: RoutedRequest, client: object) -> dict[str, Any] | None:
+    async def hand_over(
+        request: RoutedRequest, client: object, failures: object
+    ) -> dict[str, Any] | None:
         return {"do_remote_prefill": True} if brings else None
 
     async def story(router: Router) -> None:

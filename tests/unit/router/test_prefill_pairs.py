@@ -53,14 +53,17 @@ class PairRouter(Router):
 
 
 def run(
-    decode: FakeReplica, prefill: FakeReplica, story: Callable[[PairRouter], Awaitable[Any]]
+    decode: FakeReplica,
+    prefill: FakeReplica,
+    story: Callable[[PairRouter], Awaitable[Any]],
+    *others: FakeReplica,
 ) -> PairRouter:
-    """Run a story; no request may be left open at either side."""
+    """Run a story; no request may be left open at either side. others: further decode replicas."""
 
     async def go() -> PairRouter:
-        for replica in (decode, prefill):
+        for replica in (decode, prefill, *others):
             await replica.start()
-        router = PairRouter([decode], [prefill])
+        router = PairRouter([decode, *others], [prefill])
         try:
             await router.start()
             async with asyncio.timeout(20):
@@ -70,7 +73,7 @@ def run(
             return router
         finally:
             await router.close()
-            for one in (decode, prefill):
+            for one in (decode, prefill, *others):
                 one.stop_listening(cuts=True)
             await asyncio.sleep(0.01)
 
@@ -183,6 +186,10 @@ def _is_no_json(replica: FakeReplica) -> None:
     replica.body = b"[" * 3000
 
 
+def _lost_its_engine(replica: FakeReplica) -> None:
+    replica.status, replica.body = 500, b'{"error":{"message":"it died","code":"worker_error"}}'
+
+
 def _is_no_http(replica: FakeReplica) -> None:
     replica.raw_answer = b"SSH-2.0-OpenSSH\r\n"
 
@@ -194,6 +201,7 @@ def _is_no_http(replica: FakeReplica) -> None:
         (_says_nothing, "refused"),
         (_is_no_json, "refused"),
         (_is_no_http, "failed"),
+        (_lost_its_engine, "failed"),
     ],
 )
 def test_a_prefill_replica_that_fails_is_done_without(
@@ -272,3 +280,26 @@ def test_another_model_is_not_given_the_blocks() -> None:
     request.use_model("large")
     assert not request.brings_blocks
     assert PARAMS not in json.loads(request.body())
+
+
+def _dies(replica: FakeReplica) -> None:
+    replica.answer = lambda method, path, fields: replica.stop_listening(cuts=True)
+
+
+@pytest.mark.parametrize("harm", [_dies, _lost_its_engine])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prefill_replica_is_one_of_the_two_that_a_request_may_make_fail(
+    harm: Callable[[FakeReplica], None], is_stream: bool
+) -> None:
+    decode, prefill, other = FakeReplica(), handing(), FakeReplica()
+    for one in (decode, prefill, other):
+        harm(one)
+
+    async def story(router: PairRouter) -> None:
+        status, headers, raw = await router.post("/v1/completions", {**LONG, "stream": is_stream})
+        assert (status, json.loads(raw)["error"]["code"]) == (502, "replicas_failed")
+        assert headers[b"x-should-retry"] == b"false"
+
+    run(decode, prefill, story, other)
+    assert len(prefill.requests) == 1
+    assert len(decode.requests) + len(other.requests) == 1

@@ -20,6 +20,7 @@ from quire.router.settings import RouterSettings
 from quire.router.sleepers import Sleepers
 from tests.unit.router.fake_replica import FakeReplica, Listed, Router, run
 from tests.unit.router.test_failover import _until
+from tests.unit.router.test_hedging import Late, _count, _fill, _learn
 
 AWAKE = {"ok": True, "state": "ready", "reason": "", "pending": 0}
 SLEEPING = {"ok": False, "state": "asleep", "reason": "the engine sleeps", "pending": 0}
@@ -297,3 +298,24 @@ def test_an_error_in_a_task_of_the_router_names_it() -> None:
         assert len(asyncio.all_tasks()) == 1, "the prober has ended as well"
 
     asyncio.run(story())
+
+
+def test_no_replica_is_woken_for_a_hedge() -> None:
+    """It would be awake beside max-awake others."""
+    first, second = Sleeper("a", is_asleep=False), Sleeper("a", is_asleep=True)
+    first.gate, late = asyncio.Event(), Late()
+
+    async def story(router: Router) -> None:
+        _learn(router)
+        _fill(late)
+        late.has_passed.set()
+        answer = asyncio.ensure_future(ask(router, "a", tokens=[1, 2], stream=True))
+        await _until(lambda: _count(router, "no_replica") == 1)
+        assert first.gate is not None
+        first.gate.set()
+        assert (await answer)[0] == 200
+        assert second.is_asleep
+
+    sleepers = Sleepers(SleepTable(max_awake=1))
+    run([first, second], story, Features(hedger=late.hedger, sleepers=sleepers))
+    assert not second.requests

@@ -200,3 +200,16 @@ def test_a_rejection_before_any_timed_step_has_retry_after_of_a_second() -> None
     with pytest.raises(OverloadedError, match=r"try again later$") as refused:
         harness.add(make_request("late", [1] * 8, max_tokens=2))
     assert refused.value.retry_after_s == 1.0
+
+
+def test_an_answer_that_continues_is_ended_by_its_deadline_and_by_no_prediction() -> None:
+    """The engine that it began at has accepted it."""
+    harness = harness_of()
+    known = np.array([5], np.int32)
+    late = make_request("late", [1] * 50, max_tokens=100, deadline_ms=300.0)
+    with pytest.raises(DeadlineMissed, match="the end of the answer"):
+        harness.scheduler.add(late)
+    harness.scheduler.add(replace(late, output_ids=known))
+    slow = make_request("slow", [1] * 50, max_tokens=100, ttft_slo_ms=1.0)
+    with pytest.raises(DeadlineMissed, match="the first token"):
+        harness.scheduler.add(replace(slow, output_ids=known))
