@@ -79,11 +79,12 @@ def beside_drafts(
     if not is_of_ranks:
         one = cast("TorchExecutorClass", executor_class)
         assert one.offload is not None, "it was chosen with one"
-        return replace(one, offload=one.offload.with_buffers(buffers))
+        return replace(one, offload=one.offload.beside(buffers, draft.host_bytes))
     ranks = cast("RankedExecutorClass", executor_class)
     kind = cast("TorchRanks", ranks.kind)
     assert kind.offload is not None, "it was chosen with one"
-    return replace(ranks, kind=replace(kind, offload=kind.offload.with_buffers(buffers)))
+    with_drafts = kind.offload.beside(buffers, draft.host_bytes)
+    return replace(ranks, kind=replace(kind, offload=with_drafts))
 
 
 def draft_bytes(

@@ -69,6 +69,7 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
     "drafts",
     [
         {"speculate": "draft", "max_num_seqs": 4},
+        {"speculate": "eagle", "max_num_seqs": 4},
         {"speculate": "ngram", "speculate_history_tokens": 100_000},
     ],
 )
