@@ -45,7 +45,8 @@ def test_a_cpu_counts_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.memory.notes == ()
     assert model.proposer is not None
     needs = model.proposer.needs
-    assert draft_bytes(needs, None, 1, 4) == needs.weights_bytes + needs.step_bytes + ring_of(model)
+    fixed_bytes = needs.weights_bytes + needs.step_bytes + ring_of(model)
+    assert draft_bytes(needs, None, 1, 4, 16) == fixed_bytes
 
 
 def test_a_device_with_memory_of_its_own_does_not_lose_them(
