@@ -34,10 +34,11 @@ class MemoryLine:
 class DraftNeeds:
     """What a proposer takes besides the model; lines and errors call it `name`.
 
-    step_bytes: buffers of its largest pass, and what the runner keeps for it. token_bytes: KV of a
-    token; its cache has as many blocks as the model's, as far as requests of max_model_len can use
-    them; 0: there is none. host_bytes: tables in host memory, whatever computes the model, on a
-    line `host_what`. advice: what to change where there is too little memory.
+    step_bytes: buffers of its largest pass. token_bytes: KV of a token; its cache has as many
+    blocks as the model's, as far as requests of max_model_len can use them; 0: there is none.
+    host_bytes: what lies in host memory, whatever computes the model, on a line `host_what`.
+    elsewhere_bytes: as much of the host's memory, where the sum is that of a device with memory of
+    its own. advice: what to change where there is too little memory.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DraftNeeds:
     max_model_len: int = 0
     host_bytes: int = 0
     host_what: str = ""
+    elsewhere_bytes: int = 0
     advice: str = ""
 
     @property
@@ -56,7 +58,7 @@ class DraftNeeds:
 
     def on_device(self) -> DraftNeeds:
         """Return what is needed of a device with memory of its own."""
-        return replace(self, host_bytes=0)
+        return replace(self, host_bytes=0, elsewhere_bytes=self.host_bytes)
 
     def fixed_lines(self) -> list[MemoryLine]:
         """Return what is needed, without the KV cache."""
@@ -78,6 +80,15 @@ class DraftNeeds:
             what = f"{self.name}: KV cache ({num_blocks} blocks of {block_size} tokens)"
             lines.append(MemoryLine(what=what, num_bytes=-kv_bytes))
         return lines
+
+    def notes(self) -> tuple[str, ...]:
+        """Return what the sum leaves out."""
+        if not self.elsewhere_bytes:
+            return ()
+        return (
+            f"{self.name}: {self.host_what}: {mib(self.elsewhere_bytes)} of the host's memory, "
+            "which the sum leaves out",
+        )
 
 
 NO_DRAFT = DraftNeeds(name="")
@@ -161,10 +172,7 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         )
     num_blocks = _num_blocks(needs, memory, fixed_bytes)
     max_model_len, notes = _context(needs, num_blocks)
-    draft_blocks = 0
-    if draft.token_bytes:
-        longest = min(draft.max_model_len, max_model_len)
-        draft_blocks = min(num_blocks, needs.max_num_seqs * _blocks(longest, needs))
+    draft_blocks = _draft_blocks(needs, num_blocks)
     lines = (
         MemoryLine(what=f"available ({memory.limit})", num_bytes=memory.available_bytes),
         MemoryLine(what="weights", num_bytes=-needs.weights_bytes),
@@ -189,29 +197,33 @@ def plan_memory(needs: MemoryNeeds, memory: MachineMemory) -> MemoryPlan:
         max_model_len=max_model_len,
         kv_bytes=num_blocks * block_bytes,
         lines=lines,
-        notes=notes,
+        notes=(*notes, *draft.notes()),
     )
 
 
 def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> int:
-    """Return the blocks of the KV cache; a proposer's cache has as many at most."""
-    left_bytes = memory.available_bytes - fixed_bytes
+    """Return the blocks of the KV cache, beside which those of a proposer fit."""
+    draft, left_bytes = needs.draft, memory.available_bytes - fixed_bytes
     block_bytes = needs.block_size * needs.token_bytes
-    draft_block_bytes = needs.block_size * needs.draft.token_bytes
+    draft_block_bytes = needs.block_size * draft.token_bytes
     useful_blocks = needs.max_num_seqs * _blocks(needs.max_model_len or needs.model_max_len, needs)
     if needs.kv_cache_memory_bytes is None:
         share = OWN_SHARE if memory.is_own else DEFAULT_SHARE
-        num_blocks = int(left_bytes * share) // (block_bytes + draft_block_bytes)
+        share_bytes = int(left_bytes * share)
+        num_blocks = share_bytes // (block_bytes + draft_block_bytes)
+        # What requests of the proposer cannot use is left to the model's cache.
+        draft_bytes = _draft_blocks(needs, useful_blocks) * draft_block_bytes
+        num_blocks = max(num_blocks, (share_bytes - draft_bytes) // block_bytes)
         num_blocks = min(num_blocks, useful_blocks)
         num_blocks = max(num_blocks, 1)
     else:
         num_blocks = needs.kv_cache_memory_bytes // block_bytes
-        with_drafts = needs.kv_cache_memory_bytes + num_blocks * draft_block_bytes
-        if with_drafts > left_bytes:
-            more = with_drafts - needs.kv_cache_memory_bytes
-            besides = (
-                f" (and {mib(more)} for as many tokens of the {needs.draft.name})" if more else ""
-            )
+        draft_blocks = _draft_blocks(needs, num_blocks)
+        more = draft_blocks * draft_block_bytes
+        if needs.kv_cache_memory_bytes + more > left_bytes:
+            besides = ""
+            if more:
+                besides = f" (and {mib(more)} for {draft_blocks} KV blocks of the {draft.name})"
             raise CapacityError(
                 f"--kv-cache-memory asks for {mib(needs.kv_cache_memory_bytes)}{besides}, but of "
                 f"{mib(memory.available_bytes)} available ({memory.limit}) only {mib(left_bytes)} "
@@ -225,6 +237,16 @@ def _num_blocks(needs: MemoryNeeds, memory: MachineMemory, fixed_bytes: int) -> 
                 "--block-size"
             )
     return num_blocks
+
+
+def _draft_blocks(needs: MemoryNeeds, num_blocks: int) -> int:
+    """Return the blocks of a proposer's cache beside `num_blocks` of the model's."""
+    draft = needs.draft
+    if not draft.token_bytes:
+        return 0
+    holds_tokens = num_blocks * needs.block_size
+    longest = min(needs.max_model_len or needs.model_max_len, holds_tokens, draft.max_model_len)
+    return min(num_blocks, needs.max_num_seqs * _blocks(longest, needs))
 
 
 def num_blocks_of(num_tokens: int, block_size: int) -> int:

@@ -52,7 +52,7 @@ def disk_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, 
         planner.memory.available_bytes,
         kv_bytes=kv_bytes,
         max_sequences=max_num_seqs,
-        buffer_bytes=draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs),
+        buffer_bytes=_draft_bytes(needs, kv_bytes),
     )
     saved = replace(needs, weights_bytes=_kept_bytes(planner, sized, streams))
     if fitted(saved, planner.memory, concurrency=planner.concurrency)[1]:
@@ -103,7 +103,7 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
     if not planner.device.is_gpu or drafts_itself:
         return None
     kv_bytes, max_num_seqs = _kv_bytes(planner, needs), needs.max_num_seqs
-    of_drafts = draft_bytes(needs.draft, kv_bytes, needs.token_bytes, max_num_seqs)
+    of_drafts = _draft_bytes(needs, kv_bytes)
     lacking = missing_bytes(
         share,
         _whole(needs),
@@ -131,6 +131,12 @@ def cpu_offload(planner: Planner, sized: SizedModel, length: int) -> dict[str, A
             _at_rate(planner, sized, copied_by_stage, "bus", rate, length) for rate in BUS_GB_PER_S
         ],
     }
+
+
+def _draft_bytes(needs: MemoryNeeds, kv_bytes: int | None) -> int:
+    return draft_bytes(
+        needs.draft, kv_bytes, needs.token_bytes, needs.max_num_seqs, needs.block_size
+    )
 
 
 def _whole(needs: MemoryNeeds) -> ExecutorMemory:

@@ -29,12 +29,14 @@ TEXTS = "texts.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A training as it was asked for. model: its directory; out: where everything is written."""
+    """A training as it was asked for. model: its directory; quantization: as it is computed; out:
+    where everything is written."""
 
     model: Path
     out: Path
     num_threads: int
     max_tokens: int
+    quantization: str
     dtype: str
     loop: LoopSettings
     texts: list[Text]
@@ -49,6 +51,11 @@ def parser(description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--model", default="", help="a directory or ORG/NAME; default: built in")
+    made.add_argument(
+        "--quantization",
+        default="auto",
+        help="of the model, as it will be served: int8, int4, none and so on; auto: as its file",
+    )
     made.add_argument("--prompts", type=Path, required=True, help="a file with one prompt per line")
     made.add_argument(
         "--form",
@@ -102,6 +109,7 @@ def prepared(args: argparse.Namespace) -> Task:
         seed=args.seed,
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
+        quantization=args.quantization,
     )
     prompts = read_prompts(user_path(str(args.prompts)))
     texts = generated_texts(str(model), prompts, settings, out / TEXTS, progress)
@@ -125,6 +133,7 @@ def prepared(args: argparse.Namespace) -> Task:
         out=out,
         num_threads=num_threads,
         max_tokens=args.max_tokens,
+        quantization=args.quantization,
         dtype=args.dtype,
         loop=loop,
         texts=fitting,

@@ -49,6 +49,8 @@ from quire.weights.binding import bind
 # How much less a round's loss weighs than that of the round before it.
 DISCOUNT = 0.8
 EPS, THETA = 1e-5, 10_000.0
+# From so many on, the usual hidden states are of three different layers.
+MIN_USUAL_LAYERS = 7
 
 
 class RmsNorm(nn.Module):  # type: ignore[misc]  # PyTorch may be missing
@@ -132,7 +134,8 @@ class EagleHead(nn.Module):  # type: ignore[misc]
         self.lm_head = nn.Linear(width, len(token_ids), bias=False)
         self.rounds = rounds
         self.register_buffer("embedding", embedding, persistent=False)
-        self.register_buffer("token_ids", token_ids, persistent=False)
+        # A checkpoint has them: further texts would choose others, and its rows are of these.
+        self.register_buffer("token_ids", token_ids)
 
     def loss(self, text: Text, lesson: Lesson) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the discounted sum of the rounds' losses, and how often each guesses the model's
@@ -249,7 +252,7 @@ def taps_of(given: Sequence[int] | None, folder: Path) -> tuple[int, ...]:
     """Return the layers after which hidden states are read. Raises SettingError or ModelError."""
     num_layers = open_model(folder).num_layers
     if given is None:
-        if num_layers >= 6:
+        if num_layers >= MIN_USUAL_LAYERS:
             return usual_taps(num_layers)
         given = (1, num_layers // 2 + 1, num_layers)
     taps = tuple(one - 1 for one in given)
@@ -328,7 +331,11 @@ def main(arguments: list[str] | None = None) -> int:
         taps, shape = taps_of(args.taps, model), _shape(args, open_model(model))
         task = prepared(args)
         teacher = Teacher(
-            task.model, max_tokens=task.max_tokens, num_threads=task.num_threads, layers=taps
+            task.model,
+            max_tokens=task.max_tokens,
+            num_threads=task.num_threads,
+            layers=taps,
+            quantization=task.quantization,
         )
         vocab_size = teacher.program.vocab_size
         num_ids = min(args.draft_vocab_size or 32_000, vocab_size)

@@ -1,8 +1,10 @@
 """The training loop of draft heads: AdamW over texts in a drawn order, with checkpoints.
 
-A checkpoint (training.safetensors) holds the parameters, the moments of the optimizer and the
-number of steps. A training that continues from one sees the texts that it would have seen without
-the interruption. Knows no kind of head: a module computes the loss of a text.
+A checkpoint (training.safetensors) holds the parameters, the persistent buffers, the moments of the
+optimizer with the steps in which each parameter had a gradient, and the number of steps. It is of
+one model, by its weights and program. A training that continues from one sees the texts that it
+would have seen without the interruption. Knows no kind of head: a module computes the loss of a
+text.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class LoopSettings:
 
 
 class Head(Protocol):
-    """What is trained. `own` names the settings that a checkpoint must agree with."""
+    """What is trained. `own` names the settings that a checkpoint must agree with; persistent
+    buffers are kept in it and taken from it."""
 
     own: Mapping[str, Any]
 
@@ -49,6 +52,7 @@ class Head(Protocol):
         """Return the loss of a text, and numbers to report."""
 
     def named_parameters(self) -> Any: ...
+    def state_dict(self) -> Any: ...
     def train(self) -> Any: ...
 
 
@@ -65,8 +69,9 @@ def train(
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
-    own = json.dumps({**head.own, "seed": settings.seed, "batch": settings.batch}, sort_keys=True)
-    step = _resume(folder / CHECKPOINT, parameters, optimizer, own)
+    shared = {**teacher.own, "seed": settings.seed, "batch": settings.batch}
+    own = json.dumps({**head.own, **shared}, sort_keys=True)
+    step = _resume(folder / CHECKPOINT, head, parameters, optimizer, own)
     if step:
         progress.say(f"continuing after step {step}")
     averages: dict[str, float] = {}
@@ -89,7 +94,7 @@ def train(
         step += 1
         progress.show("steps", step, settings.steps, **averages)
         if step % settings.checkpoint_steps == 0 or step == settings.steps:
-            _save(folder / CHECKPOINT, parameters, optimizer, step, own)
+            _save(folder / CHECKPOINT, head, parameters, optimizer, step, own)
 
 
 def _drawn(num_texts: int, step: int, settings: LoopSettings) -> list[int]:
@@ -116,6 +121,7 @@ def _cut(text: Text, max_tokens: int) -> Text:
 
 def _save(
     path: Path,
+    head: Head,
     parameters: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     step: int,
@@ -123,13 +129,27 @@ def _save(
 ) -> None:
     tensors = {f"parameter.{name}": value.detach().numpy() for name, value in parameters.items()}
     for name, value in parameters.items():
+        # AdamW knows nothing of a parameter that has had no gradient yet.
+        state = optimizer.state[value]
+        tensors[f"steps.{name}"] = np.array([float(state.get("step", 0.0))], np.float32)
         for moment in _MOMENTS:
-            tensors[f"{moment}.{name}"] = optimizer.state[value][moment].numpy()
+            found = state.get(moment)
+            tensors[f"{moment}.{name}"] = (
+                np.zeros(tuple(value.shape), np.float32) if found is None else found.numpy()
+            )
+    for name, value in _kept(head, parameters).items():
+        tensors[f"kept.{name}"] = value.numpy()
     write_tensors(path, tensors, {"step": str(step), "own": own})
+
+
+def _kept(head: Head, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return what is part of a head beside its parameters: its persistent buffers, as views."""
+    return {name: value for name, value in head.state_dict().items() if name not in parameters}
 
 
 def _resume(
     path: Path,
+    head: Head,
     parameters: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     own: str,
@@ -145,24 +165,28 @@ def _resume(
             f"{path} cannot be read, or is damaged, so that no training continues from it; delete "
             "the file to begin anew with the same texts"
         ) from error
-    expected = {
+    kept = _kept(head, parameters)
+    expected = {f"steps.{name}": (1,) for name in parameters}
+    expected |= {
         f"{kind}.{name}": tuple(value.shape)
         for name, value in parameters.items()
         for kind in ("parameter", *_MOMENTS)
     }
+    expected |= {f"kept.{name}": tuple(value.shape) for name, value in kept.items()}
     found = {name: values.shape for name, values in tensors.items()}
     step = metadata.get("step", "")
     if metadata.get("own") != own or found != expected or not step.isdecimal():
         raise SettingError(
-            f"{path} is the checkpoint of a training with other settings "
+            f"{path} is the checkpoint of a training with other settings, or for another model "
             f"({metadata.get('own')}, not {own}); give another --out, or delete the file to begin "
-            "anew"
+            "anew, and the texts beside it if another model has written them"
         )
     with torch.no_grad():
+        for name, value in kept.items():
+            value.copy_(torch.from_numpy(tensors[f"kept.{name}"]))
         for name, value in parameters.items():
             value.copy_(torch.from_numpy(tensors[f"parameter.{name}"]))
-            optimizer.state[value] = {
-                "step": torch.tensor(float(step)),
-                **{moment: torch.from_numpy(tensors[f"{moment}.{name}"]) for moment in _MOMENTS},
-            }
+            if num_steps := float(tensors[f"steps.{name}"][0]):
+                moments = {one: torch.from_numpy(tensors[f"{one}.{name}"]) for one in _MOMENTS}
+                optimizer.state[value] = {"step": torch.tensor(num_steps), **moments}
     return int(step)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.base.errors import QuireError
+from quire.base.errors import QuireError, SettingError
 from quire.execute.quantized_weights import read_f32
 from quire.program.ops import Linear
 from quire.train.command import parser, prepared, write_head
@@ -100,6 +100,19 @@ def model_head(teacher: Teacher) -> torch.Tensor:
     raise AssertionError("a program with a head input has a product onto the vocabulary")
 
 
+def check_lengths(num_heads: int, longest: int, why: str) -> None:
+    """Raise SettingError for heads that guess beyond the end of each answer, and so learn nothing.
+
+    longest: tokens of the longest answer; why: what it follows from.
+    """
+    if num_heads > longest:
+        raise SettingError(
+            f"--heads {num_heads}: the longest answer has {longest} tokens ({why}), so that heads "
+            f"after the first {longest} would learn nothing; give --heads {longest}, or longer "
+            "answers (--answer-tokens, --max-tokens, another --out for their texts)"
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train, and write the heads; returns the exit code."""
     made = parser(__doc__ or "")
@@ -116,8 +129,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     args = made.parse_args(arguments)
     try:
+        check_lengths(args.heads, args.answer_tokens, f"--answer-tokens {args.answer_tokens}")
         task = prepared(args)
-        teacher = Teacher(task.model, max_tokens=task.max_tokens, num_threads=task.num_threads)
+        lengths = (
+            min(len(text.ids), task.max_tokens) - text.num_prompt_tokens for text in task.texts
+        )
+        check_lengths(args.heads, max(lengths), f"within --max-tokens {task.max_tokens}")
+        teacher = Teacher(
+            task.model,
+            max_tokens=task.max_tokens,
+            num_threads=task.num_threads,
+            quantization=task.quantization,
+        )
         heads = MedusaHeads(args.heads, args.layers, model_head(teacher))
         train(heads, teacher, task.texts, task.loop, task.out, task.progress)
     except QuireError as error:

@@ -1,26 +1,31 @@
 """Teacher: the model that heads are trained for, computed over texts by the native executor.
 
 Gives hidden states and logits of each position. So heads are trained on the hidden states that they
-will be given, of any model that Quire runs and in its precision, and no model is written a second
-time. Knows no PyTorch.
+will be given, of any model that Quire runs and in the precision that an engine gives it, and no
+model is written a second time. Knows no PyTorch.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
+from quire.config.groups import EngineConfig, ModelConfig
+from quire.engine.assembly.programs import engine_program
 from quire.execute.executor import HEAD_ROWS, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
-from quire.models.registry import build_program, compute_dtype, open_model
+from quire.models.registry import open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.program import Program
-from quire.program.taps import HEAD_INPUT, TAPS, num_layers_of, with_head_input, with_taps
+from quire.program.serialize import digest
+from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import from_bf16_bits
 
@@ -38,19 +43,26 @@ class Lesson(NamedTuple):
 
 
 class Teacher:
-    """Computes texts of at most `max_tokens` tokens. layers: the tapped ones."""
+    """Computes texts of at most `max_tokens` tokens. layers: the tapped ones. quantization: as the
+    engine's setting. Raises SettingError or ModelError where an engine on this CPU would."""
 
     def __init__(
-        self, folder: Path, *, max_tokens: int, num_threads: int, layers: Sequence[int] = ()
+        self,
+        folder: Path,
+        *,
+        max_tokens: int,
+        num_threads: int,
+        layers: Sequence[int] = (),
+        quantization: str = "auto",
     ) -> None:
         self.spec = open_model(folder)
         self.checkpoint = open_checkpoint(folder)
         self.max_tokens = min(max_tokens, self.spec.max_positions)
-        self.dtype = compute_dtype(self.spec)
-        program = build_program(self.spec, dtype=self.dtype, max_positions=self.max_tokens)
-        self.num_layers = num_layers_of(program)
+        config = EngineConfig(model=ModelConfig(model=str(folder), quantization=quantization))
+        served = engine_program(config, self.spec, self.checkpoint)
+        self._program_digest = digest(served)
         self.layers = tuple(layers)
-        self.program: Program = with_head_input(program)
+        self.program: Program = with_head_input(replace(served, max_positions=self.max_tokens))
         if layers:
             self.program = with_taps(self.program, layers)
         limits = StepLimits(max_tokens=self.max_tokens, max_samples=HEAD_ROWS, max_sequences=1)
@@ -64,6 +76,14 @@ class Teacher:
     def head_width(self) -> int:
         """Return the columns of what the head reads."""
         return self.program.outputs[HEAD_INPUT].width
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Return what lessons depend on beside the text: the tapped layers, and a digest of the
+        model's weights and program, precision included."""
+        both = f"{self._executor.weights_digest} {self._program_digest}"
+        model = hashlib.blake2b(both.encode(), digest_size=8).hexdigest()
+        return {"model": model, "taps": list(self.layers)}
 
     def lesson(self, ids: Sequence[int]) -> Lesson:
         """Compute a text. Raises SettingError for ids that the model does not have."""

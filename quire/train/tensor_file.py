@@ -59,10 +59,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[st
     part.replace(path)
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Float32s], dict[str, str]]:
-    """Return the float tensors of a file and its metadata. Raises WeightsError."""
+def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """Return the tensors of a file, floats as float32 and whole numbers as int64, and its metadata.
+    Raises WeightsError."""
     checkpoint = open_checkpoint(path)
-    tensors = {name: checkpoint.read_f32(name) for name in checkpoint.names}
+    tensors: dict[str, Array] = {}
+    for name in checkpoint.names:
+        dtype, shape = checkpoint.describe(name)
+        if dtype == "i64":
+            raw = checkpoint.tensor(name).raw.tobytes()  # the file aligns no tensor
+            tensors[name] = np.frombuffer(raw, "<i8").reshape(shape).copy()
+        else:
+            tensors[name] = checkpoint.read_f32(name)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = parse_object(file.read(length), limit_bytes=MAX_HEADER_BYTES)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.base.errors import SettingError
 from quire.base.sampling_params import SamplingParams
@@ -36,8 +37,8 @@ class Text:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """What is generated: at least num_tokens tokens of answers of at most answer_tokens each, at
-    the temperatures in turn. form: "text", or "chat" for prompts that are messages of a user, or
-    "both" in turn."""
+    the temperatures in turn, by the model in the precision `quantization`. form: "text", or "chat"
+    for prompts that are messages of a user, or "both" in turn."""
 
     num_tokens: int
     answer_tokens: int
@@ -46,6 +47,7 @@ class TextSettings:
     seed: int
     max_num_seqs: int
     threads: int | None
+    quantization: str = "auto"
 
     def origin(self, model: str) -> str:
         """Return the first line of a file of such texts."""
@@ -56,6 +58,8 @@ class TextSettings:
             "temperatures": list(self.temperatures),
             "seed": self.seed,
         }
+        if self.quantization != "auto":
+            made["quantization"] = self.quantization
         return json.dumps(made)
 
     def is_chat(self, number: int) -> bool:
@@ -84,7 +88,9 @@ def generated_texts(
     done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
     if done >= settings.num_tokens:
         return texts
-    options = {"threads": settings.threads} if settings.threads else {}
+    options: dict[str, Any] = {"quantization": settings.quantization}
+    if settings.threads:
+        options["threads"] = settings.threads
     path.parent.mkdir(parents=True, exist_ok=True)
     with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm, path.open("a") as file:
         if not texts:

@@ -26,6 +26,7 @@ from quire.engine.assembly.sized_model import sized_model
 from quire.execute.gpu.executor_class import TorchExecutorClass
 from quire.execute.gpu.limits import NCCL_BYTES
 from quire.execute.gpu.offload import LayerStream
+from quire.execute.missing_memory import TABLE_ENTRY_BYTES
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.torch_kind import TorchRanks
 from quire.scheduler.speculation.plain_steps import PlainSteps
@@ -176,7 +177,9 @@ def test_each_gpu_of_ranks_leaves_the_room_that_what_drafts_takes_of_rank_0(
     monkeypatch.setattr(torch_choice, "torch_class", lambda _: card)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     made = choose_executor_class(config)
-    needs = DraftNeeds(name="a draft", weights_bytes=5000, token_bytes=8, host_bytes=1 << 40)
+    needs = DraftNeeds(
+        name="a draft", weights_bytes=5000, token_bytes=8, max_model_len=16, host_bytes=1 << 40
+    )
     beside = offload.beside_drafts(config, made, needs)
     assert isinstance(made, RankedExecutorClass)
     assert isinstance(beside, RankedExecutorClass)
@@ -187,6 +190,8 @@ def test_each_gpu_of_ranks_leaves_the_room_that_what_drafts_takes_of_rank_0(
     assert after is not None
     assert before.buffers is not None
     assert after.buffers is not None
-    assert after.buffers(64) == before.buffers(64) + 5000 + 4096 // 64 * 8
+    tables = 4 * 16 * TABLE_ENTRY_BYTES
+    assert after.buffers(64) == before.buffers(64) + 5000 + 4096 // 64 * 8 + tables
+    assert (before.host_bytes, after.host_bytes) == (0, 1 << 40)
     assert (after.num_ranks, after.exchange_bytes) == (2, NCCL_BYTES)
     assert beside.kind.class_beside().offload is None

@@ -214,10 +214,11 @@ def sized_heads(
         needs=DraftNeeds(
             name="draft heads",
             weights_bytes=sum(one.weights_bytes for one in needed),
-            step_bytes=sum(one.step_bytes for one in needed)
-            + ring_bytes(ring_rows, width, num_slots=max_num_seqs),
+            step_bytes=sum(one.step_bytes for one in needed),
             token_bytes=sum(one.token_bytes for one in needed),
             max_model_len=min(longest, files.max_positions) if files.has_cache else longest,
+            host_bytes=ring_bytes(ring_rows, width, num_slots=max_num_seqs),
+            host_what="hidden states",
             advice="leave the draft heads out",
         ),
     )

@@ -79,23 +79,30 @@ def beside_drafts(
     if not is_of_ranks:
         one = cast("TorchExecutorClass", executor_class)
         assert one.offload is not None, "it was chosen with one"
-        return replace(one, offload=one.offload.with_buffers(buffers))
+        return replace(one, offload=one.offload.beside(buffers, draft.host_bytes))
     ranks = cast("RankedExecutorClass", executor_class)
     kind = cast("TorchRanks", ranks.kind)
     assert kind.offload is not None, "it was chosen with one"
-    return replace(ranks, kind=replace(kind, offload=kind.offload.with_buffers(buffers)))
+    with_drafts = kind.offload.beside(buffers, draft.host_bytes)
+    return replace(ranks, kind=replace(kind, offload=with_drafts))
 
 
 def draft_bytes(
-    draft: DraftNeeds, kv_bytes: int | None, token_bytes: int, max_sequences: int
+    draft: DraftNeeds,
+    kv_bytes: int | None,
+    token_bytes: int,
+    max_sequences: int,
+    block_size: int,
 ) -> int:
     """Return the memory of what drafts beside a KV cache of kv_bytes, at most. None: the cache is a
-    share of what is left, and a part of it is for drafts."""
+    share of what is left, and a part of it is for drafts. block_size: tokens of a block."""
     if kv_bytes is None or not draft.token_bytes:
         return draft.fixed_bytes
     num_tokens = kv_bytes // token_bytes
-    tables = max_sequences * min(draft.max_model_len, num_tokens) * TABLE_ENTRY_BYTES
-    return draft.fixed_bytes + num_tokens * draft.token_bytes + tables
+    longest = min(draft.max_model_len, num_tokens)
+    drafted_tokens = min(num_tokens, max_sequences * -(-longest // block_size) * block_size)
+    tables = max_sequences * longest * TABLE_ENTRY_BYTES
+    return draft.fixed_bytes + drafted_tokens * draft.token_bytes + tables
 
 
 def _bytes_beside(
@@ -111,4 +118,5 @@ def _beside_bytes(
 ) -> int:
     kv_bytes, max_num_seqs = config.cache.kv_cache_memory_bytes, config.scheduler.max_num_seqs
     blocks = buffer_bytes(config, token_bytes, device_is_own=device_is_own)
-    return blocks + draft_bytes(draft, kv_bytes, token_bytes, max_num_seqs)
+    block_size = config.kv_block_tokens
+    return blocks + draft_bytes(draft, kv_bytes, token_bytes, max_num_seqs, block_size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.errors import SettingError
+from quire.base.errors import CapacityError, SettingError
 from quire.base.log import Log
 from quire.config.groups import EngineConfig
 from quire.config.machine import machine_memory, num_compute_threads, shared_memory
@@ -135,11 +135,28 @@ def _memory(
         device_is_own=memory.is_own,
         draft=draft,
     )
+    if memory.is_own:
+        _check_host(config, draft)
     plan = plan_memory(needs, memory)
     if memory.is_own:  # a device's, which loading may find smaller: what was counted on is known
         parts = "; ".join(f"{line.what} {mib(line.num_bytes)}" for line in plan.lines)
         Log("engine").event("memory is planned, weights are loaded", sum=parts)
     return plan
+
+
+def _check_host(config: EngineConfig, draft: DraftNeeds) -> None:
+    """Raise CapacityError where the host lacks the memory that what drafts takes beside a device
+    with memory of its own."""
+    host = shared_memory(machine_memory(), config.executor.data_parallel_size)
+    in_host_bytes = sum(config.host_block_bytes.values())
+    left_bytes = max(host.available_bytes - in_host_bytes, 0)
+    if draft.host_bytes > left_bytes:
+        beside = f", beside KV blocks of {mib(in_host_bytes)}" if in_host_bytes else ""
+        raise CapacityError(
+            f"{draft.name}: {mib(draft.host_bytes)} of the host's memory are needed for "
+            f"{draft.host_what}, and {mib(left_bytes)} are available ({host.limit}{beside}); "
+            f"{host.remedy}, or {draft.advice}"
+        )
 
 
 def _sized_proposer(

@@ -130,9 +130,10 @@ class OffloadSize:
     # The choice of each program is made once: memory is free or not at different times.
     _plans: dict[tuple[Weight, ...], OffloadPlan] = field(default_factory=dict)
 
-    def with_buffers(self, buffers: Callable[[int], int]) -> OffloadSize:
-        """Return the same beside other buffers, with nothing chosen yet."""
-        return replace(self, buffers=buffers, _plans={})
+    def beside(self, buffers: Callable[[int], int], host_bytes: int) -> OffloadSize:
+        """Return the same beside other buffers and more host memory, with nothing chosen yet."""
+        host_bytes += self.host_bytes
+        return replace(self, buffers=buffers, host_bytes=host_bytes, _plans={})
 
     def plan(
         self,
@@ -172,7 +173,8 @@ class OffloadSize:
         free = shared_memory(machine_memory(), self.num_engines)
         left_bytes = max(free.available_bytes - self.host_bytes, 0) // self.num_ranks
         beside = f", for each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        beside += f", beside KV blocks of {mib(self.host_bytes)}" if self.host_bytes else ""
+        if self.host_bytes:
+            beside += f", beside KV blocks and what drafts ({mib(self.host_bytes)})"
         if plan.copied_bytes > left_bytes:
             raise CapacityError(
                 f"cpu_offload_gb: {mib(plan.copied_bytes)} of weights would stay in host memory, "

@@ -136,3 +136,35 @@ def test_requested_cache_memory_is_taken_or_rejected() -> None:
         plan_memory(asked, _left_for_cache(500 * MIB))
     with pytest.raises(CapacityError, match="less than one block"):
         plan_memory(replace(NEEDS, kv_cache_memory_bytes=1000), _left_for_cache(500 * MIB))
+
+
+def test_a_proposer_is_counted_as_many_blocks_as_its_requests_can_use() -> None:
+    draft = DraftNeeds(name="draft model", token_bytes=64 * 1024, max_model_len=64)
+    few = replace(NEEDS, max_num_seqs=2, draft=draft, kv_cache_memory_bytes=512 * MIB)
+    draft_bytes = 2 * 4 * 16 * draft.token_bytes  # 64 tokens of two requests
+    tables = 2 * ((4096 + 256) * 8 + (64 + 4) * 4)
+    beside = NEEDS.weights_bytes + NEEDS.step_bytes + RESERVE_BYTES + tables
+    plan = plan_memory(few, _memory(beside + 512 * MIB + draft_bytes))
+    assert plan.draft_blocks == 8
+    assert plan.lines[-1].num_bytes == 0
+    with pytest.raises(CapacityError, match=r"and 8\.0 MiB for 8 KV blocks of the draft model"):
+        plan_memory(few, _memory(beside + 512 * MIB + draft_bytes - 1))
+    shared = replace(few, kv_cache_memory_bytes=None)
+    own = MachineMemory(available_bytes=beside + 100 * MIB, limit="a GPU", is_own=True)
+    plan = plan_memory(shared, own)
+    assert plan.kv_bytes == 100 * MIB - draft_bytes
+    assert 0 <= plan.lines[-1].num_bytes < MIB  # less than a block
+    long = replace(shared, draft=replace(draft, max_model_len=4096))
+    plan = plan_memory(long, replace(own, available_bytes=own.available_bytes + 2**16))
+    assert plan.num_blocks == plan.draft_blocks
+    assert sum(line.num_bytes for line in plan.lines[:-1]) == plan.lines[-1].num_bytes >= 0
+
+
+def test_what_a_proposer_has_of_the_host_is_a_note_of_a_device_plan() -> None:
+    draft = DraftNeeds(name="draft heads", host_bytes=7 * MIB, host_what="hidden states")
+    on_host = plan_memory(replace(NEEDS, draft=draft), _left_for_cache(1000 * MIB))
+    assert on_host.notes == ()
+    assert "draft heads: hidden states" in on_host.text()
+    on_device = replace(NEEDS, draft=draft.on_device())
+    (note,) = plan_memory(on_device, _left_for_cache(1000 * MIB)).notes
+    assert note.startswith("draft heads: hidden states: 7.0 MiB of the host's memory")

@@ -12,46 +12,11 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.train.progress import Progress
 from quire.weights.checkpoint import open_checkpoint
-from tests.tiny_models import write_tiny_llama
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from quire.train import eagle, medusa  # noqa: E402
-
-SHARED_ARGUMENTS = [
-    "--tokens",
-    "600",
-    "--answer-tokens",
-    "20",
-    "--max-num-seqs",
-    "8",
-    "--batch",
-    "2",
-]
-SHARED_ARGUMENTS += ["--threads", "1", "--lr", "0.003", "--form", "both", "--checkpoint-steps", "3"]
-KINDS: dict[str, tuple[Any, list[str]]] = {
-    "medusa": (medusa.main, ["--heads", "2"]),
-    "eagle": (eagle.main, ["--rounds", "3", "--draft-vocab-size", "200"]),
-}
-
-
-@pytest.fixture(scope="module")
-def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("train"), seed=3, num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("".join(f"the {word} and\n\n" for word in ("cat", "dog", "sea")))
-    return path
-
-
-def trained(kind: str, model: Path, prompts: Path, out: Path, steps: int, *more: str) -> int:
-    main, own = KINDS[kind]
-    given = ["--model", str(model), "--prompts", str(prompts), "--out", str(out)]
-    code: int = main([*given, *SHARED_ARGUMENTS, *own, "--steps", str(steps), *more])
-    return code
+from quire.train import eagle  # noqa: E402
+from tests.unit.train.commands import KINDS, trained  # noqa: E402
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

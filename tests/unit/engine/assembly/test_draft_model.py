@@ -192,6 +192,9 @@ def test_the_sum_of_memory_contains_the_draft_model(model: Path, other: Path) ->
         match=r"2048.0 MiB draft model: weights, .*KV block of the draft model, 256.*or leave the",
     ):
         plan_memory(replace(needs, draft=large), memory)
-    greedy = replace(needs, kv_cache_memory_bytes=2**29)
-    with pytest.raises(CapacityError, match="for as many tokens of the draft model"):
+    all_left_bytes = plan.kv_bytes + plan.lines[-1].num_bytes
+    greedy = replace(needs, kv_cache_memory_bytes=all_left_bytes)
+    assert plan_memory(greedy, memory).draft_blocks == 8
+    greedy = replace(needs, kv_cache_memory_bytes=all_left_bytes + 1)
+    with pytest.raises(CapacityError, match="for 8 KV blocks of the draft model"):
         plan_memory(greedy, memory)

@@ -11,14 +11,15 @@ from quire.base.block_copies import Tier
 from quire.base.errors import CapacityError, SettingError
 from quire.config.flags import engine_config
 from quire.config.machine import MachineMemory
-from quire.config.memory import MemoryPlan
+from quire.config.memory import DraftNeeds, MemoryPlan
 from quire.engine.assembly.executor_choice import choose_executor_class
-from quire.engine.assembly.offload import offload_size
+from quire.engine.assembly.offload import draft_bytes, offload_size
 from quire.engine.assembly.sized_model import sized_model
 from quire.engine.assembly.sizing import buffer_bytes
 from quire.execute import streamed_weights
 from quire.execute.executor import ExecutorMemory, StepLimits
 from quire.execute.gpu import offload_plan
+from quire.execute.missing_memory import TABLE_ENTRY_BYTES
 from quire.execute.native import NativeExecutor
 from quire.execute.native_limits import NativeSizing
 from quire.execute.streamed_weights import StreamingExecutorClass
@@ -69,6 +70,7 @@ def test_auto_on_disk_leaves_room_for_blocks_on_their_way(
     "drafts",
     [
         {"speculate": "draft", "max_num_seqs": 4},
+        {"speculate": "eagle", "max_num_seqs": 4},
         {"speculate": "ngram", "speculate_history_tokens": 100_000},
     ],
 )
@@ -93,6 +95,14 @@ def test_auto_on_disk_leaves_room_for_what_drafts(
     assert planned(lacking_bytes, **on_disk).num_blocks > 0
     plenty = planned(1 << 30, **on_disk)
     assert plenty.lines == planned(1 << 30).lines, "nothing is on disk where all fits"
+
+
+def test_a_short_proposer_takes_no_more_than_its_requests_use() -> None:
+    draft = DraftNeeds(name="a draft", weights_bytes=1000, token_bytes=8, max_model_len=60)
+    tables = 2 * 60 * TABLE_ENTRY_BYTES
+    assert draft_bytes(draft, KV_BYTES, 64, 2, 16) == 1000 + 2 * 64 * 8 + tables
+    few_tokens = 100  # fewer than both requests could use
+    assert draft_bytes(draft, few_tokens * 64, 64, 2, 16) == 1000 + few_tokens * 8 + tables
 
 
 def test_an_offload_to_the_host_counts_a_host_tier_other_engines_and_ranks(
