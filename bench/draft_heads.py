@@ -98,8 +98,14 @@ def main() -> None:
                     raise SystemExit("drafts changed the tokens of an answer; nothing is reported")
                 cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
                 print(json.dumps(cells[-1]), flush=True)
-    result = {"bench": "draft_heads", "machine": machine_card(), "drafts": args.drafts}
-    args.out.write_text(json.dumps(result | {"cells": cells}, indent=1) + "\n")
+    result = {
+        "bench": "draft_heads",
+        "machine": machine_card(),
+        "model": Path(args.model).name or "box",
+        "drafts": args.drafts,
+        "cells": cells,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def tokens_of(
