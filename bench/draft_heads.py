@@ -23,8 +23,10 @@ from quire.base.speculation_params import SpeculationParams
 from quire.bench.machine import machine_card
 from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
+from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter
+from quire.speculative.rests import NoRests
 
 BUILT_IN = ("draft=", "eagle=")
 QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
@@ -80,7 +82,8 @@ def main() -> None:
     parser.add_argument("--temperature", nargs="+", type=float, default=(0.0, 0.6, 1.0))
     parser.add_argument("--out", type=Path, default=Path("bench/results/draft_heads.json"))
     args = parser.parse_args()
-    assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts)  # type: ignore
+    assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts, NoRests())  # type: ignore
+    PlainSteps.begin_if_due = lambda *_, **__: False  # type: ignore  # none is left out to be timed
     seen = Acceptance()
     Drafter.verified = _counting(Drafter.verified, seen)  # type: ignore[method-assign]
     cells = []
