@@ -20,7 +20,7 @@ _PROPOSERS = {
     "history": "prompt lookup with earlier answers",
     "draft": "draft model",
     "independent": "draft model with noise of its own",
-    "self": "the model's first layers",
+    "self": "the model's first two layers",
     "eagle": "EAGLE-3 head",
     "medusa": "Medusa heads",
     "prediction": "a prediction that matches nothing",

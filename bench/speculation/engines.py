@@ -58,6 +58,8 @@ SEED = 7
 # Part history: other answers between two equal ones, and how many of them are kept.
 HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
 HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS
+# First layers that draft: engines that measured it for themselves would differ.
+SELF_LAYERS = 2
 # Of each engine of a part: room for all requests, and little more. Pages that were never written
 # are slow at first. In part small it holds the answers of all temperatures.
 KV_BYTES = {"small": 256 << 20, "shapes": 1 << 30, "repeats": 512 << 20, "history": 128 << 20}
@@ -212,8 +214,10 @@ def proposer_settings(cell: Cell) -> Mapping[str, Any]:
         return {"speculate": "draft", "draft_model": draft}
     if cell.proposer == "history":
         return {"speculate": "ngram", "speculate_history_tokens": HISTORY_TOKENS}
-    if cell.proposer in ("self", "eagle"):
-        return {"speculate": cell.proposer}
+    if cell.proposer == "self":
+        return {"speculate": "self", "self_draft_layers": SELF_LAYERS}
+    if cell.proposer == "eagle":
+        return {"speculate": "eagle"}
     return {"speculate": "ngram"}
 
 
