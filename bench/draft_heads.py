@@ -23,8 +23,10 @@ from quire.base.speculation_params import SpeculationParams
 from quire.bench.machine import machine_card
 from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
+from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter
+from quire.speculative.rests import NoRests
 
 BUILT_IN = ("draft=", "eagle=")
 QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
@@ -80,7 +82,8 @@ def main() -> None:
     parser.add_argument("--temperature", nargs="+", type=float, default=(0.0, 0.6, 1.0))
     parser.add_argument("--out", type=Path, default=Path("bench/results/draft_heads.json"))
     args = parser.parse_args()
-    assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts)  # type: ignore
+    assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts, NoRests())  # type: ignore
+    PlainSteps.begin_if_due = lambda *_, **__: False  # type: ignore  # none is left out to be timed
     seen = Acceptance()
     Drafter.verified = _counting(Drafter.verified, seen)  # type: ignore[method-assign]
     cells = []
@@ -98,8 +101,14 @@ def main() -> None:
                     raise SystemExit("drafts changed the tokens of an answer; nothing is reported")
                 cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
                 print(json.dumps(cells[-1]), flush=True)
-    result = {"bench": "draft_heads", "machine": machine_card(), "drafts": args.drafts}
-    args.out.write_text(json.dumps(result | {"cells": cells}, indent=1) + "\n")
+    result = {
+        "bench": "draft_heads",
+        "machine": machine_card(),
+        "model": Path(args.model).name or "box",
+        "drafts": args.drafts,
+        "cells": cells,
+    }
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def tokens_of(

@@ -35,7 +35,7 @@ CHART_TEXT = "Tokens per second of Quire and other engines on the same CPU"
 COLUMNS_OF_PROSE = 100
 # Results without times: a loaded machine cannot change them.
 TIMELESS = frozenset(
-    {"quality", "footprint", "policies-accelerator", "policies-piece"}
+    {"quality", "footprint", "policies-accelerator", "policies-piece", "draft_heads"}
     | {"forecast-accelerator", "forecast-cpu", "simulated-store"}
 )
 FOOTNOTE = (

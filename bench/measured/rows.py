@@ -28,7 +28,7 @@ from bench.measured.service_rows import (
     soak_rows,
     structured_rows,
 )
-from bench.measured.speculation_rows import speculation_rows
+from bench.measured.speculation_rows import draft_head_rows, speculation_rows
 from quire.bench.machine import is_loaded
 
 
@@ -289,7 +289,10 @@ TOPICS: Mapping[str, Mapping[str, Callable[[dict[str, Any]], list[str]]]] = Mapp
             "forecast-cpu": forecast_rows,
         },
         "Structured output": {"structured": structured_rows},
-        "Speculative decoding": {"speculation": speculation_rows},
+        "Speculative decoding": {
+            "speculation": speculation_rows,
+            "draft_heads": draft_head_rows,
+        },
         "KV memory": {
             "preemption": _preemption_rows,
             "tier-warm": _tier_rows,

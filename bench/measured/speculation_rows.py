@@ -1,4 +1,4 @@
-"""Table lines on speculative decoding, from bench/results/speculation.json.
+"""Table lines on speculative decoding, from speculation.json and draft_heads.json of the results.
 
 Reads the results and knows no page. Always holds: a missed goal is shown like any other, and a cell
 that could not be measured is named with the reason.
@@ -20,6 +20,10 @@ _PROPOSERS = {
     "history": "prompt lookup with earlier answers",
     "draft": "draft model",
     "independent": "draft model with noise of its own",
+    "self": "the model's first two layers",
+    "eagle": "EAGLE-3 head",
+    "medusa": "Medusa heads",
+    "prediction": "a prediction that matches nothing",
     "synthetic": "a proposer of fixed acceptance (synthetic)",
 }
 _PARTS = {
@@ -46,6 +50,23 @@ def speculation_rows(result: dict[str, Any]) -> list[str]:
     for cell in there:
         if cell.part == "llama.cpp":
             rows.append(_llama_row(cell, found[cell.name]))
+    return rows
+
+
+def draft_head_rows(result: dict[str, Any]) -> list[str]:
+    """Return what is accepted of a fixed number of drafts in each step, by proposer and
+    temperature."""
+    rows, model = [], _MODELS.get(result["model"], result["model"])
+    for cell in result["cells"]:
+        if not cell["drafted"]:
+            continue
+        by_position = ", ".join(f"{100 * rate:.0f}" for rate in cell["by_position"])
+        rows.append(
+            f"| {_PROPOSERS[cell['proposer']]}, {model}, {result['drafts']} drafts in each "
+            f"step, temperature {cell['temperature']:g}: accepted; by position; tokens per step of "
+            f"a request | {100 * cell['acceptance']:.0f} %; {by_position} %; "
+            f"{cell['tokens_per_row']:.2f} | |"
+        )
     return rows
 
 
@@ -90,14 +111,16 @@ def _control_rows(cells: list[Cell], found: dict[str, dict[str, Any]]) -> Iterat
         GOAL_LEAST,
         [speed_verdict(GOAL_LEAST, one) for one in measured.values()],
     )
-    shares = {name: float(one["control_of_best"]) for name, one in known.items()}
-    yield _over_all(
-        "speed with the control over that of the best fixed number",
-        (f"{100 * GOAL_CONTROL:.0f} %", f"{100 * min(shares.values()):.0f} %"),
-        shares,
-        GOAL_CONTROL,
-        [control_verdict(one) for one in measured.values()],
-    )
+    fixed = [cell.name for cell in cells if cell.has_fixed and cell.name in known]
+    if fixed:
+        shares = {name: float(known[name]["control_of_best"]) for name in fixed}
+        yield _over_all(
+            "speed with the control over that of the best fixed number",
+            (f"{100 * GOAL_CONTROL:.0f} %", f"{100 * min(shares.values()):.0f} %"),
+            shares,
+            GOAL_CONTROL,
+            [control_verdict(measured[name]) for name in fixed if name in measured],
+        )
     if measured:
         half = [100 * half_width(one) for one in measured.values()]
         least, most = (

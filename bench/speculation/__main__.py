@@ -1,7 +1,8 @@
 """Measure speculation: acceptance and end-to-end speed, with drafts over without, cell by cell.
 
 small: models that write text, by proposer, temperature and batch, on published questions; a draft
-model samples with the noise of the target and, to compare, with noise of its own. shapes: random
+model samples with the noise of the target and, to compare, with noise of its own; and requests with
+a prediction that matches nothing. shapes: random
 checkpoints in the shapes of real models, with a proposer of fixed acceptance, labelled synthetic.
 repeats: prompt lookup where the answer repeats the prompt, with the text forced on such a
 checkpoint. history: likewise, where it repeats earlier answers. llama.cpp: beside its speculation.
@@ -194,9 +195,8 @@ class Run:
                     if self._left_s() < MIN_LEFT_S:
                         return
                     tasks = loads.of(cell, engines.off)
-                    fixed = [f"k{num}" for num in self._fixed if num <= MAX_FIXED[cell.batch]]
                     ready = partial(engines.ready, tasks)
-                    one = Measurement(cell, ["off", "auto", *fixed], ready, tasks)
+                    one = Measurement(cell, ["off", "auto", *self._fixed_of(cell)], ready, tasks)
                     one.prepare()
                     freeze_heap()  # collections must not visit what other engines hold
                     cell_s, began_s = self._take(cell), time.monotonic()
@@ -226,6 +226,11 @@ class Run:
         finally:
             gc.unfreeze()
         self._coming = [cell for cell in self._coming if cell not in missing]
+
+    def _fixed_of(self, cell: Cell) -> list[str]:
+        """Return the sides with a fixed number of drafts."""
+        most = MAX_FIXED[cell.batch] if cell.has_fixed else 0
+        return [f"k{num}" for num in self._fixed if num <= most]
 
     def _start_s(self, cell: Cell) -> float:
         """Return how long the engines of a group take to start."""

@@ -41,13 +41,17 @@ CELL_S = {"small": 30.0, "repeats": 24.0, "history": 20.0, "llama.cpp": 90.0}
 SHAPE_CELL_S = {1: 30.0, 4: 20.0, 16: 24.0, 64: 32.0}
 SHAPE_TIMES = {"qwen3-0.6b": 1.0, "llama-3.2-1b": 2.0}
 # Pairs of model and proposer in part `small`, and the batches: "independent" is a draft model with
-# noise of its own, for comparison of what is accepted.
+# noise of its own, for comparison of what is accepted. "self" are the model's first layers, and
+# "eagle" is the head that comes with the model.
 SMALL = (
     *(("box", "ngram", BATCHES), ("box", "draft", BATCHES), ("box", "independent", (1,))),
+    *(("box", "self", (1, 4)), ("box", "eagle", (1, 4))),
     *(("stories260K", "ngram", BATCHES), ("stories260K", "draft", BATCHES)),
 )
 # Of part `repeats`; the prompts of more would take longer to compute than is measured.
 REPEATS_BATCHES = (1, 4, 16)
+# Of requests with a prediction that matches nothing.
+PREDICTION_BATCH = 4
 # Goals of the speed with drafts over that without, and of the control over the best fixed k.
 GOAL_SHAPES, GOAL_REPEATS, GOAL_LEAST, GOAL_CONTROL = 2.0, 2.5, 0.98, 0.97
 GOAL_PEER = 1.0
@@ -77,6 +81,16 @@ class Cell:
     def is_small(self) -> bool:
         """Return whether its steps take about a millisecond."""
         return self.part == "small" or self.model == "stories260K"
+
+    @property
+    def predicts(self) -> bool:
+        """Return whether requests have a prediction, which alone is asked for drafts."""
+        return self.proposer == "prediction"
+
+    @property
+    def has_fixed(self) -> bool:
+        """Return whether fixed numbers of drafts are compared: not where none are found."""
+        return not self.predicts
 
     @property
     def shares_engines(self) -> bool:
@@ -146,6 +160,7 @@ def all_cells() -> list[Cell]:
         for batch in batches
         for temperature in TEMPERATURES
     ]
+    cells.append(Cell(part="small", model="box", proposer="prediction", batch=PREDICTION_BATCH))
     cells += [
         Cell(part="shapes", model=shape, proposer="synthetic", batch=batch, acceptance=acceptance)
         for shape in SHAPES

@@ -22,20 +22,28 @@ from bench.data import outside
 from bench.speculation.cells import SHAPE_TOKENS, Cell
 from bench.speculation.proposers import FixedAcceptance
 from bench.speculation.sides import PausedClock, Side, Task, answers_of
-from bench.speculation.swap import DraftModels, SharedEngine
-from bench.speculation.texts import Forced, Prompts, edited_answers, questions, repeated_passages
+from bench.speculation.swap import Parts, SharedEngine, plain_runner
+from bench.speculation.texts import (
+    Forced,
+    Prompts,
+    edited_answers,
+    other_text,
+    questions,
+    repeated_passages,
+)
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.config.flags import engine_config
 from quire.config.groups import EngineConfig
-from quire.engine.assembly import draft_model, lookup
 from quire.engine.assembly import drafter as assembly
 from quire.engine.assembly.assemble import Engine, assemble
+from quire.engine.assembly.sized_model import sized_model
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.hub.cache import with_local_model
 from quire.speculative.control import AdaptiveControl, FixedControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.proposer import Proposer
 from quire.speculative.rests import NoRests
 
 MAX_DRAFTS = 8
@@ -50,6 +58,8 @@ SEED = 7
 # Part history: other answers between two equal ones, and how many of them are kept.
 HISTORY_ANSWERS, KEPT_ANSWERS = 8, 3
 HISTORY_TOKENS = KEPT_ANSWERS * SHAPE_TOKENS
+# First layers that draft: engines that measured it for themselves would differ.
+SELF_LAYERS = 2
 # Of each engine of a part: room for all requests, and little more. Pages that were never written
 # are slow at first. In part small it holds the answers of all temperatures.
 KV_BYTES = {"small": 256 << 20, "shapes": 1 << 30, "repeats": 512 << 20, "history": 128 << 20}
@@ -64,7 +74,6 @@ class Engines:
         self._cell, self._ending, self._num = cell, ending, num
         self._own: dict[str, Side] = {}
         self._shared: list[SharedEngine] = []
-        self._models: list[DraftModels] = []  # of each shared engine
         # Ids of a side and of a list of tasks that it has answered. Such lists are never freed.
         self._answered: set[tuple[int, int]] = set()
 
@@ -90,31 +99,30 @@ class Engines:
         if not self._cell.shares_engines:
             return [self._of("off")]
         while len(self._shared) < self._num:
-            models = DraftModels(shares_noise=self._cell.proposer != "independent")
-            self._put_in_place("auto", models)
-            shared = SharedEngine(*_started(_config(self._cell, drafts=True), self._ending))
-            self._shared.append(shared)
-            self._models.append(models)
+            self._shared.append(self._start_shared())
         return [shared.off for shared in self._shared]
+
+    def _start_shared(self) -> SharedEngine:
+        parts = self._put_in_place("auto")
+        engine, clock = _started(_config(self._cell, drafts=True), self._ending)
+        plain = plain_runner(engine, parts, sized_model(_config(self._cell, drafts=False)))
+        if plain is not None:
+            self._ending.callback(plain.close)
+        return SharedEngine(engine, clock, parts, plain)
 
     def _new_sides(self, name: str) -> list[Side]:
         """Return a side with drafts on each shared engine."""
-        found = []
-        for shared, models in zip(self._shared, self._models, strict=True):
-            self._put_in_place(name, models)
-            found.append(shared.side(name, partial(self._drafter, shared.off, models)))
-        return found
+        self._put_in_place(name)
+        return [shared.side(name, partial(self._drafter, shared.off)) for shared in self._shared]
 
-    def _drafter(self, off: Side, models: DraftModels) -> Drafter:
+    def _drafter(self, off: Side, proposer: Proposer) -> Drafter:
         """Return one as the assembly makes it."""
-        num_slots = self._cell.max_num_seqs
-        is_computed = self._cell.proposer in ("draft", "independent")
         return assembly.make_drafter(
             MAX_DRAFTS,
-            num_slots=num_slots,
+            num_slots=self._cell.max_num_seqs,
             vocab_size=off.card.vocab_size,
             report=Log("engine").error,
-            proposer=models.another() if is_computed else lookup.NgramProposer(num_slots),
+            proposer=proposer,
         )
 
     def _of(self, name: str) -> Side:
@@ -138,21 +146,23 @@ class Engines:
             answers_of(side, tasks[-1:], batch)
 
     def _start(self, name: str) -> Side:
-        models = DraftModels(shares_noise=self._cell.proposer != "independent")
-        self._put_in_place(name, models)
+        self._put_in_place(name)
         engine, clock = _started(_config(self._cell, drafts=name != "off"), self._ending)
         return Side(name=name, core=engine.core, card=engine.card, clock=clock)
 
-    def _put_in_place(self, name: str, models: DraftModels) -> None:
-        """Replace parts that an engine, or a side of one, is made of."""
-        lookup.NgramProposer = (  # type: ignore[misc]
-            FixedAcceptance if self._cell.proposer == "synthetic" else NgramProposer
-        )
-        draft_model.DraftRunner = models.runner  # type: ignore[misc, assignment]
-        draft_model.ModelProposer = models.proposer  # type: ignore[misc, assignment]
+    def _put_in_place(self, name: str) -> Parts:
+        """Replace parts that an engine, or a side of one, is made of; return what makes its
+        proposer."""
         assembly.AdaptiveControl = (  # type: ignore[misc]
             partial(_fixed_control, int(name[1:])) if name.startswith("k") else AdaptiveControl
         )
+        is_synthetic = self._cell.proposer == "synthetic"
+        parts = Parts(
+            shares_noise=self._cell.proposer != "independent",
+            prompt_lookup=FixedAcceptance if is_synthetic else NgramProposer,
+        )
+        parts.put_in_place()
+        return parts
 
 
 def _fixed_control(num_drafts: int, num_slots: int, max_drafts: int) -> FixedControl:
@@ -204,6 +214,10 @@ def proposer_settings(cell: Cell) -> Mapping[str, Any]:
         return {"speculate": "draft", "draft_model": draft}
     if cell.proposer == "history":
         return {"speculate": "ngram", "speculate_history_tokens": HISTORY_TOKENS}
+    if cell.proposer == "self":
+        return {"speculate": "self", "self_draft_layers": SELF_LAYERS}
+    if cell.proposer == "eagle":
+        return {"speculate": "eagle"}
     return {"speculate": "ngram"}
 
 
@@ -217,11 +231,13 @@ class Loads:
     def of(self, cell: Cell, off: Side) -> list[Task]:
         """Return the requests of a cell with their answers, which side `off` computes if they are
         not forced. A synthetic proposer learns them."""
-        key = cell.part, cell.model, cell.temperature
+        key = cell.part, cell.model, cell.temperature, cell.predicts
         if key not in self._answered:
             tasks = self._tasks(cell, off.card.vocab_size)
             if not tasks[0].expected:
                 tasks = answers_of(off, tasks, cell.max_num_seqs)
+            if cell.predicts:
+                tasks = [predicting(task, off.card.vocab_size) for task in tasks]
             self._answered[key] = tasks
         tasks = self._answered[key]
         if cell.acceptance is not None:
@@ -265,6 +281,11 @@ class Loads:
 def first_token(task: Task) -> Task:
     """Return a request for the first token of the answer only."""
     return replace(task, sampling=replace(task.sampling, max_tokens=1), expected=task.expected[:1])
+
+
+def predicting(task: Task, vocab_size: int) -> Task:
+    """Return a request with a prediction that matches its answer nowhere."""
+    return replace(task, prediction=other_text(task.expected, vocab_size))
 
 
 def question_tasks(cell: Cell) -> list[Task]:

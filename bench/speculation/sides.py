@@ -21,7 +21,8 @@ from quire.base.clock import Clock
 from quire.base.engine_stats import EngineStats
 from quire.base.records import Request, StepOutputs
 from quire.base.sampling_params import SamplingParams
-from quire.base.scheduling_params import DEFAULT_SCHEDULING
+from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from quire.base.speculation_params import SpeculationParams
 from quire.engine.client.request_builder import make_requests
 from quire.engine.model_card import ModelCard
 
@@ -84,11 +85,13 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A request and its answer without drafts; (): not known yet."""
+    """A request and its answer without drafts; (): not known yet. prediction: which sides with
+    drafts send, to have drafts of it alone; (): none."""
 
     prompt: Sequence[int]
     sampling: SamplingParams
     expected: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 class Drafted:
@@ -223,7 +226,7 @@ class Stream:
             sampling,
             request_id=f"{id(self)}-{begun}",
             arrival_ms=self._side.clock.now_ms(),
-            terms=DEFAULT_SCHEDULING,
+            terms=_terms(self._side, task),
         )
         self._running[requests[0].request_id] = number, []
         return requests
@@ -235,6 +238,13 @@ class Stream:
                 f"{self._side.name}: speculation changed the tokens of an answer; nothing is "
                 "reported"
             )
+
+
+def _terms(side: Side, task: Task) -> SchedulingParams:
+    if not (task.prediction and side.card.max_draft_tokens):
+        return DEFAULT_SCHEDULING
+    speculation = SpeculationParams(is_on=False, prediction_ids=task.prediction)
+    return SchedulingParams(speculation=speculation)
 
 
 def answers_of(side: Side, tasks: Sequence[Task], batch: int) -> list[Task]:

@@ -34,7 +34,7 @@ def summary_lines(cells: Sequence[Cell], known: Mapping[str, Found]) -> Iterator
     ours = [cell for cell in there if cell.part != "llama.cpp"]
     speeds = {cell.name: speed_verdict(GOAL_LEAST, known[cell.name]) for cell in ours}
     yield from _lines(f"at least {GOAL_LEAST:g}x of no speculation", speeds)
-    controls = {cell.name: control_verdict(known[cell.name]) for cell in ours}
+    controls = {cell.name: control_verdict(known[cell.name]) for cell in ours if cell.has_fixed}
     yield from _lines(f"at least {100 * GOAL_CONTROL:.0f} % of the best fixed number", controls)
     goals = {
         f"{cell.name} (goal {cell.goal:g}x)": speed_verdict(cell.goal, known[cell.name])

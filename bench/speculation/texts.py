@@ -8,7 +8,7 @@ model was computed, so that a real text is answered at the real cost.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ PASSAGE = "text/wikitext2-test.txt"
 PASSAGE_WORDS = 97  # whole blocks and a token, as all prompts
 # Of the words of a repeated passage, one in so many is another one, as in an edited text.
 EDITED = 16
+FIRST_WORD = 256  # token ids below are control tokens and bytes
 FIRST_SEED = 1000
 
 
@@ -43,7 +44,7 @@ def word_ids(text: str, vocab_size: int) -> Int32s:
     """Return a token id for each word and mark of `text`; equal ones have equal ids."""
     known: dict[str, int] = {}
     ids = [known.setdefault(word, len(known)) for word in text.split()]
-    return (np.array(ids, np.int32) % (vocab_size - 300) + 256).astype(np.int32)
+    return (np.array(ids, np.int32) % (vocab_size - 300) + FIRST_WORD).astype(np.int32)
 
 
 def repeated_passages(num: int, num_tokens: int, vocab_size: int) -> tuple[Prompts, Prompts]:
@@ -61,6 +62,13 @@ def edited_answers(num: int, num_tokens: int, vocab_size: int) -> Prompts:
     text = outside(PASSAGE).read_text(encoding="utf-8")
     ids, rng = word_ids(text[:10_000], vocab_size), np.random.default_rng(3)
     return [_edited(ids[:PASSAGE_WORDS], ids, num_tokens, rng) for _ in range(num)]
+
+
+def other_text(answer: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return as many tokens as an answer has, none of which is in it."""
+    others = np.setdiff1d(np.arange(FIRST_WORD, vocab_size), answer)
+    drawn = np.random.default_rng(sum(answer)).choice(others, len(answer))
+    return tuple(drawn.tolist())
 
 
 def _edited(passage: Int32s, ids: Int32s, num_tokens: int, rng: np.random.Generator) -> list[int]:

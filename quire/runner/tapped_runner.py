@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 from quire.runner.step_result import no_rows, step_result
 from quire.runner.step_run import RunnerResources, StepRun
-from quire.speculative.hidden_states import HiddenStateRing
+from quire.speculative.hidden_states import HiddenStateRing, Int64s
 from quire.weights.dtypes import from_bf16_bits
 
 
@@ -92,18 +92,22 @@ class _TappedRun(StepRun):
         super().begin()
         if not self._taps.of_layers:
             return
-        slots = np.repeat(self._plan.slots, self._plan.counts).astype(np.intp)
-        self._keep(TAPS, slots, self.batch.positions)
+        slots, tenancies = self.rows.slots, self.rows.tenancy
+        if not self.rows.is_decode:
+            slots = np.repeat(self._plan.slots, self._plan.counts).astype(np.intp)
+            tenancies = self._resources.tables.tenancy[slots]
+        self._keep(TAPS, slots, tenancies, self.batch.positions)
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
         super()._choose_slice(first, slots, positions, masks)
         if not self._taps.of_layers:
-            self._keep(HEAD_INPUT, slots, positions - np.int32(1))
+            tenancies = self._resources.tables.tenancy[slots]
+            self._keep(HEAD_INPUT, slots, tenancies, positions - np.int32(1))
 
-    def _keep(self, name: str, slots: Index, positions: Int32s) -> None:
-        tables, executor = self._resources.tables, self._resources.executor
-        assert isinstance(executor, TappedExecutor)
+    def _keep(self, name: str, slots: Index, tenancies: Int64s, positions: Int32s) -> None:
+        # Checked when the runner was made: to look at all methods in each step takes long.
+        executor = cast(TappedExecutor, self._resources.executor)
         rows: NDArray[Any] = executor.output(name, len(slots))
         if rows.dtype == np.uint16:
             rows = from_bf16_bits(rows)
-        self._taps.ring.put(slots, tables.tenancy[slots], positions, rows)
+        self._taps.ring.put(slots, tenancies, positions, rows)

@@ -4,8 +4,9 @@ The runner puts rows in, by slot and position; proposers take them out. Bounded:
 place of the oldest of all slots, so that a request without rows has no drafts until it is
 computed again. What the model can offer is listed in quire/program/taps.py. Knows no executor.
 Always holds: of two rows of a position the newer one is found, and rows of a slot's earlier request
-are never found once it is forgotten, or its next one has a row. Letters: N rows, R rows that are
-kept, W columns.
+are never found once it is forgotten, or its next one has a row. Each step puts rows, and few look
+for some, so places are noted when they are looked for. Letters: N rows, R rows that are kept, W
+columns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HiddenStateRing:
         self._places = np.full((num_slots, num_rows), -1, np.int32)
         self._tenancy: Int64s = np.full(num_slots, NONE, np.int64)  # of each slot's newest row
         self._ended: Int64s = np.full(num_slots, NONE, np.int64)  # the newest that was forgotten
-        self._num_put = 0
+        self._num_put = self._num_indexed = 0
         self._lock = threading.Lock()
 
     def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
@@ -47,16 +48,22 @@ class HiddenStateRing:
             slots, tenancies = slots[-most:], tenancies[-most:]
             positions, rows = positions[-most:], rows[-most:]
         with self._lock:
-            at = (self._num_put + np.arange(len(rows))) % most
-            self.rows[at] = rows
-            self._slots[at], self._positions[at], self._tenancies[at] = slots, positions, tenancies
-            self._places[slots, positions % most] = at
-            self._tenancy[slots] = tenancies
+            if self._num_put + len(rows) - self._num_indexed > most:
+                self._index()
+            first = self._num_put % most
+            end = first + len(rows)
+            # Rows that lie together are put as such, which takes half as long for a few.
+            at: slice | Index = slice(first, end)
+            if end > most:
+                at = np.arange(first, end) % most
+            self.rows[at], self._slots[at] = rows, slots
+            self._positions[at], self._tenancies[at] = positions, tenancies
             self._num_put += len(rows)
 
     def forget(self, slot: int) -> None:
         """Find no row that `slot` has so far, nor a later one of the same request."""
         with self._lock:
+            self._index()
             self._ended[slot] = self._tenancy[slot]
 
     def clear(self) -> None:
@@ -64,6 +71,7 @@ class HiddenStateRing:
         with self._lock:
             self._slots[:] = -1
             self._tenancy[:] = self._ended[:] = NONE
+            self._num_indexed = self._num_put
 
     def find(self, slots: Index, positions: Int32s) -> Index:
         """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""
@@ -85,7 +93,19 @@ class HiddenStateRing:
             is_there = self._find(np.full(num, slot), positions) >= 0
         return end - (num if is_there.all() else int(is_there.argmin()))
 
+    def _index(self) -> None:
+        """Note the places of what was put since; of two rows of a position that of the newer."""
+        if self._num_indexed == self._num_put:
+            return
+        most = len(self.rows)
+        at = np.arange(self._num_indexed, self._num_put) % most
+        slots = self._slots[at]
+        self._places[slots, self._positions[at] % most] = at
+        self._tenancy[slots] = self._tenancies[at]
+        self._num_indexed = self._num_put
+
     def _find(self, slots: Index, positions: Int32s) -> Index:
+        self._index()
         places: Index = self._places[slots, positions % len(self.rows)].astype(np.intp)
         is_right = self._slots[places] == slots
         is_right &= self._positions[places] == positions

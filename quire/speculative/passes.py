@@ -51,6 +51,12 @@ class ComputingProposer(CostlyProposer):
         """Free the model or the heads."""
         self._mirroring.close()
 
+    def begin_to_count(self) -> None:
+        """Take the best times of the passes so far, which were made to time them, and count the
+        time of later ones only."""
+        self.pass_times.settle()
+        self.drafting_ms = self.catching_up_ms = 0.0
+
     def begin(self, slot: int, request: Request) -> None:
         """See Proposer."""
         self.end(slot)

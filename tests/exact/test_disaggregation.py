@@ -2,8 +2,8 @@
 
 Drawn requests of One Answer run on three engines: one that computes them whole, one that hands
 their prompts over, and one that fetches these while it decodes others. Every third case loses its
-prefill engine on the way. The same with disk tiers beside the exchange, and with engines of one and
-of two ranks.
+prefill engine on the way. The same with disk tiers beside the exchange, with engines of one and of
+two ranks, and with drafts of the decode engine.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ import pytest
 
 from quire.base.engine_stats import EngineStats
 from quire.base.kv_transfer import KVTransfer
+from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.config.flags import engine_config
+from quire.engine.assembly import drafter
 from quire.engine.client.thread_link import EngineThread
 from quire.engine.model_card import ModelCard
 from quire.engine.process.messages import Failed, FromEngine, Outputs, Ready, Refused, Submit
 from quire.program.tensors import DType
+from quire.speculative.control import FixedControl
+from quire.speculative.rests import NoRests
 from quire.transfer.links import nixl
+from tests.draft_heads import eagle_tensors, write_eagle
 from tests.exact.rig import Model, Stream
 from tests.exact.workload import MAX_MODEL_LEN, VOCAB_SIZE, draw_case
 from tests.tiny_models import write_tiny_llama
@@ -234,6 +239,31 @@ def test_blocks_through_nixl_change_no_answer(models: list[Model], key: Path) ->
         assert not seen["refused"], seen
 
 
+@pytest.mark.parametrize("proposer", ["ngram", "draft", "self", "eagle"])
+def test_drafts_of_the_decode_engine_change_no_answer(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    """Its prompts come from elsewhere, so that a draft model computes them itself, first layers
+    read the blocks that came, and a head begins where hidden states do."""
+    monkeypatch.setattr(drafter, "AdaptiveControl", lambda *_: FixedControl(3, NoRests()))
+    llama = write_tiny_llama(tmp_path / "model", seed=27, num_hidden_layers=3)
+    model = Model(llama, DType.F32)
+    hidden = {"hidden_size": model.program.outputs["hidden"].width, "vocab_size": VOCAB_SIZE}
+    head = write_eagle(tmp_path / "head", eagle_tensors(**hidden), **hidden)
+    own: dict[str, Settings] = {
+        "draft": {"draft_model": str(llama)},
+        "self": {"self_draft_layers": 2},
+        "eagle": {"draft_model": str(head)},
+    }
+    settings = {"speculate": proposer, **own.get(proposer, {})}
+    numbers = range(FIRST_CASE + 500, FIRST_CASE + 500 + max(NUM_CASES // 3, 3))
+    seen = compare_pairs(numbers, [model], key, {}, settings)
+    assert seen["fetched"], seen
+    assert seen["drafted"], seen
+    if proposer == "draft":
+        assert seen["accepted"] > 0.9 * seen["drafted"], seen
+
+
 def compare_pairs(
     numbers: Sequence[int],
     models: Sequence[Model],
@@ -243,7 +273,7 @@ def compare_pairs(
     of_all: Settings | None = None,
 ) -> Counter[str]:
     """Compare the cases on pairs with one engine each; return what happened. of_all: settings that
-    the one engine has too."""
+    the one engine has too. Requests speculate at the decode engine, if that does."""
     lines: list[str] = []
     seen: Counter[str] = Counter()
     by_model: dict[int, list[int]] = {}
@@ -274,6 +304,8 @@ def compare_pairs(
             assert transfer is not None
             seen["fetched"] += transfer.received_blocks_total
             seen["transfers"] += transfer.transfers_total
+            seen["drafted"] += sum(decode.stats.draft_tokens_total)
+            seen["accepted"] += sum(decode.stats.accepted_draft_tokens_total)
             for engine in (prefill, decode):
                 seen["saved to disk"] += engine.stats.tier_saved_blocks_total
             seen.update(dict(transfer.failures_total))
@@ -292,8 +324,9 @@ def _compare(
 ) -> list[str]:
     """Run one case on the pair and on one engine; return the streams that differ."""
     random, requests = Random(number), drawn(number, num_models)[1]
-    card = prefill.card
+    card, card_of_decode = prefill.card, decode.card
     assert card is not None
+    assert card_of_decode is not None
     assert card.transfer is not None
     fetched = []
     for streams in requests:
@@ -309,9 +342,10 @@ def _compare(
             port=card.transfer.port,
             engine_id=card.transfer.engine_id,
         )
-        fetched.append(tuple(replace(one, transfer=source) for one in streams))
+        drafts = Speculation(max_drafts=8) if card_of_decode.speculates else None
+        fetched.append(tuple(replace(one, transfer=source, speculation=drafts) for one in streams))
     for at, streams in enumerate(fetched):
-        whole.start([replace(one, transfer=None) for one in streams])
+        whole.start([replace(one, transfer=None, speculation=None) for one in streams])
         decode.start(streams)
         if is_lost and at == len(fetched) // 2:
             prefill.end()

@@ -17,15 +17,21 @@ import msgspec
 import pytest
 import zmq
 
+from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.base.sampling_params import SamplingParams
 from quire.config.flags import engine_config
+from quire.config.groups import EngineConfig
+from quire.engine.assembly import drafter
 from quire.engine.client.engine_client import EngineClient
 from quire.engine.client.launch import EngineProcess
+from quire.engine.client.thread_link import ThreadLink
 from quire.engine.data_parallel.data_parallel_engine import DataParallelEngine
 from quire.engine.data_parallel.engine_configs import engine_configs
 from quire.engine.library.llm import LLM
+from quire.speculative.control import FixedControl
+from quire.speculative.rests import NoRests
 from tests.serve.running_router import RunningRouter
 from tests.serve.running_server import GIVE_UP_S, RunningServer, alive, engines_of, kill
 from tests.serve.test_api_processes import (
@@ -324,25 +330,68 @@ def test_engines_of_several_ranks_give_the_answers_of_one_process(
         {**settings, "tensor_parallel_size": 2, "data_parallel_size": 2, "num_threads": 4}
     )
 
-    async def answers() -> list[list[int]]:
-        clients = {
-            number: EngineClient.attach(EngineProcess.launch(own), own)
-            for number, own in enumerate(engine_configs(config))
-        }
-        engine = DataParallelEngine(clients, Log("test"))
-        await engine.ready()
+    def client_of(own: EngineConfig) -> EngineClient:
+        return EngineClient.attach(EngineProcess.launch(own), own)
 
-        async def answer(number: int, prompt: str) -> list[int]:
-            ids = engine.tokenizer.encode(prompt)
-            deltas = engine.generate(ids, params, request_id=f"r{number}")
-            return [token async for delta in deltas for token in delta.token_ids]
+    found, stats = asyncio.run(answers_of(config, client_of, prompts, params))
+    assert [tokens for tokens, _ in found] == [list(ids) for ids in alone]
+    assert all(one.steps_total for one in stats)
 
-        found = await asyncio.gather(*(answer(*each) for each in enumerate(prompts)))
-        assert all(client.stats.steps_total for client in clients.values())
-        await engine.close()
-        return found
 
-    assert asyncio.run(answers()) == [list(ids) for ids in alone]
+@pytest.mark.parametrize("proposer", ["ngram", "draft", "self", "eagle"])
+def test_engines_with_drafts_give_the_answers_of_one_without(
+    monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    """Drafts in each step, whether they pay or not: the engines are threads of this process."""
+    prompts = [f"Once upon a time {number} dogs saw {number} dogs" for number in range(8)]
+    params = SamplingParams(seed=3, max_tokens=40, temperature=0.6, logprobs=2, ignore_eos=True)
+    settings = {"model": MODEL, "kv_cache_memory_bytes": 8 << 20, "kv_touch_ahead_bytes": 0}
+
+    def client_of(own: EngineConfig) -> EngineClient:
+        return EngineClient(ThreadLink(own), own)
+
+    one = engine_config({**settings, "num_threads": 1})
+    alone, _ = asyncio.run(answers_of(one, client_of, prompts, params))
+    monkeypatch.setattr(drafter, "AdaptiveControl", lambda *_: FixedControl(3, NoRests()))
+    both = engine_config(
+        {**settings, "num_threads": 2, "data_parallel_size": 2, "speculate": proposer}
+    )
+    found, stats = asyncio.run(answers_of(both, client_of, prompts, params))
+    assert found == alone
+    assert [engine.proposer for engine in stats] == [proposer] * 2
+    for engine in stats:
+        assert sum(engine.accepted_draft_tokens_total) > 0
+        assert not engine.draft_proposer_errors_total + engine.draft_errors_total
+
+
+Answer = tuple[list[int], list[Any]]  # tokens and log-probabilities
+
+
+async def answers_of(
+    config: EngineConfig,
+    client_of: Callable[[EngineConfig], EngineClient],
+    prompts: list[str],
+    params: SamplingParams,
+) -> tuple[list[Answer], list[EngineStats]]:
+    """Return the answers to prompts that all engines of a configuration share, and the counters of
+    each engine."""
+    clients = {number: client_of(own) for number, own in enumerate(engine_configs(config))}
+    engine = DataParallelEngine(clients, Log("test"))
+    await engine.ready()
+
+    async def answer(number: int, prompt: str) -> Answer:
+        ids = engine.tokenizer.encode(prompt)
+        tokens: list[int] = []
+        logprobs: list[Any] = []
+        async for delta in engine.generate(ids, params, request_id=f"r{number}"):
+            tokens += delta.token_ids
+            logprobs += delta.logprobs
+        return tokens, logprobs
+
+    found = await asyncio.gather(*(answer(*each) for each in enumerate(prompts)))
+    stats = [client.stats for client in clients.values()]
+    await engine.close()
+    return found, stats
 
 
 def test_the_library_has_one_engine() -> None:

@@ -217,6 +217,32 @@ def test_chats_and_streams_carry_the_parameters(
     assert answer[PARAMS] is None
 
 
+def test_a_decode_engine_may_speculate(folder: Path, prefill: RunningServer) -> None:
+    """Its drafts come from fetched prompts, and from predictions."""
+    with start(folder, "decode", "--speculate", "ngram") as server:
+        random = Random(17)
+        for number in range(6):
+            body = drawn(random, 0) | {"prompt": [3 + number, 4, 5, 6] * 40, "max_tokens": 60}
+            wanted = alone(prefill, body, f"drafted {number}")
+            _, params = handed_over(prefill, body)
+            assert answer_of(server.post("/v1/completions", {**body, PARAMS: params})) == wanted
+        text = "Once upon a time there was a hedgehog. " * 4
+        chat = {"messages": [{"role": "user", "content": text}], "seed": 3, "logprobs": True}
+        path = "/v1/chat/completions"
+        chat |= {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+        wanted = prefill.post(path, {**chat, "cache_salt": "alone drafted"})[1]["choices"]
+        params = prefill.post(path, {**chat, PARAMS: TO_HAND_OVER})[1][PARAMS]
+        said = wanted[0]["message"]["content"]
+        chat["prediction"] = {"type": "content", "content": said}
+        status, answer = server.post(path, {**chat, PARAMS: params})
+        assert (status, answer["choices"]) == (200, wanted)
+        assert server.metric("quire_kv_transfer_received_blocks_total") >= 6 * 10
+        assert server.metric("quire_draft_tokens_total") > 0
+        assert server.metric("quire_draft_errors_total") == 0
+        assert failures(server) == {}
+        prefill.until(lambda: is_quiet(prefill, server), "the leases end")
+
+
 OTHER_APIS = {"/v1/messages": "messages", "/v1/responses": "input"}
 
 

@@ -192,5 +192,4 @@ def _time_passes(proposer: ModelProposer, num_slots: int) -> None:
             proposer.propose(known, slots, limits, no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)
-    proposer.pass_times.settle()
-    proposer.drafting_ms = 0.0
+    proposer.begin_to_count()

@@ -254,5 +254,4 @@ def _time_passes(proposer: HeadProposer, ring: HiddenStateRing, num_slots: int) 
             proposer.propose(known, slots, np.full(num, 3, np.int32), no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)
-    proposer.pass_times.settle()
-    proposer.drafting_ms = 0.0
+    proposer.begin_to_count()

@@ -233,5 +233,4 @@ def _time_passes(proposer: SelfProposer, num_slots: int, num_blocks: int, block_
             proposer.propose(known, slots, limits, no_drafts(num, _DRAFTS))
         for slot in range(num):
             proposer.end(slot)
-    proposer.pass_times.settle()
-    proposer.drafting_ms = 0.0
+    proposer.begin_to_count()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.measured.speculation_rows import speculation_rows
+from bench.measured.speculation_rows import draft_head_rows, speculation_rows
 from bench.speculation.cells import Cell, all_cells
 from bench.speculation.summary import mean_of, summary_lines
 
@@ -111,3 +111,45 @@ def test_lines_say_what_was_measured_in_an_earlier_way_and_how_sure_intervals_ar
     assert "standard deviation: median 1.4 %, largest 1.4 %" in lines[-2]
     assert "the intervals of 1 cells include it, with 2 engines a side" in lines[-2]
     assert lines[-1].endswith("in one engine | 1 of 2 cells | |")
+
+
+def test_a_cell_without_fixed_numbers_says_nothing_about_the_best_of_them() -> None:
+    interval = {"low": 0.9, "high": 0.96, "coverage": 0.95}
+    found = {
+        "speedups": {"auto": 0.93},
+        "acceptance": None,
+        "control_of_best": 0.93,
+        "speedup_interval": interval,
+        "control_interval": interval,
+    }
+    [cell] = [cell for cell in all_cells() if cell.predicts]
+    assert cell.name == "small/box/prediction/t0/b4"
+    rows = speculation_rows({"cells": {cell.name: found}})
+    assert "a prediction that matches nothing, built-in model" in rows[0]
+    assert rows[0].endswith("| batch 4: 0.93x (no drafts) | 0.98x |")
+    assert not any("best fixed" in row for row in rows)
+    lines = list(summary_lines([cell], {cell.name: found}))
+    assert "at least 0.98x of no speculation: 0 met, 1 missed, 0 not decided" in lines
+    assert not any("fixed number" in line for line in lines)
+
+
+@pytest.mark.parametrize("proposer", ["self", "eagle"])
+def test_the_models_own_proposers_are_measured_by_temperature_and_batch(proposer: str) -> None:
+    found = {"speedups": {"auto": 1.0}, "acceptance": 0.5, "control_of_best": 1.0, "tokens": 1}
+    cells = [cell for cell in all_cells() if cell.proposer == proposer]
+    assert {(cell.batch, cell.temperature) for cell in cells} == {
+        (batch, temperature) for batch in (1, 4) for temperature in (0.0, 0.6, 1.0)
+    }
+    rows = speculation_rows({"cells": {cell.name: found for cell in cells}})
+    assert sum("batch 1: 1.00x (50 %), batch 4: 1.00x (50 %)" in row for row in rows) == 3
+
+
+def test_what_heads_guess_right_is_shown_by_temperature_and_position() -> None:
+    cell = {"drafted": 200, "acceptance": 0.435, "tokens_per_row": 2.741}
+    cell |= {"by_position": [0.65, 0.472], "temperature": 0.6}
+    cells = [{"proposer": "eagle"} | cell, {"proposer": "draft"} | cell | {"drafted": 0}]
+    rows = draft_head_rows({"model": "box", "drafts": 2, "cells": cells})
+    assert rows == [
+        "| EAGLE-3 head, built-in model, 2 drafts in each step, temperature 0.6: accepted; by "
+        "position; tokens per step of a request | 44 %; 65, 47 %; 2.74 | |"
+    ]

@@ -256,3 +256,13 @@ def test_times_of_passes_are_learned_without_those_over_prompts() -> None:
     assert case.proposer.drafting_ms > 0
     case.proposer.close()
     assert case.model.is_closed
+
+
+def test_passes_that_are_made_to_be_timed_count_nowhere() -> None:
+    case = Case()
+    case.begin(0, *range(1, 12))
+    case.propose([0])
+    assert case.proposer.catching_up_ms > 0.0
+    case.proposer.begin_to_count()
+    assert case.proposer.drafting_ms == case.proposer.catching_up_ms == 0.0
+    assert case.proposer.pass_ms(1)[1] > 0.0

@@ -69,3 +69,27 @@ def test_a_cleared_ring_finds_rows_of_any_tenancy_again() -> None:
     put(ring, 0, [1], 2.0, tenancy=-3)
     assert value(ring, 0, 1) == 2.0
     assert value(ring, 0, 0) is None
+
+
+def test_it_does_not_matter_when_rows_are_looked_for() -> None:
+    """Also over many puts, which displace rows that were never looked for."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        seldom, often = HiddenStateRing(7, 2, 3), HiddenStateRing(7, 2, 3)
+        tenancies = np.ones(3, np.int64)
+        for number in range(rng.integers(1, 30)):
+            slot, first = int(rng.integers(3)), int(rng.integers(20))
+            tenancies[slot] += rng.random() < 0.2
+            positions = list(range(first, first + int(rng.integers(1, 10))))
+            for ring in (seldom, often):
+                put(ring, slot, positions, float(number), int(tenancies[slot]))
+            value(often, slot, 0)
+            if rng.random() < 0.2:
+                gone = int(rng.integers(3))
+                for ring in (seldom, often):
+                    ring.forget(gone)
+                    put(ring, gone, [first], -1.0, int(tenancies[gone]))  # of a step in flight
+                tenancies[gone] += rng.random() < 0.5
+        for slot in range(3):
+            for at in range(30):
+                assert value(seldom, slot, at) == value(often, slot, at)
