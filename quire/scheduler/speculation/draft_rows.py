@@ -406,7 +406,7 @@ class DraftRows(StepExtension):
         saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
-        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
+        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms, added_ms=added_ms)
         self.noted_from = 0  # the source may note steps without drafts now
 
     def advance(self, verified: VerifiedRows) -> None:
