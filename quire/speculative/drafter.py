@@ -1,11 +1,12 @@
 """Drafter: drafts for running requests, from their proposers, as many as the control chooses.
 
-The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer.
-Each of the two has rests and a balance of its own (DraftAccount). Proposers that only look up
+The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer;
+each of the two has rests and a balance of its own (DraftAccount). Proposers that only look up
 tokens are asked before the control chooses among what they found; one that computes a model
-(CostlyProposer) is asked afterwards, for what the control chose. Always holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
-nothing else, unless the device of the model is lost; an error of any other part of speculation,
-such as prices and control, ends drafts for all requests, and no answer.
+(CostlyProposer) is asked afterwards, for what the control chose. Always holds: drafts are token ids
+of the model; a proposer that raises costs the request its drafts and nothing else, unless the
+device of the model is lost; an error of any other part of speculation, such as prices and control,
+ends drafts for all requests, and no answer.
 """
 
 from __future__ import annotations
@@ -498,7 +499,9 @@ class Drafter:
             return drafts, may_compute, None
         if self._num_predicting:
             if of_predictions:
-                self._look_up(self._prediction, self._asks_prediction, tokens, index, limits, drafts)
+                self._look_up(
+                    self._prediction, self._asks_prediction, tokens, index, limits, drafts
+                )
             predicted = drafts.counts > 0
         if not of_proposer:
             pass

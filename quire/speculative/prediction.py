@@ -1,8 +1,8 @@
 """PredictionProposer: the text a request predicts for its own answer (OpenAI's `prediction`).
 
-The answer is aligned with the predicted tokens by its last tokens: the longest match wins, and where
-the last one goes on among equal ones. Before anything is generated, the prediction is expected from
-its start. Always holds: it knows one
+The answer is aligned with the predicted tokens by its last tokens: the longest match wins, and of
+equal ones that where the last match goes on. At first, as much of the prediction is expected to be
+over as the answer is long: before anything is generated, nothing. Always holds: it knows one
 prediction per slot, and forgets it with the request.
 """
 

@@ -3,13 +3,13 @@ SuffixIndex.
 
 The place where the last match goes on is compared first, then occurrences of the last MIN_MATCH
 tokens backwards, the MAX_CANDIDATES latest ones, up to MAX_MATCH tokens; the longest match wins,
-among equal ones the first that was compared. A pair of tokens that occurs often has its true place
-among the latest ones seldom; where the last match goes on it is known at no cost. Drafts are the
-tokens behind it. Where these reach the end of the text they go on with themselves, so that a repetition is
-continued. A slot may share a history of other texts, of which a longer match than that of its own
-text wins. Chains of occurrences by hash cost 12 bytes and one insertion per token, where a suffix
-automaton would cost some hundred bytes for matches that are longer than they need to be: what
-follows a match of 32 tokens is hardly more certain than what follows one of 8.
+among equal ones the first that was compared. Of a pair of tokens that occurs often, the true place
+is seldom among the latest ones; where the last match goes on is known at no cost. Drafts are the
+tokens behind it. Where these reach the end of the text they go on with themselves, so that a
+repetition is continued. A slot may share a history of other texts, of which a longer match than
+that of its own text wins. Chains of occurrences by hash cost 12 bytes and one insertion per token,
+where a suffix automaton would cost some hundred bytes for matches that are longer than they need to
+be: what follows a match of 32 tokens is hardly more certain than what follows one of 8.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from quire.base.rare_records import Speculation
 from quire.base.records import Request, StepPlan, StepResult
