@@ -534,7 +534,8 @@ class Drafter:
 
     def _without_drafts(self, asks: Bools, index: Index, limits: Int32s, drafts: Drafts) -> Index:
         """Return the rows that ask a proposer and have no drafts yet."""
-        return (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
+        rows: Index = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
+        return rows
 
     def _note_predicted(self, index: Index, predicted: Bools) -> None:
         """Note which rows have drafts of predictions."""
