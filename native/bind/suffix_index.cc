@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -73,6 +74,7 @@ int32_t continuation(SlotTexts& texts, const int32_t* text, int32_t length, int3
                      int32_t* ids, int32_t& match_length) {
     texts.own.learn(text, length);
     const Match own = texts.own.longest_match(text, text, length, length);
+    texts.own.keep(own, length);
     match_length = own.length;
     if (texts.others && own.length < SuffixIndex::kMaxMatch) {
         const Match other = texts.others->longest_match(text, length);
@@ -134,22 +136,41 @@ bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const 
     return false;
 }
 
-Ids follow(Indexes& indexes, int64_t slot, const Numbers& text, const Numbers& tail,
-           int32_t limit) {
-    SuffixIndex& index = indexes.at(slot).own;
+// The match of the last tokens of a tail in the whole `text` of a slot that something follows: an
+// empty tail matches the start of the text, and a single token the first one.
+std::optional<Match> match_in_text(SuffixIndex& index, const Numbers& text, const Numbers& tail) {
     const auto length = static_cast<int32_t>(text.shape(0));
     const auto tail_length = static_cast<int32_t>(tail.shape(0));
     index.learn(text.data(), length);
-    auto end = static_cast<int32_t>(
-        index.longest_match(text.data(), tail.data(), tail_length, length).end);
-    if (tail_length == 1 && length > 0 && text(0) == tail(0)) end = 1;
-    const bool found = end > 0 || tail_length == 0;
-    const int32_t count = found ? std::max(std::min(limit, length - end), 0) : 0;
+    if (tail_length >= length && tail_length < SuffixIndex::kMinMatch) return std::nullopt;
+    if (tail_length == 0) return Match{};
+    if (tail_length == 1) return text(0) == tail(0) ? std::optional(Match{1, 1}) : std::nullopt;
+    const Match match = index.longest_match(text.data(), tail.data(), tail_length, length);
+    return match.end ? std::optional(match) : std::nullopt;
+}
+
+Ids follow(Indexes& indexes, int64_t slot, const Numbers& text, const Numbers& tail,
+           int32_t limit) {
+    SuffixIndex& index = indexes.at(slot).own;
+    const std::optional<Match> match = match_in_text(index, text, tail);
+    int32_t count = 0, end = 0;
+    if (match) {
+        index.keep(*match, static_cast<int32_t>(tail.shape(0)));
+        end = static_cast<int32_t>(match->end);
+        count = std::max(std::min(limit, static_cast<int32_t>(text.shape(0)) - end), 0);
+    }
     auto ids = std::make_unique<int32_t[]>(static_cast<size_t>(count) + 1);
     std::copy_n(text.data() + end, count, ids.get());
     int32_t* owned = ids.release();
     nb::capsule owner(owned, [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     return Ids(owned, {static_cast<size_t>(count)}, owner);
+}
+
+// Whether `follow` would find something after a match of `least` tokens, or of the whole tail.
+bool aligns(Indexes& indexes, int64_t slot, const Numbers& text, const Numbers& tail,
+            int32_t least) {
+    const std::optional<Match> match = match_in_text(indexes.at(slot).own, text, tail);
+    return match && match->length >= std::min(least, static_cast<int32_t>(tail.shape(0)));
 }
 
 void check_max_tokens(size_t max_tokens) {
@@ -195,5 +216,7 @@ void bind_suffix_index(nb::module_& module) {
         .def("finds_any", &finds_any, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"),
              nb::arg("least"))
         .def("follow", &follow, nb::arg("slot"), nb::arg("text"), nb::arg("tail"),
-             nb::arg("limit"));
+             nb::arg("limit"))
+        .def("aligns", &aligns, nb::arg("slot"), nb::arg("text"), nb::arg("tail"),
+             nb::arg("least"));
 }

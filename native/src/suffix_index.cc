@@ -52,18 +52,32 @@ Match SuffixIndex::longest_match(const int32_t* text, const int32_t* tail, int32
                                  int32_t before) const {
     if (tail_length < kMinMatch || heads_.empty()) return {};
     const int32_t* tail_end = tail + tail_length;
-    int32_t best = kMinMatch - 1, best_end = 0, candidates = 0, steps = 0;
-    for (int32_t end = heads_[bucket(tail_end)]; end > 0 && steps < kMaxSteps;
-         end = previous_[static_cast<size_t>(end)], ++steps) {
-        if (end >= before) continue;
+    const auto match_length = [text, tail_end, tail_length](int32_t end) {
         const int32_t most = std::min({kMaxMatch, end, tail_length});
         int32_t length = 0;
         while (length < most && text[end - 1 - length] == tail_end[-1 - length]) ++length;
+        return length;
+    };
+    int32_t best = kMinMatch - 1, best_end = 0, candidates = 0, steps = 0;
+    const int64_t next = kept_end_ + tail_length - kept_length_;
+    if (tail_length >= kept_length_ && next < before) {
+        const int32_t length = match_length(static_cast<int32_t>(next));
+        if (length > best) best = length, best_end = static_cast<int32_t>(next);
+        if (best == kMaxMatch) return {best_end, best};
+    }
+    for (int32_t end = heads_[bucket(tail_end)]; end > 0 && steps < kMaxSteps;
+         end = previous_[static_cast<size_t>(end)], ++steps) {
+        if (end >= before) continue;
+        const int32_t length = match_length(end);
         if (length < kMinMatch) continue;  // another pair in the same bucket
         if (length > best) best = length, best_end = end;
         if (++candidates == kMaxCandidates || best == kMaxMatch) break;
     }
     return {best_end, best_end ? best : 0};
+}
+
+void SuffixIndex::keep(Match match, int32_t tail_length) {
+    if (match.end) kept_end_ = match.end, kept_length_ = tail_length;
 }
 
 bool SuffixIndex::repeats(const int32_t* text, int32_t length) const {
@@ -80,6 +94,7 @@ bool SuffixIndex::repeats(const int32_t* text, int32_t length) const {
 void SuffixIndex::forget() {
     heads_ = {};
     previous_ = {};
+    kept_end_ = kept_length_ = 0;
 }
 
 }  // namespace quire

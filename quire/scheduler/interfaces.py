@@ -136,11 +136,18 @@ class DraftSource(Protocol):
         on."""
 
     def note_step(
-        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+        self,
+        step_ms: float,
+        gained_ms: float | None,
+        computed_ms: float,
+        num_steps: int = 1,
+        added_ms: float = 0.0,
     ) -> None:
-        """Note a step that takes about `step_ms` without drafts, and what time its drafts gained.
-        None: it had none, nor had the `num_steps` steps up to it, of which `step_ms` is the mean.
-        computed_ms: computing drafts took so long since the last call."""
+        """Note a step that takes about `step_ms` without drafts, and what time its drafts gained:
+        those of the last call of `verified`. None: it had none, nor had the `num_steps` steps up to
+        it, of which `step_ms` is the mean. computed_ms: computing drafts took so long since the
+        last call. added_ms: so much longer the step took for its drafts, which what they gained is
+        less by."""
 
 
 class DraftVerifier(Protocol):

@@ -1,11 +1,12 @@
 """Drafter: drafts for running requests, from their proposers, as many as the control chooses.
 
-The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer.
-Proposers that only look up tokens are asked before the control chooses among what they found; one
-that computes a model (CostlyProposer) is asked afterwards, for what the control chose. Always
-holds: drafts are token ids of the model; a proposer that raises costs the request its drafts and
-nothing else, unless the device of the model is lost; an error of any other part of speculation,
-such as prices and control, ends drafts for all requests, and no answer.
+The scheduler's DraftSource. A request's predicted text is asked first, then the engine's proposer;
+each of the two has rests and a balance of its own (DraftAccount). Proposers that only look up
+tokens are asked before the control chooses among what they found; one that computes a model
+(CostlyProposer) is asked afterwards, for what the control chose. Always holds: drafts are token ids
+of the model; a proposer that raises costs the request its drafts and nothing else, unless the
+device of the model is lost; an error of any other part of speculation, such as prices and control,
+ends drafts for all requests, and no answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from quire.base.records import NO_INTS, Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
+from quire.speculative.draft_account import UNTIL_EARNED, DraftAccount, PredictedShares
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.proposer import (
     LONG_MATCH,
     CacheProposer,
@@ -44,8 +47,6 @@ CATCH_UP_SHARE = 0.5
 RETRY_STEPS = 4.0
 # Over so many drafts the cost of catching up with a request is spread when the control decides.
 DRAFTS_PER_CATCH_UP = 64.0
-# Steps of a rest of which the end is not known: until those without drafts have earned a trial.
-UNTIL_EARNED = 1 << 30
 # With plans in flight: after so many steps in turn in which the last costs spoke against drafts,
 # the control is asked with those of now.
 MAX_REFUSED = 16
@@ -127,12 +128,18 @@ class Drafter:
         self._step_ms = self._asked_ms = 0.0
         self._num_predicting = self._num_asking = 0  # requests that bring a prediction; others
         self._num_refused = 0  # steps in turn, by the last costs
-        self._num_new = 0  # that began since what is known was doubted
         # Which slots had their last drafts from a prediction; None before one was asked.
         self.from_prediction: Bools | None = None
         # Which slots ask either proposer.
         self._asks_proposer = np.zeros(num_slots, np.bool_)
         self._asks_prediction = np.zeros(num_slots, np.bool_)
+        self._own = DraftAccount(proposer, self._asks_proposer, control.rests, control.balance)
+        balance = None if control.balance is None else DraftBalance()
+        rests = control.rests.another(looks=isinstance(prediction, LookupProposer))
+        self._predictions = DraftAccount(prediction, self._asks_prediction, rests, balance)
+        # Which of the two rests in this step, beside a request with a prediction.
+        self._mutes_proposer = self._mutes_predictions = False
+        self._predicted_shares: PredictedShares | None = None  # of the drafts verified last
 
     def close(self) -> None:
         """Free what the proposers hold."""
@@ -148,9 +155,12 @@ class Drafter:
             self.from_prediction[slot] = False
         self._asks_proposer[slot] = speculation.uses_proposer
         self._num_asking += speculation.uses_proposer
-        self._asks_prediction[slot] = len(speculation.prediction_ids) > 0
-        self._num_predicting += len(speculation.prediction_ids) > 0
-        self._control.begin(slot, predicts=bool(self._asks_prediction[slot]))
+        predicts = len(speculation.prediction_ids) > 0
+        self._asks_prediction[slot] = predicts
+        if predicts:
+            self._num_predicting += 1
+            self._predictions.note_arrivals(1, self._num_predicting)
+        self._control.begin(slot, predicts=predicts)
         for proposer, asks in self._proposers():
             if asks[slot]:
                 try:
@@ -184,13 +194,25 @@ class Drafter:
         self._asks_nothing(slot)
 
     def note_step(
-        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+        self,
+        step_ms: float,
+        gained_ms: float | None,
+        computed_ms: float,
+        num_steps: int = 1,
+        added_ms: float = 0.0,
     ) -> None:
         """See DraftSource."""
         balance = self._control.balance
         known_ms = self._caught_up_ms() if computed_ms > 0.0 else 0.0
         if balance is None or self.num_errors:
             return
+        predictions = self._predictions.balance
+        if predictions is not None and not (
+            predictions.is_settled and self._predicted_shares is None
+        ):
+            gained_ms = self._note_predicted_part(
+                predictions, step_ms, gained_ms, num_steps, added_ms
+            )
         caught_up_ms = computed_ms
         if computed_ms > 0.0:  # all of it, where nothing was drafted
             caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
@@ -199,7 +221,28 @@ class Drafter:
             balance.plain(step_ms, num_steps)
         elif gained_ms > 0.0 or not self._control.probes:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
-        self.notes_plain_steps = not balance.is_settled
+        self.notes_plain_steps = not (
+            balance.is_settled and (predictions is None or predictions.is_settled)
+        )
+
+    def _note_predicted_part(
+        self,
+        balance: DraftBalance,
+        step_ms: float,
+        gained_ms: float | None,
+        num_steps: int,
+        added_ms: float,
+    ) -> float | None:
+        """Note in the `balance` of predictions what theirs of a step's drafts gained; return what
+        the others did, None where there were none."""
+        shares, self._predicted_shares = self._predicted_shares, None
+        if gained_ms is None or shares is None:
+            balance.plain(step_ms, num_steps)
+            return gained_ms
+        part_ms = shares.gained_ms(gained_ms, added_ms)
+        if part_ms > 0.0 or not self._control.probes:
+            balance.drafted(part_ms, step_ms)
+        return gained_ms - part_ms if shares.of_drafted < 1.0 else None
 
     def _caught_up_ms(self) -> float:
         """Return how long known tokens were computed since this was asked last."""
@@ -212,80 +255,69 @@ class Drafter:
         """See DraftSource."""
         if self.num_errors:
             return UNTIL_EARNED
-        if self._num_predicting:
-            return 0
-        balance = self._control.balance
-        if balance is not None and not balance.allows_drafts:
-            return UNTIL_EARNED
-        rests = self._control.rests
-        return rests.quiet if rests.looks else rests.left
+        if not self._num_predicting:  # as of the account: a call less in each step
+            balance, rests = self._control.balance, self._control.rests
+            if balance is not None and not balance.allows_drafts:
+                return UNTIL_EARNED
+            return rests.quiet if rests.looks else rests.left
+        steps = self._predictions.rest_steps
+        return min(steps, self._own.rest_steps) if self._num_asking else steps
 
     def rested(self, num_steps: int) -> None:
         """See DraftSource."""
-        rests = self._control.rests
-        rests.left = max(rests.left - num_steps, 0)
-        rests.until_look -= num_steps
+        self._own.rested(num_steps)
+        if self._num_predicting:
+            self._predictions.rested(num_steps)
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
-        """See DraftSource. What was found is doubted once as many began as run: beside many, one
-        changes little."""
-        if num_running == 1:
-            self._control.rests.end_early()
-        self._num_new += num_new
-        if self._num_new < num_running:
-            return
-        self._num_new = 0
-        self._control.rests.forget_misses()
-        if self._control.balance is not None:
-            self._control.balance.reconsider()
+        """See DraftSource."""
+        self._own.note_arrivals(num_new, num_running)
 
     def skips_step(self, tokens: TokenTable, able_slots: Callable[[], Index]) -> bool:
         """See DraftSource."""
-        rests, balance = self._control.rests, self._control.balance
         if self.num_errors:
             return True
         if not self._num_predicting:
-            if rests.left and (not rests.looks or rests.quiet):
+            rests = self._control.rests
+            if rests.left and (not rests.looks or rests.until_look > 0):  # most steps
                 rests.left -= 1
                 rests.until_look -= 1
                 return True
-            if balance is not None and not balance.allows_drafts:
-                self.rested(1)
-                return True
-            if self._lookup is not None:
-                try:
-                    if rests.left:
-                        finds = self._lookup.finds_long(tokens, None)
-                        # Which slots can have drafts takes longer than to look at all.
-                        finds = finds and self._finds_long(self._lookup, tokens, able_slots())
-                        rests.note_look(finds=finds)
-                        return not finds
-                    if not self._lookup.may_find(tokens):
-                        rests.note_miss(self._step_ms)
-                        return True
-                except Exception:  # noqa: BLE001  `propose` finds out for which request
-                    return False
-        return False
+            return self._own.skips_step(tokens, able_slots, self._step_ms)
+        step_ms = self._step_ms
+        self._mutes_predictions = self._predictions.skips_step(tokens, able_slots, step_ms)
+        self._mutes_proposer = not self._num_asking or self._own.skips_step(
+            tokens, able_slots, step_ms
+        )
+        return self._mutes_predictions and self._mutes_proposer
 
     def takes_plain_step(self) -> bool:
         """See DraftSource."""
-        return self._control.rests.takes_plain_step()
+        is_due = self._control.rests.takes_plain_step()
+        if self._num_predicting:
+            is_due |= self._predictions.rests.takes_plain_step()
+        return is_due
 
     def would_propose(self, tokens: TokenTable, index: Index, limits: Int32s) -> Bools:
         """See DraftSource."""
-        if self.rest_steps:
-            return np.zeros(len(index), np.bool_)
         try:
-            rests = self._control.rests
-            if rests.left and not (self._num_predicting or self._may_find_long(tokens, index)):
+            is_open, predicts = not self.num_errors, self._num_predicting > 0
+            of_predictions = predicts and is_open and self._predictions.is_open(tokens, index)
+            of_proposer = is_open and self._own.is_open(tokens, index)
+            if not (of_proposer or of_predictions):
                 return np.zeros(len(index), np.bool_)
-            drafts, may_compute = self._found(tokens, index, limits)
+            drafts, may_compute, predicted = self._found(
+                tokens, index, limits, of_proposer=of_proposer, of_predictions=of_predictions
+            )
             limits = drafts.counts + may_compute
             # After a rest, or many refusals, the last costs may no longer hold: ask again.
-            if rests.last or self._num_refused >= MAX_REFUSED:
+            last = self._control.rests.last
+            if self._num_refused >= MAX_REFUSED or (last and predicted is None):
                 self._num_refused = 0
                 return limits > 0
             pay = self._chosen(tokens, index, limits, drafts.matches, may_compute > 0, None) > 0
+            if predicted is not None:
+                pay |= (limits > 0) & (np.where(predicted, self._predictions.rests.last, last) > 0)
             if np.logical_or.reduce(limits):
                 self._num_refused = 0 if np.logical_or.reduce(pay) else self._num_refused + 1
             return pay
@@ -294,19 +326,6 @@ class Drafter:
         except Exception as error:  # noqa: BLE001  nothing waits for drafts
             self._lose(index, error)
             return np.zeros(len(index), np.bool_)
-
-    def _may_find_long(self, tokens: TokenTable, slots: Index) -> bool:
-        """Return whether drafts of a long match may be found for any of `slots`."""
-        if self._lookup is None:
-            return False
-        try:
-            return self._finds_long(self._lookup, tokens, slots)
-        except Exception:  # noqa: BLE001  `propose` finds out for which request
-            return True
-
-    def _finds_long(self, lookup: LookupProposer, tokens: TokenTable, slots: Index) -> bool:
-        """Return whether drafts of a long match are found for any of `slots`."""
-        return lookup.finds_long(tokens, slots[self._asks_proposer[slots]])
 
     def propose(
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
@@ -344,9 +363,17 @@ class Drafter:
         self, tokens: TokenTable, index: Index, limits: Int32s, cost: Cost
     ) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of what pays."""
-        drafts, may_compute = self._found(tokens, index, limits)
+        drafts, may_compute, predicted = self._found(
+            tokens,
+            index,
+            limits,
+            of_proposer=not self._mutes_proposer,
+            of_predictions=not self._mutes_predictions,
+        )
+        if predicted is not None:
+            self._note_predicted(index, predicted)
         if self._costly is None:
-            return self._looked_up(tokens, index, drafts, cost)
+            return self._looked_up(tokens, index, drafts, predicted, cost)
         is_computed = may_compute > 0
         limits = drafts.counts + may_compute
         counts = self._chosen(tokens, index, limits, drafts.matches, is_computed, cost)
@@ -354,17 +381,26 @@ class Drafter:
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
-        pays = len(some) > 0 or bool(np.logical_or.reduce(drafts.counts))
-        self._note_choice(pays=pays)
+        if predicted is None:
+            pays = len(some) > 0 or bool(np.logical_or.reduce(drafts.counts))
+            self._note_choice(self._own, pays=pays)
+        else:
+            if not self._mutes_proposer and np.logical_or.reduce(
+                self._asks_proposer[index] & ~predicted
+            ):
+                self._note_choice(self._own, pays=len(some) > 0)
+            self._note_prediction_choice(predicted, drafts.counts)
         if len(some):
             made = no_drafts(len(some), self.max_drafts)
-            predicted = cost()
-            is_alone = predicted.step_tokens <= 1  # then it delays no other request
+            step = cost()
+            is_alone = step.step_tokens <= 1  # then it delays no other request
             share = math.inf if is_alone else CATCH_UP_SHARE
-            self._costly.catch_up_ms = share * predicted.step_ms
+            self._costly.catch_up_ms = share * step.step_ms
             self._ask(self._proposer, tokens, index[some], counts[some], made)
             self.drafting_ms = self._costly.drafting_ms
             drafts.ids[some], drafts.counts[some] = made.ids, made.counts
+        elif not np.logical_or.reduce(drafts.counts):
+            return drafts.counts, NO_INTS
         return self._joined(drafts)
 
     def _affordable(self, tokens: TokenTable, slots: Index) -> Bools:
@@ -376,31 +412,61 @@ class Drafter:
         with ASKS_PROPOSER:
             behind_ms = self._costly.behind_ms(tokens, slots)
         affordable = balance.affords(behind_ms, self._step_ms)
-        self.notes_plain_steps = not balance.is_settled
+        predictions = self._predictions.balance
+        self.notes_plain_steps = not (
+            balance.is_settled and (predictions is None or predictions.is_settled)
+        )
         return affordable
 
     def _looked_up(
-        self, tokens: TokenTable, index: Index, drafts: Drafts, cost: Cost
+        self,
+        tokens: TokenTable,
+        index: Index,
+        drafts: Drafts,
+        predicted: Bools | None,
+        cost: Cost,
     ) -> tuple[Int32s, Int32s]:
         """Return what of the `drafts` found pays; no model is computed."""
-        self._control.rests.forget_misses()
+        if not self._mutes_proposer:
+            self._control.rests.forget_misses()
+        if predicted is not None and not self._mutes_predictions:
+            self._predictions.rests.forget_misses()
         if not np.logical_or.reduce(drafts.counts):
             return drafts.counts, NO_INTS
+        is_own = None if predicted is None else (drafts.counts > 0) & ~predicted
         drafts.counts[:] = self._chosen(
             tokens, index, drafts.counts, drafts.matches, drafts.counts < 0, cost
         )
-        are_long = has_long = False
-        if self._control.rests.looks:
-            is_long = drafts.matches >= LONG_MATCH
-            are_long = not np.logical_or.reduce(drafts.counts * ~is_long)
-            has_long = bool(np.logical_or.reduce(is_long))
         pays = bool(np.logical_or.reduce(drafts.counts))
-        self._note_choice(pays=pays, are_long=are_long, has_long=has_long)
-        return self._joined(drafts)
+        if is_own is None or np.logical_or.reduce(is_own):
+            counts = drafts.counts if is_own is None else drafts.counts * is_own
+            are_long = has_long = False
+            if self._control.rests.looks:
+                is_long = drafts.matches >= LONG_MATCH
+                are_long = not np.logical_or.reduce(counts * ~is_long)
+                has_long = bool(np.logical_or.reduce(is_long))
+            of_own = pays if is_own is None else bool(np.logical_or.reduce(counts))
+            self._note_choice(self._own, pays=of_own, are_long=are_long, has_long=has_long)
+        if predicted is not None:
+            self._note_prediction_choice(predicted, drafts.counts)
+        return self._joined(drafts) if pays else (drafts.counts, NO_INTS)
 
-    def _note_choice(self, *, pays: bool, are_long: bool = False, has_long: bool = False) -> None:
+    def _note_prediction_choice(self, predicted: Bools, counts: Int32s) -> None:
+        """Note whether drafts of predictions pay, if any were found. predicted: rows with some."""
+        if np.logical_or.reduce(predicted):
+            pays = bool(np.logical_or.reduce(counts * predicted))
+            self._note_choice(self._predictions, pays=pays, has_long=True)
+
+    def _note_choice(
+        self,
+        account: DraftAccount,
+        *,
+        pays: bool,
+        are_long: bool = False,
+        has_long: bool = False,
+    ) -> None:
         control = self._control
-        control.rests.note_choice(
+        account.rests.note_choice(
             pays=pays and not control.probes,
             step_ms=self._step_ms,
             asked_ms=self._asked_ms,
@@ -411,41 +477,71 @@ class Drafter:
 
     def _joined(self, drafts: Drafts) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of all, in order."""
-        if not np.logical_or.reduce(drafts.counts):
-            return drafts.counts, NO_INTS
         return drafts.counts, drafts.ids[np.arange(self.max_drafts) < drafts.counts[:, None]]
 
-    def _found(self, tokens: TokenTable, index: Index, limits: Int32s) -> tuple[Drafts, Int32s]:
-        """Return the drafts that are known without computing a model, and for requests that have
-        none how many could be computed."""
-        drafts = no_drafts(len(index), self.max_drafts)
+    def _found(
+        self,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        *,
+        of_proposer: bool,
+        of_predictions: bool,
+    ) -> tuple[Drafts, Int32s, Bools | None]:
+        """Return the drafts that are known without computing a model, for requests that have none
+        how many could be computed, and which rows have drafts of predictions; None: no request
+        brings any. of_proposer, of_predictions: whether these are asked."""
+        drafts, predicted = no_drafts(len(index), self.max_drafts), None
         may_compute = np.zeros(len(index), np.int32)
         is_plain = self._costly is None and not self._num_predicting
         if is_plain and np.logical_and.reduce(self._asks_proposer[index]):  # all at once
             self._ask(self._proposer, tokens, index, limits, drafts)
-            return drafts, may_compute
-        for proposer, asks in self._proposers():
-            some = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
-            if not len(some):
-                continue
-            if proposer is self._costly:
+            return drafts, may_compute, None
+        if self._num_predicting:
+            if of_predictions:
+                self._look_up(
+                    self._prediction, self._asks_prediction, tokens, index, limits, drafts
+                )
+            predicted = drafts.counts > 0
+        if not of_proposer:
+            pass
+        elif self._costly is None:
+            self._look_up(self._proposer, self._asks_proposer, tokens, index, limits, drafts)
+        else:
+            some = self._without_drafts(self._asks_proposer, index, limits, drafts)
+            if len(some):
                 with ASKS_PROPOSER:
                     may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
-                continue
-            found = no_drafts(len(some), self.max_drafts)
-            self._ask(proposer, tokens, index[some], limits[some], found)
-            for into, parts in zip(drafts, found, strict=True):
-                into[some] = parts
-            if proposer is self._prediction:
-                self._note_predicted(index, index[some[found.counts > 0]])
-        return drafts, may_compute
+        return drafts, may_compute, predicted
 
-    def _note_predicted(self, index: Index, predicted: Index) -> None:
-        """Note that of the drafts for slots `index` those of `predicted` come from predictions."""
+    def _look_up(
+        self,
+        proposer: Proposer,
+        asks: Bools,
+        tokens: TokenTable,
+        index: Index,
+        limits: Int32s,
+        drafts: Drafts,
+    ) -> None:
+        """Ask a proposer that computes nothing for the rows that have no drafts yet."""
+        some = self._without_drafts(asks, index, limits, drafts)
+        if not len(some):
+            return
+        found = no_drafts(len(some), self.max_drafts)
+        self._ask(proposer, tokens, index[some], limits[some], found)
+        for into, parts in zip(drafts, found, strict=True):
+            into[some] = parts
+
+    def _without_drafts(self, asks: Bools, index: Index, limits: Int32s, drafts: Drafts) -> Index:
+        """Return the rows that ask a proposer and have no drafts yet."""
+        rows: Index = (asks[index] & (limits > 0) & (drafts.counts == 0)).nonzero()[0]
+        return rows
+
+    def _note_predicted(self, index: Index, predicted: Bools) -> None:
+        """Note which rows have drafts of predictions."""
         if self.from_prediction is None:
             self.from_prediction = np.zeros(len(self._asks_prediction), np.bool_)
-        self.from_prediction[index] = False
-        self.from_prediction[predicted] = True
+        self.from_prediction[index] = predicted
 
     def _chosen(
         self,
@@ -476,12 +572,15 @@ class Drafter:
                     once_ms = self._costly.call_ms()
                 draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
             self._step_ms, self._asked_ms = predicted.step_ms, predicted.asked_ms
+            num_steps = self._control.rests.num_steps
+            if self._num_predicting:  # which are asked in other steps
+                num_steps = min(num_steps, self._predictions.rests.num_steps)
             of_some = StepCost(
                 predicted.step_ms,
                 predicted.step_tokens,
                 draft_ms,
                 passes,
-                self._control.rests.num_steps,
+                num_steps,
                 once_ms,
                 predicted.row_ms,
                 predicted.added_ms,
@@ -495,8 +594,12 @@ class Drafter:
         """See DraftSource."""
         try:
             self._control.verified(index, drafted, accepted)
-            if self._control.probes and np.logical_or.reduce(2 * accepted >= drafted):
-                self._control.rests.note_success()
+            self._predicted_shares = predicted = None
+            if self._num_predicting and self.from_prediction is not None:
+                predicted = self.from_prediction[index]
+                self._predicted_shares = PredictedShares.of(predicted, drafted, accepted)
+            if self._control.probes:
+                self._note_success(2 * accepted >= drafted, predicted)
         except Exception as error:  # noqa: BLE001  the tokens are known
             self.fail(error)
         for proposer, asks in self._proposers():
@@ -512,6 +615,16 @@ class Drafter:
                 raise
             except Exception as error:  # noqa: BLE001  of whatever proposes: the tokens are known
                 self._give_up_all(of_some[0], error)
+
+    def _note_success(self, is_right: Bools, predicted: Bools | None) -> None:
+        """Note of which rows drafts that were tried were right."""
+        if predicted is None:
+            if np.logical_or.reduce(is_right):
+                self._own.rests.note_success()
+            return
+        for account, rows in ((self._own, ~predicted), (self._predictions, predicted)):
+            if np.logical_or.reduce(is_right & rows):
+                account.rests.note_success()
 
     def _proposers(self) -> tuple[tuple[Proposer, NDArray[np.bool_]], ...]:
         return (
@@ -582,3 +695,5 @@ class Drafter:
         self._num_predicting -= int(self._asks_prediction[slot])
         self._num_asking -= int(self._asks_proposer[slot])
         self._asks_proposer[slot] = self._asks_prediction[slot] = False
+        if not self._num_predicting:
+            self._mutes_proposer = self._mutes_predictions = False

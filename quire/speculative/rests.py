@@ -50,6 +50,10 @@ class DraftRests:
         self._num_misses = 0  # lookups in turn that found nothing
         self._until_plain = STEPS_BEFORE_PLAIN
 
+    def another(self, *, looks: bool) -> DraftRests:
+        """Return rests of this kind, for other drafts."""
+        return type(self)(looks=looks)
+
     @property
     def num_steps(self) -> int:
         """Return the steps since the control was asked last."""

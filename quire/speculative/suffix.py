@@ -1,13 +1,15 @@
 """The longest recent match of a text's last tokens, and what followed it: plain twin of the native
 SuffixIndex.
 
-Occurrences of the last MIN_MATCH tokens are compared backwards, the MAX_CANDIDATES latest ones, up
-to MAX_MATCH tokens; the longest match wins, the latest among equal ones. Drafts are the tokens
-behind it. Where these reach the end of the text they go on with themselves, so that a repetition is
-continued. A slot may share a history of other texts, of which a longer match than that of its own
-text wins. Chains of occurrences by hash cost 12 bytes and one insertion per token, where a suffix
-automaton would cost some hundred bytes for matches that are longer than they need to be: what
-follows a match of 32 tokens is hardly more certain than what follows one of 8.
+The place where the last match goes on is compared first, then occurrences of the last MIN_MATCH
+tokens backwards, the MAX_CANDIDATES latest ones, up to MAX_MATCH tokens; the longest match wins,
+among equal ones the first that was compared. Of a pair of tokens that occurs often, the true place
+is seldom among the latest ones; where the last match goes on is known at no cost. Drafts are the
+tokens behind it. Where these reach the end of the text they go on with themselves, so that a
+repetition is continued. A slot may share a history of other texts, of which a longer match than
+that of its own text wins. Chains of occurrences by hash cost 12 bytes and one insertion per token,
+where a suffix automaton would cost some hundred bytes for matches that are longer than they need to
+be: what follows a match of 32 tokens is hardly more certain than what follows one of 8.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ class PlainSuffixIndex:
         self._known = [0] * num_slots
         self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(num_slots)]
         self._others: list[PlainTokenHistory | None] = [None] * num_slots
+        # Where the last match ended, and for how many tokens of the tail it was found.
+        self._kept: list[tuple[int, int]] = [(0, 0)] * num_slots
 
     def forget(self, slot: int) -> None:
         """Begin another text."""
         self._known[slot] = 0
         self._ends[slot] = {}
         self._others[slot] = None
+        self._kept[slot] = 0, 0
 
     def share(self, slot: int, others: PlainTokenHistory | None) -> None:
         """Propose from `others` as well, where these have a longer match than the text of `slot`.
@@ -51,7 +56,9 @@ class PlainSuffixIndex:
         for slot in slots.tolist():
             text = tokens[slot, : lengths[slot]].tolist()
             self._learn(slot, text)
+            kept = self._kept[slot]
             drafts, match = self._continuation(slot, text, 1)
+            self._kept[slot] = kept  # a question changes nothing
             if drafts and match >= least:
                 return True
         return False
@@ -83,14 +90,27 @@ class PlainSuffixIndex:
         An empty tail is followed by the start of the text, and a single token by what follows it
         there.
         """
+        end = self._end_in_text(slot, text.tolist(), tail.tolist())
+        if end:
+            self._kept[slot] = end, len(tail)
+        return text[end : end + limit] if end or not len(tail) else text[:0]
+
+    def aligns(self, slot: int, text: Int32s, tail: Int32s, least: int) -> bool:
+        """Return whether `follow` would find something, after a match of `least` tokens or of all
+        of `tail`."""
         whole, last = text.tolist(), tail.tolist()
-        self._learn(slot, whole)
-        end = 0
-        if len(last) > 1:
-            end = self._longest(slot, whole, last, before=len(whole))
-        elif last:
-            end = int(whole[:1] == last)
-        return text[end : end + limit] if end or not last else text[:0]
+        end = self._end_in_text(slot, whole, last)
+        if not end:
+            return not last and len(whole) > 0
+        length = _match_length(whole, end, last)
+        return end < len(whole) and length >= min(least, len(last))
+
+    def _end_in_text(self, slot: int, text: list[int], tail: list[int]) -> int:
+        """Return where the last tokens of `tail` match; 0: at the start, or nowhere."""
+        self._learn(slot, text)
+        if len(tail) > 1:
+            return self._longest(slot, text, tail, before=len(text))
+        return int(len(tail) > 0 and text[:1] == tail)
 
     def _learn(self, slot: int, text: list[int]) -> None:
         for end in range(max(self._known[slot], MIN_MATCH), len(text) + 1):
@@ -101,6 +121,8 @@ class PlainSuffixIndex:
         """Return the drafts, and the length of the match that they follow."""
         end = self._longest(slot, text, text, before=len(text))
         length = _match_length(text, end, text) if end else 0
+        if end:
+            self._kept[slot] = end, len(text)
         others = self._others[slot]
         if others is not None:
             match = others.longest_match(text)
@@ -116,9 +138,16 @@ class PlainSuffixIndex:
 
     def _longest(self, slot: int, text: list[int], tail: list[int], *, before: int) -> int:
         """Return where the longest match of the last tokens of `tail` ends; 0 for none."""
+        if len(tail) < MIN_MATCH:
+            return 0
         ends = self._ends[slot].get(tuple(tail[-MIN_MATCH:]), [])
-        best, best_end = 0, 0
-        for end in [end for end in reversed(ends) if end < before][:MAX_CANDIDATES]:
+        ends = [end for end in reversed(ends) if end < before][:MAX_CANDIDATES]
+        kept_end, kept_length = self._kept[slot]
+        following = kept_end + len(tail) - kept_length
+        if len(tail) >= kept_length and following < before:
+            ends.insert(0, following)
+        best, best_end = MIN_MATCH - 1, 0
+        for end in ends:
             length = _match_length(text, end, tail)
             if length > best:
                 best, best_end = length, end

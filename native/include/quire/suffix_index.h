@@ -27,9 +27,13 @@ class SuffixIndex {
     // Take in what `text` has beyond the tokens known so far; those must not have changed.
     void learn(const int32_t* text, int32_t length);
     // Return where in the text the longest match of the last tokens of `tail` ends, before the
-    // position `before`.
+    // position `before`. Where the last match that was kept goes on comes first, and wins among
+    // equal ones: of a common pair too few places are compared to find it by its tokens.
     Match longest_match(const int32_t* text, const int32_t* tail, int32_t tail_length,
                         int32_t before) const;
+    // Keep where a match ends that was found for the first `tail_length` tokens of the tail, which
+    // only grows from then on. No match: the last one stays.
+    void keep(Match match, int32_t tail_length);
     // Return whether the last tokens of the text occurred before: whether longest_match finds any.
     bool repeats(const int32_t* text, int32_t length) const;
     void forget();
@@ -39,6 +43,8 @@ class SuffixIndex {
     void insert(const int32_t* text, int32_t end);
     void grow(const int32_t* text);
 
+    // The last match that was kept, and the tail it was found for: at first, the beginning of both.
+    int64_t kept_end_ = 0, kept_length_ = 0;
     std::vector<int32_t> heads_;     // by bucket: the last end of such a pair of tokens, 0 for none
     std::vector<int32_t> previous_;  // by end: the end before it in the same bucket
 };

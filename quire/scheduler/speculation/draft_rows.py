@@ -91,7 +91,8 @@ class DraftRows(StepExtension):
         self._active: Index | None = None  # batch.active when these were filled
         self._waiting = batch.active[:0]  # slots paused in this step, for drafts in the next one
         self.noted_from = NEVER
-        self.is_resting = self._may_predict = False  # the latter: a live request may
+        # The latter: a live request may bring a prediction that the source does not know yet.
+        self.is_resting = self._may_predict = False
         self._rest_from = self._rest_until = 0  # steps: the last one noted, and the last of all
         self._rest_active: Index | None = None  # batch.active when these were noted
         self._rest_sequences: list[SequenceState | None] = []  # by slot
@@ -318,8 +319,8 @@ class DraftRows(StepExtension):
         if num_steps < 2 or not self._source.may_begin_late:
             return
         if self._may_predict:
-            live = self._requests.sequences.values()
-            self._may_predict = any(map(_predicts, live))
+            live, entered = self._requests.sequences.values(), set(map(id, self._sequences))
+            self._may_predict = any(_predicts(one) and id(one) not in entered for one in live)
         if not self._may_predict:
             self.is_active, self.is_resting, self._rest_from = False, True, step
             self._rest_active = self._batch.active
@@ -406,7 +407,7 @@ class DraftRows(StepExtension):
         saved_ms = num_accepted * plain_ms / len(plan.slots)
         self._saved_ms += saved_ms
         self._added_ms += added_ms
-        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms)
+        self._source.note_step(plain_ms, saved_ms - added_ms, computed_ms, added_ms=added_ms)
         self.noted_from = 0  # the source may note steps without drafts now
 
     def advance(self, verified: VerifiedRows) -> None:

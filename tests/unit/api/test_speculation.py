@@ -98,6 +98,40 @@ def test_usage_counts_prediction_tokens_where_there_are_any() -> None:
     assert "accepted_draft_tokens" not in details
 
 
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_the_last_chunk_of_a_stream_counts_prediction_tokens(num_choices: int) -> None:
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "n": num_choices}
+    reply, _ = post({**CHAT, **stream, "prediction": PREDICTION})
+    *chunks, last, done = reply.events
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 3 * num_choices,
+        "rejected_prediction_tokens": num_choices,
+    }
+    assert all(chunk["usage"] is None for chunk in chunks)
+    whole = post({**CHAT, "n": num_choices, "prediction": PREDICTION})[0].json["usage"]
+    assert last["usage"] == whole
+    plain = post({**CHAT, **stream})[0].events[-2]["usage"]["completion_tokens_details"]
+    assert plain == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}),
+        ("/api/chat", CHAT),
+        ("/completion", {"prompt": "x"}),
+    ],
+)
+def test_other_routes_take_a_prediction_too(path: str, body: dict[str, Any]) -> None:
+    reply, engine = post({**body, "prediction": PREDICTION}, path)
+    assert reply.status == 200
+    assert engine.asked[0].terms.speculation == (SpeculationParams(prediction_ids=tuple(b"Hello")))
+
+
 def test_usage_counts_drafts_under_other_names_without_a_prediction() -> None:
     reply, _ = post({**CHAT, "speculation": "auto"})
     details = {"reasoning_tokens": 0, "accepted_draft_tokens": 3, "rejected_draft_tokens": 1}

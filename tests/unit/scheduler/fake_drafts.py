@@ -72,7 +72,12 @@ class FakeDrafts:
         raise AssertionError("these drafts use no cache")
 
     def note_step(
-        self, step_ms: float, gained_ms: float | None, computed_ms: float, num_steps: int = 1
+        self,
+        step_ms: float,
+        gained_ms: float | None,
+        computed_ms: float,
+        num_steps: int = 1,
+        added_ms: float = 0.0,
     ) -> None:
         assert step_ms >= 0.0
         assert num_steps == 1 or (num_steps > 1 and gained_ms is None)

@@ -89,7 +89,7 @@ class Load:
     probabilities of the requests that a draft is right, which differ by `deviation`. later: in the
     second half of an answer; None: the same. found: share of the positions at which a lookup finds
     something. text: draws a prompt with its answer, of so many tokens; for kind "ngram", which
-    looks them up as they are."""
+    looks them up as they are. predicted: makes the text that a request predicts of its answer."""
 
     kind: str
     batch: int
@@ -102,6 +102,7 @@ class Load:
     prompt_tokens: int = 60
     prices: Prices = field(default_factory=Prices)
     text: Callable[[np.random.Generator, int], Int32s] | None = None
+    predicted: Callable[[np.random.Generator, Int32s], Int32s] | None = None
 
 
 class Engine:
@@ -186,6 +187,9 @@ class Engine:
         self.right[name] = rng.random(length) < chances
         if load.found < 1.0:
             self.found[name] = rng.random(length) < load.found
+        prediction = NO_INTS
+        if load.predicted is not None:
+            prediction = load.predicted(rng, answer[load.prompt_tokens :])
         self.scheduler.add(
             Request(
                 request_id=name,
@@ -197,7 +201,7 @@ class Engine:
                 max_total_tokens=length,
                 arrival_ms=self.now_ms,
                 speculation=Speculation(
-                    max_drafts=MAX_DRAFTS, uses_proposer=True, prediction_ids=NO_INTS
+                    max_drafts=MAX_DRAFTS, uses_proposer=True, prediction_ids=prediction
                 ),
             )
         )

@@ -121,6 +121,165 @@ def test_native_and_plain_agree(text: list[int], steps: list[int], tail: list[in
     assert following == plain.follow(0, whole, last, 5).tolist()
 
 
+@both
+@pytest.mark.parametrize(
+    ("tail", "least", "aligned"),
+    [
+        ([], 4, True),  # from the start
+        ([5], 4, True),  # all of the answer
+        ([6], 0, False),
+        ([9, 6, 7], 2, True),
+        ([9, 6, 7], 3, False),
+        ([8, 5, 9], 0, False),  # the end
+    ],
+)
+def test_whether_a_tail_aligns_is_known_without_what_follows(
+    kind: Kind, tail: list[int], least: int, *, aligned: bool
+) -> None:
+    text = ints(5, 6, 7, 8, 5, 9)
+    assert kind(1).aligns(0, text, ints(*tail), least) == aligned
+    assert not kind(1).aligns(0, ints(), ints(), 0)
+
+
+NUM_ROWS, ROW_BEGIN = 400, (1, 2)
+
+
+def rows(num: int = NUM_ROWS) -> list[int]:
+    """Return a text of rows that begin with the same pair, and have a token of their own."""
+    return [id_ for row in range(num) for id_ in (*ROW_BEGIN, 100 + row, 3, 4)]
+
+
+def steps_through(
+    index: SuffixIndex | PlainSuffixIndex, text: list[int], answer: list[int], begin: int = 0
+) -> list[list[int]]:
+    """Return what is proposed where the answer is generated token by token from `begin` on."""
+    whole = ints(*text)
+    return [
+        index.follow(0, whole, ints(*answer[:length]), 3).tolist()
+        for length in range(begin, len(answer))
+    ]
+
+
+@both
+def test_a_row_that_begins_as_400_others_is_followed_where_the_answer_is(kind: Kind) -> None:
+    text = rows()
+    answer = text[:50]
+    found = steps_through(kind(1), text, answer)
+    assert found == [text[at : at + 3] for at in range(50)]
+
+
+@both
+def test_an_answer_that_is_followed_late_is_expected_as_far_from_the_start(kind: Kind) -> None:
+    """As after a preemption: nothing is known of the steps before."""
+    text, index = rows(), kind(1)
+    steps_through(index, text, text[:22])
+    index.forget(0)
+    answer = text[:100]
+    assert steps_through(index, text, answer, begin=82)[0] == text[82:85]
+
+
+@both
+def test_a_changed_token_leaves_the_place(kind: Kind) -> None:
+    """Drafts that were rejected are no part of the answer: its length is what counts."""
+    text = rows()
+    answer = [*text[:32], 50, *text[33:60]]
+    found = steps_through(kind(1), text, answer)
+    assert found[:32] == [text[at : at + 3] for at in range(32)]
+    assert found[35:] == [text[at : at + 3] for at in range(35, 60)]  # from the next pair on
+
+
+@both
+def test_a_longer_match_elsewhere_moves_the_place(kind: Kind) -> None:
+    """Two rows are left out: the answer goes on at a row that is known by its own token."""
+    text = rows(30)
+    answer = [*text[:25], *text[35:80]]
+    found = steps_through(kind(1), text, answer)
+    # The place where it went on matches no longer once the row's own token is known.
+    assert found[29:] == [text[at : at + 3] for at in range(39, 80)]
+
+
+@both
+def test_a_slot_that_is_used_again_knows_no_place(kind: Kind) -> None:
+    text, index = rows(), kind(1)
+    steps_through(index, text, text[:42])
+    index.forget(0)
+    other = [7, 8, *rows(3)]
+    assert steps_through(index, other, other[:12]) == [other[at : at + 3] for at in range(12)]
+    index.forget(0)
+    fresh = kind(1)
+    tail = ints(9, 9, 9, 9, 9, *text[:7])
+    assert (
+        index.follow(0, ints(*text), tail, 3).tolist()
+        == fresh.follow(0, ints(*text), tail, 3).tolist()
+    )
+
+
+@both
+def test_a_quotation_goes_on_where_it_went_on(kind: Kind) -> None:
+    """Prompt lookup: an answer repeats the first of 100 rows of its prompt."""
+    prompt = rows(100)
+    answer, index = prompt[:60], kind(2)
+    tokens = np.zeros((2, 1024), np.int32)
+    text = [*prompt, 90, *answer]
+    tokens[1, : len(text)] = text
+    right = 0
+    for length in range(len(prompt) + 5, len(text) - 3):  # from the first row's own token on
+        ids, counts, matches = np.zeros((1, MAX_DRAFTS), np.int32), ints(0), ints(0)
+        of_step = (np.array([1]), ints(length), ints(3), ids, counts, matches)
+        assert index.finds_any(tokens, np.array([1]), ints(0, length), 4)
+        index.propose(tokens, *of_step)
+        right += ids[0, :3].tolist() == text[length : length + 3]
+    assert right == len(answer) - 7
+
+
+@given(
+    text=st.lists(st.integers(0, 2), min_size=150, max_size=400),
+    steps=st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 2), st.booleans()), min_size=1, max_size=30
+    ),
+    start=st.integers(0, 100),
+)
+def test_native_and_plain_keep_the_same_places(
+    text: list[int], steps: list[tuple[int, int, bool]], start: int
+) -> None:
+    """Each pair occurs more than 32 times in most texts; the answer follows the text with changes,
+    and questions between change nothing."""
+    native, plain, at, answer = SuffixIndex(1), PlainSuffixIndex(1), start, list[int]()
+    whole = ints(*text)
+    for num, wrong, asks in steps:
+        answer += [*text[at : at + num], wrong]
+        at += num + wrong
+        tail = ints(*answer)
+        if asks:
+            assert native.aligns(0, whole, tail, 4) == plain.aligns(0, whole, tail, 4)
+        following = native.follow(0, whole, tail, 5).tolist()
+        assert following == plain.follow(0, whole, tail, 5).tolist()
+        assert following == native.follow(0, whole, tail, 5).tolist()
+
+
+@given(
+    text=st.lists(st.integers(0, 2), min_size=100, max_size=400),
+    steps=st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12),
+)
+def test_native_and_plain_keep_the_same_places_in_a_text(
+    text: list[int], steps: list[tuple[int, bool]]
+) -> None:
+    native, plain, length = SuffixIndex(1), PlainSuffixIndex(1), 0
+    tokens = ints(*text)[None]
+    for num, asks in steps:
+        length = min(length + num, len(text))
+        found = []
+        for index in (native, plain):
+            kept: list[object] = []
+            if asks:
+                kept.append(index.finds_any(tokens, np.array([0]), ints(length), 4))
+            ids, counts, matches = np.zeros((1, MAX_DRAFTS), np.int32), ints(0), ints(0)
+            of_step = (np.array([0]), ints(length), ints(MAX_DRAFTS), ids, counts, matches)
+            index.propose(tokens, *of_step)
+            found.append((kept, ids.tolist(), counts.tolist(), matches.tolist()))
+        assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("slot", "length", "limit"), [(2, 1, 1), (-1, 1, 1), (0, 65, 1), (0, -1, 1), (0, 1, 7)]
 )

@@ -1,0 +1,183 @@
+"""Accounts of drafts: the proposer's and that of predictions, and how a step's gain is shared."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.scheduler.interfaces import DraftCost
+from quire.speculative.control import AdaptiveControl, FixedControl
+from quire.speculative.draft_account import UNTIL_EARNED, PredictedShares
+from quire.speculative.draft_balance import DraftBalance
+from quire.speculative.ngram import NgramProposer
+from quire.speculative.rests import ASK_SHARE, NoRests
+from tests.unit.speculative.test_drafter import (
+    MAX_DRAFTS,
+    NUM_SLOTS,
+    Case,
+    CountedModel,
+    ScriptedProposer,
+    ints,
+    of_none,
+)
+
+BOTH = np.array([0, 1])
+LIMITS = ints(MAX_DRAFTS, MAX_DRAFTS)
+
+
+def beside(proposer: object, *, text: tuple[int, ...] = (1, 2, 3)) -> Case:
+    """Return a case of which slot 1 brings a prediction."""
+    case = Case(proposer, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, list(text), 3)
+    case.begin(1, list(text), 3, prediction_ids=ints(30, 31, 32, 33))
+    return case
+
+
+def alone(text: tuple[int, ...] = (1, 2, 3)) -> Case:
+    """Return a case of which slot 1 brings a prediction, and asks for nothing else."""
+    case = Case(ScriptedProposer(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    of_prediction = ints(30, 31, 32, 33)
+    case.begin(1, list(text), 3, prediction_ids=of_prediction, uses_proposer=False)
+    return case
+
+
+def in_debt(balance: DraftBalance | None) -> DraftBalance:
+    """Let drafts lose time until none are made."""
+    assert balance is not None
+    while balance.allows_drafts:
+        balance.drafted(-8.0, 10.0)
+    return balance
+
+
+@pytest.mark.parametrize("proposer", [ScriptedProposer(), CountedModel()])
+def test_while_a_proposer_is_in_debt_only_predictions_are_asked(proposer: ScriptedProposer) -> None:
+    case = beside(proposer)
+    in_debt(case.drafter._control.balance)
+    assert not case.drafter.rest_steps
+    assert case.drafter.would_propose(case.tokens, BOTH, LIMITS).tolist() == [False, True]
+    assert not case.drafter.skips_step(case.tokens, of_none)
+    assert case.propose(0, 1) == [[], [30]]
+    assert not proposer.asked
+    case.drafter.end(1)
+    assert case.drafter.rest_steps == UNTIL_EARNED
+    assert case.drafter.skips_step(case.tokens, of_none)
+
+
+def test_while_predictions_are_in_debt_their_requests_ask_the_proposer() -> None:
+    case = Case(NgramProposer(NUM_SLOTS), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(1, [1, 2, 5, 1, 2], 5, prediction_ids=ints(30, 31, 32))
+    in_debt(case.drafter._predictions.balance)
+    assert case.drafter.rest_steps == 0
+    assert not case.drafter.skips_step(case.tokens, of_none)
+    assert case.propose(1)[0][:1] == [5]
+    assert case.drafter.from_prediction is not None
+    assert not case.drafter.from_prediction.any()
+    in_debt(case.drafter._control.balance)
+    assert case.drafter.rest_steps == UNTIL_EARNED
+    assert case.drafter.skips_step(case.tokens, of_none)
+    assert not case.drafter.would_propose(case.tokens, BOTH[1:], LIMITS[1:]).any()
+
+
+def test_a_prediction_that_is_always_wrong_is_asked_ever_more_seldom() -> None:
+    """Its price is more than any draft gains. Steps are short, so that rests become long."""
+    case = alone()
+    dear = DraftCost(1.0, 1, 100.0 * np.arange(2), asked_ms=100.0 * ASK_SHARE)
+    asked = []
+    for number in range(400):
+        if case.drafter.skips_step(case.tokens, of_none):
+            continue
+        asked.append(number)
+        counts, _ = case.drafter.propose(case.tokens, BOTH[1:], LIMITS[1:], lambda: dear)
+        assert not counts.any()
+    assert 5 <= len(asked) <= 60
+    assert len([number for number in asked if number >= 200]) <= len(asked) // 2 + 1
+
+
+def test_a_prediction_that_matches_nowhere_is_looked_up_ever_more_seldom() -> None:
+    case = alone((1, 2, 3, 4, 5, 6))
+    calls: list[int] = []
+    may_find = case.drafter._prediction.may_find  # type: ignore[attr-defined]
+    case.drafter._prediction.may_find = lambda tokens: (  # type: ignore[attr-defined]
+        calls.append(1) or may_find(tokens)
+    )
+    case.drafter._step_ms = 0.2
+    assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(640))
+    assert len(calls) <= 60
+
+
+def test_a_request_with_another_prediction_is_a_reason_to_look() -> None:
+    case = alone((1, 2, 3, 4, 5, 6))
+    case.drafter._step_ms = 0.2
+    for _ in range(200):
+        case.drafter.skips_step(case.tokens, of_none)
+    case.drafter.end(1)
+    case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31), uses_proposer=False)
+    assert not case.drafter.skips_step(case.tokens, of_none)
+    assert case.propose(1) == [[30]]
+
+
+def test_a_long_match_with_the_prediction_ends_its_rest() -> None:
+    case = alone()
+    rests = case.drafter._predictions.rests
+    for _ in range(8):
+        rests.note_choice(pays=False, step_ms=0.1, asked_ms=1.0)
+    left = rests.left
+    for position, token in enumerate((30, 31), start=3):
+        case.tokens.put(BOTH[1:], ints(position), ints(token))
+    rests.until_look = 0
+    assert not case.drafter.skips_step(case.tokens, lambda: BOTH[1:])
+    assert left > 1
+    assert rests.left == 0
+
+
+def test_the_gain_of_a_step_is_shared_by_accepted_drafts_and_its_time_by_drafts() -> None:
+    """Of a step that takes 2 ms longer for 8 drafts, of which 3 save 1 ms each."""
+    shares = PredictedShares.of(np.array([False, True]), ints(2, 6), ints(2, 1))
+    assert shares is not None
+    assert shares.gained_ms(1.0, 2.0) == pytest.approx(1.0 - 6 * 0.25)
+    assert PredictedShares.of(np.array([False, False]), ints(2, 6), ints(2, 1)) is None
+    none = PredictedShares.of(np.array([True, False]), ints(2, 6), ints(0, 0))
+    assert none is not None
+    assert none.gained_ms(-2.0, 2.0) == pytest.approx(-0.5)
+
+
+def test_each_account_has_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[str, float]] = []
+    case = beside(ScriptedProposer())
+    case.drafter._control.probes = False
+    own, predictions = case.drafter._control.balance, case.drafter._predictions.balance
+    names = {id(own): "own", id(predictions): "predictions"}
+    monkeypatch.setattr(
+        DraftBalance,
+        "drafted",
+        lambda self, gained_ms, *_: noted.append((names[id(self)], round(gained_ms, 6))),
+    )
+    case.drafter._note_predicted(BOTH, np.array([False, True]))
+    case.drafter.verified(BOTH, ints(1, 3), ints(1, 0))
+    case.drafter.note_step(10.0, 1.0, 0.0, added_ms=2.0)
+    assert noted == [("predictions", -1.5), ("own", 2.5)]
+    noted.clear()
+    case.drafter.verified(BOTH[1:], ints(3), ints(2))
+    case.drafter.note_step(10.0, 1.0, 0.0, added_ms=2.0)
+    assert noted == [("predictions", 1.0)]
+    noted.clear()
+    case.drafter.verified(BOTH[:1], ints(2), ints(2))
+    case.drafter.note_step(10.0, 1.0, 0.0, added_ms=2.0)
+    assert noted == [("own", 1.0)]
+
+
+def test_steps_without_drafts_earn_trials_of_predictions_too() -> None:
+    case = beside(ScriptedProposer())
+    balance = in_debt(case.drafter._predictions.balance)
+    case.drafter.note_step(10.0, None, 0.0)
+    assert case.drafter.notes_plain_steps
+    for _ in range(2000):
+        case.drafter.note_step(10.0, None, 0.0)
+    assert balance.allows_drafts
+    assert not case.drafter.notes_plain_steps
+
+
+def test_where_no_drafts_rest_predictions_do_not_either() -> None:
+    case = Case(ScriptedProposer(), FixedControl(MAX_DRAFTS, NoRests()))
+    assert isinstance(case.drafter._predictions.rests, NoRests)
+    assert case.drafter._predictions.balance is None
