@@ -115,7 +115,7 @@ class SharedEngine:
         self._scheduler = scheduler = engine.core.scheduler
         self._first = scheduler._drafts
         assert self._first is not None, "the engine has drafts"
-        self._proposer: Proposer = self._first._source._proposer  # type: ignore[attr-defined]
+        self._proposer: Proposer = self._first._source.proposer  # type: ignore[attr-defined]
         self._pass_times = deepcopy(getattr(self._proposer, "pass_times", None))
         self._prices: dict[str, Any] = deepcopy(vars(scheduler.speed))
         self._extensions = scheduler._extensions

@@ -343,7 +343,7 @@ def run_case(
         first_layers_of(model, case.settings).share_cache()
         if isinstance(runner.runner, PipelinedRunner):
             assert source is not None, "the case has a proposer"
-            cast(SelfProposer, source._proposer).settle = runner.runner.finish_begun
+            cast(SelfProposer, source.proposer).settle = runner.runner.finish_begun
     core = make_core(
         runner,
         case.settings,

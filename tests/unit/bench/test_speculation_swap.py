@@ -217,7 +217,7 @@ def test_drafts_of_all_sides_are_computed_by_the_same_executors(
     proposers = []
     for side in sides:
         side.attach()
-        proposers.append(side.core.scheduler._drafts._source._proposer)  # type: ignore[attr-defined]
+        proposers.append(side.core.scheduler._drafts._source.proposer)  # type: ignore[attr-defined]
     assert len({id(executor_of(one)) for one in proposers}) == 1
     assert len({id(one._model) for one in proposers}) == 3
     assert len({id(one._model.tokens) for one in proposers}) == 3

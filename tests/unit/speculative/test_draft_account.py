@@ -96,18 +96,18 @@ def test_a_prediction_that_is_always_wrong_is_asked_ever_more_seldom() -> None:
 def test_a_prediction_that_matches_nowhere_is_looked_up_ever_more_seldom() -> None:
     case = alone((1, 2, 3, 4, 5, 6))
     calls: list[int] = []
-    may_find = case.drafter._prediction.may_find  # type: ignore[attr-defined]
-    case.drafter._prediction.may_find = lambda tokens: (  # type: ignore[attr-defined]
+    may_find = case.prediction.may_find
+    case.prediction.may_find = lambda tokens: (  # type: ignore[method-assign]
         calls.append(1) or may_find(tokens)
     )
-    case.drafter._step_ms = 0.2
+    case.drafter._choice.step_ms = 0.2
     assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(640))
     assert len(calls) <= 60
 
 
 def test_a_request_with_another_prediction_is_a_reason_to_look() -> None:
     case = alone((1, 2, 3, 4, 5, 6))
-    case.drafter._step_ms = 0.2
+    case.drafter._choice.step_ms = 0.2
     for _ in range(200):
         case.drafter.skips_step(case.tokens, of_none)
     case.drafter.end(1)

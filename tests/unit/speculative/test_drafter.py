@@ -17,7 +17,8 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.scheduler.interfaces import DraftCost
 from quire.speculative.control import AdaptiveControl, Control, FixedControl
-from quire.speculative.drafter import MAX_REFUSED, Drafter
+from quire.speculative.draft_choice import MAX_REFUSED
+from quire.speculative.drafter import Drafter
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
 from quire.speculative.proposer import CostlyProposer, Drafts, LookupProposer, Proposer
@@ -74,9 +75,10 @@ class Case:
     def __init__(self, proposer: Any, control: Control | None = None) -> None:
         self.reports: list[dict[str, Any]] = []
         self.tokens = TokenTable(NUM_SLOTS, 32)
+        self.proposer, self.prediction = proposer, PredictionProposer(NUM_SLOTS)
         self.drafter = Drafter(
             proposer,
-            PredictionProposer(NUM_SLOTS),
+            self.prediction,
             FixedControl(MAX_DRAFTS) if control is None else control,
             num_slots=NUM_SLOTS,
             max_drafts=MAX_DRAFTS,
@@ -305,7 +307,7 @@ def test_many_refusals_by_the_last_costs_are_put_to_the_test() -> None:
 def test_a_proposer_that_raises_while_it_is_looked_for_a_long_match_is_asked() -> None:
     case = resting()
     case.drafter._control.rests.until_look = 0
-    case.drafter._lookup.finds_long = lambda *_: 1 / 0  # type: ignore[union-attr]
+    case.proposer.finds_long = lambda *_: 1 / 0
     assert not case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).any()
     assert not case.drafter.num_errors
 
@@ -318,7 +320,7 @@ def test_of_requests_that_could_wait_only_those_are_looked_at_that_ask_for_looku
     case.begin(3, [1, 2, 3], 3)
     case.drafter._control.rests.until_look = 0
     looked: list[list[int]] = []
-    case.drafter._lookup.finds_long = (  # type: ignore[union-attr]
+    case.proposer.finds_long = (
         lambda tokens, slots: slots is None or bool(looked.append(slots.tolist()))
     )
     assert not case.drafter.would_propose(case.tokens, np.array([1, 2, 3]), ints(3, 3, 3)).any()
