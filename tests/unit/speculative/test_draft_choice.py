@@ -59,9 +59,9 @@ def test_where_nothing_is_found_no_cost_is_predicted(proposer: Any) -> None:
 def test_the_control_is_asked_for_rows_with_drafts_with_what_making_them_takes() -> None:
     case = Case(CountedModel(pass_ms=2.0, behind_ms=32.0), control := Noting())
     case.begin(0, [1, 2, 3], 3)
-    case.begin(1, [1, 2, 9], 3, prediction_ids=ints(30, 31, 32))
+    case.begin(1, [1, 2, 5, 1, 2], 3, prediction_ids=ints(30, 31, 32))
     case.begin(2, [1, 2, 3], 3, prediction_ids=ints(30, 31, 32))
-    case.begin(3, [1, 2, 9], 3, prediction_ids=ints(30, 31, 32), uses_proposer=False)
+    case.begin(3, [1, 2, 5, 1, 2], 3, prediction_ids=ints(30, 31, 32), uses_proposer=False)
     assert case.propose(0, 1, 2, 3) == [[7, 8], [7, 8], [30, 31, 32], []]
     [(slots, cost)] = control.asked
     assert slots == [0, 1, 2]
