@@ -53,7 +53,8 @@ def test_where_nothing_is_found_no_cost_is_predicted(proposer: Any) -> None:
     counts, ids = case.drafter.propose(case.tokens, index, limits, cost)
     assert (counts.tolist(), len(ids)) == ([0], 0)
     assert not case.drafter.would_propose(case.tokens, index, limits).any()
-    assert not (asked or control.asked)
+    assert not asked
+    assert not control.asked
 
 
 def test_the_control_is_asked_for_rows_with_drafts_with_what_making_them_takes() -> None:

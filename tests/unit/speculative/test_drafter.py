@@ -320,9 +320,7 @@ def test_of_requests_that_could_wait_only_those_are_looked_at_that_ask_for_looku
     case.begin(3, [1, 2, 3], 3)
     case.drafter._control.rests.until_look = 0
     looked: list[list[int]] = []
-    case.proposer.finds_long = lambda _, slots: (
-        slots is None or bool(looked.append(slots.tolist()))
-    )
+    case.proposer.finds_long = lambda _, slots: slots is None or bool(looked.append(slots.tolist()))
     assert not case.drafter.would_propose(case.tokens, np.array([1, 2, 3]), ints(3, 3, 3)).any()
     assert case.drafter.skips_step(case.tokens, lambda: np.array([0, 2]))
     assert looked == [[1, 3], [0]]

@@ -97,8 +97,10 @@ def test_a_request_that_ends_or_loses_its_drafts_asks_nothing() -> None:
     proposer._fails = 1
     guarded.find(of_predictions=False)
     assert (proposers.num_asking, proposers.num_predicting) == (0, 0)
-    assert not (proposers.asks_proposer.any() or proposers.asks_prediction.any())
-    assert not (proposers.mutes_proposer or proposers.mutes_predictions)
+    assert not proposers.asks_proposer.any()
+    assert not proposers.asks_prediction.any()
+    assert not proposers.mutes_proposer
+    assert not proposers.mutes_predictions
     assert [report["request_id"] for report in guarded.reports] == ["r1"]
     proposers.give_up_all(BOTH, RuntimeError("once more"))
     assert len(guarded.reports) == 1
