@@ -63,7 +63,7 @@ class GuardedProposers:
         self._in_cache = proposer if isinstance(proposer, CacheProposer) else None
         self.computes = self._costly is not None
         self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
-        self.may_begin_late = proposer.may_begin_late and not (self.learns or self.uses_cache)
+        self.may_begin_late = proposer.may_begin_late and not self.learns
         self._max_drafts, self._vocab_size, self._report = max_drafts, vocab_size, report
         self._request_ids = [""] * num_slots
         self._catching_up_ms = 0.0  # of the costly proposer, when it was asked for last
