@@ -63,7 +63,8 @@ class DraftSource(Protocol):
     when drafts are asked for next, and not at all for a request that has ended by then.
     notes_plain_steps: whether `note_step` is called for steps without drafts, for several at once
     where they are short. rest_steps: in so many further steps nothing is proposed, unless a request
-    begins, or `note_step` changes that.
+    begins, or `note_step` changes that. asks_predictions_only: of the requests that have begun,
+    some bring predictions, and none asks the engine's proposer: a rest is of predictions alone.
     num_proposer_errors, num_errors: errors of proposers, and of other parts; after one of the
     latter nothing is proposed. from_prediction: by slot, whether its last drafts are of the text
     that its request predicts; None: none ever were.
@@ -82,6 +83,9 @@ class DraftSource(Protocol):
 
     @property
     def rest_steps(self) -> int: ...
+
+    @property
+    def asks_predictions_only(self) -> bool: ...
 
     def begin(self, slot: int, request: Request) -> None:
         """Note that `request` runs in `slot`, from its start or again after a preemption."""

@@ -39,9 +39,14 @@ class DraftAccount:
         self._num_new = 0  # requests that began since what is known was doubted
 
     @property
+    def is_in_debt(self) -> bool:
+        """Return whether its drafts have lost so much time that none are asked for."""
+        return self.balance is not None and not self.balance.allows_drafts
+
+    @property
     def rest_steps(self) -> int:
         """Return in how many further steps nothing is asked for."""
-        if self.balance is not None and not self.balance.allows_drafts:
+        if self.is_in_debt:
             return UNTIL_EARNED
         return self.rests.quiet if self.rests.looks else self.rests.left
 

@@ -117,8 +117,8 @@ class DraftChoice:
             draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
         self.step_ms, self._asked_ms = predicted.step_ms, predicted.asked_ms
         num_steps = self._control.rests.num_steps
-        if self._proposers.num_predicting:  # which are asked in other steps
-            num_steps = min(num_steps, self._predictions.rests.num_steps)
+        if self._proposers.num_predicting:
+            num_steps = self._steps_since_asked()
         of_some = StepCost(
             predicted.step_ms,
             predicted.step_tokens,
@@ -133,6 +133,13 @@ class DraftChoice:
         are_long = matches[some] >= LONG_MATCH if self._control.rests.looks else None
         counts[some] = self._control.limits(index[some], limits[some], of_some, are_long)
         return counts
+
+    def _steps_since_asked(self) -> int:
+        """Return in how many steps the control was asked once, with this one, where either account
+        may have asked it. One that no request asks, or that is in debt, counts no steps."""
+        predictions, num_asking = self._predictions, self._proposers.num_asking
+        accounts = (self._own, predictions) if num_asking else (predictions,)
+        return min((one.rests.num_steps for one in accounts if not one.is_in_debt), default=1)
 
     def affordable(self, tokens: TokenTable, slots: Index) -> Bools:
         """Return for which of `slots` drafts are computed although little is known of them. Raises

@@ -174,6 +174,11 @@ class Drafter:
         steps = self._predictions.rest_steps
         return min(steps, self._own.rest_steps) if self._proposers.num_asking else steps
 
+    @property
+    def asks_predictions_only(self) -> bool:
+        """See DraftSource."""
+        return self._proposers.num_predicting > 0 and not self._proposers.num_asking
+
     def rested(self, num_steps: int) -> None:
         """See DraftSource."""
         self._own.rested(num_steps)
@@ -314,7 +319,8 @@ class Drafter:
         """Propose no more for slots `index` if a proposer raised `error`, or else for any."""
         if isinstance(error, ProposerFailed):
             assert isinstance(error.__cause__, Exception), "of a proposer"
-            self._proposers.give_up_all(index, error.__cause__)
+            asks = self._proposers.asks_proposer[index]  # of the engine's, which computes drafts
+            self._proposers.give_up_all(index[asks], error.__cause__)
         else:
             self.fail(error)
 

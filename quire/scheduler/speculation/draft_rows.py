@@ -183,12 +183,14 @@ class DraftRows(StepExtension):
         self._may_predict |= predicts
         if self.is_resting:
             is_alone = not self._requests.sequences
-            if not (predicts or is_alone):
+            # A rest of predictions says nothing of the engine's proposer.
+            wakes = predicts or (source.asks_predictions_only and _uses_proposer(sequence))
+            if not (wakes or is_alone):
                 return
             self._pass_rest(self._requests.in_flight.step)
             if is_alone:
                 source.note_arrivals(0, 1)
-            if source.rest_steps and not predicts:
+            if source.rest_steps and not wakes:
                 return
         self.is_resting, self.is_active, self.noted_from = False, True, 0
 
@@ -449,9 +451,11 @@ class DraftRows(StepExtension):
         ]
         num_new = -self._num_arrived
         for slot in changed:
-            if before[slot] is not None and self._max_drafts[slot]:
+            old = before[slot]
+            if old is not None and self._max_drafts[slot]:
                 self._source.end(slot)
                 self._num_speculating -= 1
+                self._may_predict |= old.alive and _predicts(old)  # it comes back
             before[slot] = sequence = now[slot]
             preemptions[slot] = 0 if sequence is None else sequence.preemption.count
             self._max_drafts[slot] = num = 0 if sequence is None else self._begin(slot, sequence)
@@ -509,3 +513,9 @@ def _predicts(sequence: SequenceState) -> bool:
     """Return whether a request brings a prediction."""
     speculation = sequence.request.speculation
     return speculation is not None and len(speculation.prediction_ids) > 0
+
+
+def _uses_proposer(sequence: SequenceState) -> bool:
+    """Return whether a request asks the engine's proposer."""
+    speculation = sequence.request.speculation
+    return speculation is not None and speculation.uses_proposer

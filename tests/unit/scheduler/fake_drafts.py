@@ -22,6 +22,7 @@ class FakeDrafts:
 
     proposer_name, uses_cache, may_begin_late = "fake", False, False
     from_prediction = None
+    asks_predictions_only = False
     num_proposer_errors = num_errors = 0
 
     def __init__(

@@ -212,3 +212,46 @@ def test_while_all_rest_no_hook_of_a_step_is_called() -> None:
         assert case.scheduler._drafts is not None
         num_resting += number >= 200 and case.scheduler._drafts.is_resting
     assert num_resting >= 140  # of 200
+
+
+def alone(prediction: list[int], proposer: Repeats) -> Beside:
+    """Return a case in which one request brings a prediction, and none asks the proposer."""
+    case = Wrong(1, proposer)
+    case.predict(prediction, uses_proposer=False)
+    case.turn()
+    case.scheduler.abort("r1")
+    return case
+
+
+def test_a_rest_of_predictions_keeps_no_request_from_the_proposer() -> None:
+    proposer = Repeats(finds=True)
+    case = alone(USELESS, proposer)
+    balance = case.source._predictions.balance
+    while balance.allows_drafts:
+        balance.drafted(-64.0, 10.0)
+    for _ in range(8):
+        case.turn()
+    assert case.scheduler._drafts is not None
+    assert case.scheduler._drafts.is_resting
+    assert not proposer.asked
+    case.add([3, TOKEN, TOKEN], max_total_tokens=LENGTH)
+    for _ in range(40):
+        case.turn()
+    assert proposer.asked
+
+
+def test_a_preempted_request_with_a_prediction_is_waited_for() -> None:
+    """No rest without hooks begins until it is back, and asks."""
+    case = Beside(1, Repeats(finds=False), FixedControl(0))
+    case.predict(USELESS)
+    rows = case.scheduler._drafts
+    assert rows is not None
+    while not rows.is_resting:
+        case.turn()
+    assert not rows._may_predict
+    ids = ["" if one is None else one.request.request_id for one in rows._sequences]
+    slot = ids.index("predicts")
+    sequence, rows._batch.sequences[slot] = rows._batch.sequences[slot], None
+    rows._enter_slots()
+    assert rows._may_predict
+    rows._batch.sequences[slot] = sequence

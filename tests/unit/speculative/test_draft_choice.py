@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from quire.scheduler.interfaces import DraftCost
 from quire.speculative.control import FixedControl, StepCost
+from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.draft_choice import DRAFTS_PER_CATCH_UP
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.prediction import PredictionProposer
@@ -79,3 +80,19 @@ def test_whether_drafts_would_pay_is_asked_without_a_cost() -> None:
     case.begin(0, [1, 2, 3], 3)
     assert case.drafter.would_propose(case.tokens, np.array([0]), ints(3)).all()
     assert control.asked == [([0], None)]
+
+
+@pytest.mark.parametrize("uses_proposer", [False, True])
+def test_an_account_that_is_not_asked_counts_no_steps(*, uses_proposer: bool) -> None:
+    """What is learned of drafts is forgotten by the steps since the control was asked."""
+    case = Case(CountedModel(), control := Noting())
+    case.drafter._own.balance = balance = DraftBalance()
+    while balance.allows_drafts:
+        balance.drafted(-8.0, 10.0)
+    case.begin(0, [1, 2, 3], 3, prediction_ids=ints(30, 31), uses_proposer=uses_proposer)
+    case.drafter._predictions.rests._since = 40  # a rest has ended
+    case.drafter.skips_step(case.tokens, lambda: np.array([0]))
+    assert case.propose(0) == [[30, 31]]
+    [(_, cost)] = control.asked
+    assert cost is not None
+    assert cost.num_steps == 40
