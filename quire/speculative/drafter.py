@@ -96,7 +96,7 @@ class Drafter:
         if predicts:
             self._predictions.note_arrivals(1, self._proposers.num_predicting + 1)
         self._control.begin(slot, predicts=predicts)
-        self._proposers.begin(slot, request)
+        self._proposers.begin(slot, request, predicts=predicts)
 
     def learn(self, slot: int, output: Int32s) -> None:
         """See DraftSource."""

@@ -78,14 +78,13 @@ class GuardedProposers:
         for proposer, _ in self._both:
             proposer.close()
 
-    def begin(self, slot: int, request: Request) -> None:
-        """Note that `request` runs in `slot`."""
+    def begin(self, slot: int, request: Request, *, predicts: bool) -> None:
+        """Note that `request` runs in `slot`. predicts: it brings a prediction."""
         speculation = request.speculation
         assert speculation is not None, "only requests that speculate begin"
         self._request_ids[slot] = request.request_id
         self.asks_proposer[slot] = speculation.uses_proposer
         self.num_asking += speculation.uses_proposer
-        predicts = len(speculation.prediction_ids) > 0
         self.asks_prediction[slot] = predicts
         self.num_predicting += predicts
         for proposer, asks in self._both:

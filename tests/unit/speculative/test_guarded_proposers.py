@@ -55,7 +55,7 @@ class Guarded:
                 arrival_ms=0.0,
                 speculation=Speculation(max_drafts=MAX_DRAFTS, prediction_ids=prediction),
             )
-            self.proposers.begin(slot, request)
+            self.proposers.begin(slot, request, predicts=len(prediction) > 0)
 
     def find(self, **asked: bool) -> tuple[list[int], list[int], NDArray[np.bool_] | None]:
         asked = {"of_proposer": True, "of_predictions": True} | asked
