@@ -70,11 +70,7 @@ class Answer:
                 return
             state.tried.add(replica)
             try:
-                sleepers = self._features.sleepers
-                if sleepers is not None and replica.state == ASLEEP:
-                    with self._admission.waiting(request.expected_tokens):
-                        async with before_deadline(request):
-                            await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+                await self._wake(replica)
                 request.note_sent(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
@@ -82,6 +78,17 @@ class Answer:
                         return
             except ReplicaFault as fault:
                 self._note(replica, fault)
+
+    async def _wake(self, replica: Replica) -> None:
+        """Wake a replica that sleeps. Raises ReplicaFault, Refusal and ClientGone."""
+        sleepers = self._features.sleepers
+        if sleepers is None or replica.state != ASLEEP:
+            return
+        with self._admission.waiting(self._request.expected_tokens):
+            async with before_deadline(self._request):
+                await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+        if not replica.is_up:  # its number may be that of another one by now
+            raise ReplicaFault(f"it is {replica.state}", is_suspect=False)
 
     async def _try(self, attempt: Attempt) -> bool:
         """Run one attempt; return whether the client has its answer. Raises ReplicaFault."""
