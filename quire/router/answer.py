@@ -201,6 +201,7 @@ class Answer:
 
     def _begin_anew(self) -> None:
         """Another model is asked: whatever replicas refused before, they were not asked this."""
+        self._request.begin_anew()
         self._state.key = self._request.key()
         self._state.tried.clear()
         self._placement.begin_anew()
