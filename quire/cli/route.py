@@ -212,7 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments, file)
     discovery, features = _parts(arguments, file, log)
     make_routing_policy(settings, features.sets)  # raises before anything is started
-    prefill, movable = _prefill_discovery(arguments, log), None
+    prefill, movable = _prefill_discovery(arguments, settings.probe_s, log), None
     if arguments.movable:
         from quire.router.role_balance import SideDiscovery  # only where it is wanted
         from quire.routing.role_shortage import Side
@@ -264,6 +264,7 @@ def _settings(arguments: argparse.Namespace, file: RouteFile) -> RouterSettings:
 def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Discovery, Features]:
     """Return the discovery and the features; what is not configured is not imported."""
     has_addresses = bool(arguments.replicas or arguments.replicas_file)
+    probe_s = _given(arguments.probe_s, file.probe_seconds, _DEFAULTS.probe_s)
     quotas, buckets = None, None
     leases: Discovery | None = None
     link: RedisLink | None = None
@@ -281,7 +282,7 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
         store: Buckets = buckets or LocalBuckets(time.monotonic)
         quotas = Quotas(file.quotas, file.tenants, store)
     if has_addresses:
-        discovery = _discovery(list(arguments.replicas), arguments.replicas_file, log)
+        discovery = _discovery(list(arguments.replicas), arguments.replicas_file, probe_s, log)
     elif (
         sum([bool(file.replicas or file.replicas_file), file.kubernetes is not None, bool(leases)])
         > 1
@@ -297,7 +298,7 @@ def _parts(arguments: argparse.Namespace, file: RouteFile, log: Log) -> tuple[Di
 
         discovery = KubernetesEndpoints(file.kubernetes, log)
     else:
-        discovery = _discovery(list(file.replicas), file.replicas_file, log)
+        discovery = _discovery(list(file.replicas), file.replicas_file, probe_s, log)
     features = features_of(file, quotas, None if link is None else (lambda: link.is_down))
     if file.kv_events is not None:
         _follow_events(features, file.kv_events)
@@ -312,14 +313,16 @@ def _follow_events(features: Features, table: KVEventsTable) -> None:
     features.make_look_up = lambda fleet: ExactPrefixes(fleet, table, sets)
 
 
-def _discovery(replicas: list[str], replicas_file: str | None, log: Log) -> Discovery:
+def _discovery(
+    replicas: list[str], replicas_file: str | None, probe_s: float, log: Log
+) -> Discovery:
     if bool(replicas) == bool(replicas_file):
         raise SettingError(
             "give the addresses of the replicas, as in `quire route http://127.0.0.1:8000 "
             "http://127.0.0.1:8001`, or --replicas-file FILE, not both"
         )
     if replicas_file:
-        return WatchedFile(Path(replicas_file), log)
+        return WatchedFile(Path(replicas_file), log, probe_s, time.monotonic)
     return _listed(replicas)
 
 
@@ -339,11 +342,11 @@ def _check_prefill(arguments: argparse.Namespace) -> None:
         )
 
 
-def _prefill_discovery(arguments: argparse.Namespace, log: Log) -> Discovery | None:
+def _prefill_discovery(arguments: argparse.Namespace, probe_s: float, log: Log) -> Discovery | None:
     if arguments.prefill and arguments.prefill_file:
         raise SettingError("--prefill and --prefill-file are both given; give one of them")
     if arguments.prefill_file:
-        return WatchedFile(Path(arguments.prefill_file), log)
+        return WatchedFile(Path(arguments.prefill_file), log, probe_s, time.monotonic)
     return _listed(arguments.prefill) if arguments.prefill else None
 
 

@@ -2,8 +2,9 @@
 
 A whole answer is passed on once it is complete, so it can be computed anew at any time. A stream
 that has output goes on at another replica of its fingerprint, from the tokens that were delivered
-(placement.py chooses it, stream_relay.py passes events on). Always holds: the client gets each byte
-of an answer once and in order.
+(placement.py chooses it, stream_relay.py passes events on). After a final error of one replica one
+other is asked, which shows whether the replica or the request is its cause. Always holds: the
+client gets each byte of an answer once and in order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from quire.router.answer_state import AnswerParts, AnswerState
-from quire.router.api_forms import ErrorBody, read_error
+from quire.router.api_forms import ErrorBody, is_final, may_end_engines, read_error
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
@@ -27,6 +28,9 @@ from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import created_id, home_unavailable, needed_id
 from quire.router.stream_relay import DRAINS, FAILED, LEAVING, StreamRelay
+
+# Status, headers and body.
+_Response = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class Answer:
@@ -48,7 +52,9 @@ class Answer:
         self._admission = parts.admission
         self._request, self._client, self._choice = request, client, choice
         self._loop = asyncio.get_running_loop()
-        self._refused: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
+        self._refused: _Response | None = None
+        self._final: _Response | None = None  # the first final error
+        self._asks_other = False  # after a final error
 
     async def run(self) -> None:
         """Try replicas until one has answered."""
@@ -63,18 +69,13 @@ class Answer:
         while True:
             if self._choice.needs_summary:
                 await self._summarize()
-            async with before_deadline(request):
-                replica = await self._placement.next()
+            replica = await self._next()
             if replica is None:
                 await self._give_up()
                 return
             state.tried.add(replica)
             try:
-                sleepers = self._features.sleepers
-                if sleepers is not None and replica.state == ASLEEP:
-                    with self._admission.waiting(request.expected_tokens):
-                        async with before_deadline(request):
-                            await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+                await self._wake(replica)
                 request.note_sent(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
@@ -83,10 +84,30 @@ class Answer:
             except ReplicaFault as fault:
                 self._note(replica, fault)
 
+    async def _next(self) -> Replica | None:
+        """Return the replica of the next attempt; None where there is none."""
+        if self._state.doubted is not None and not self._client.started:
+            asks_other, self._asks_other = self._asks_other, False
+            return self._placement.other() if asks_other else None
+        async with before_deadline(self._request):
+            return await self._placement.next()
+
+    async def _wake(self, replica: Replica) -> None:
+        """Wake a replica that sleeps. Raises ReplicaFault, Refusal and ClientGone."""
+        sleepers = self._features.sleepers
+        if sleepers is None or replica.state != ASLEEP:
+            return
+        with self._admission.waiting(self._request.expected_tokens):
+            async with before_deadline(self._request):
+                await sleepers.wake(self._fleet, replica, lambda: self._client.is_gone)
+        if not replica.is_up:  # its number may be that of another one by now
+            raise ReplicaFault(f"it is {replica.state}", is_suspect=False)
+
     async def _try(self, attempt: Attempt) -> bool:
         """Run one attempt; return whether the client has its answer. Raises ReplicaFault."""
         hedger = self._features.hedger
-        if hedger is not None and hedger.hedges(self._request) and self._state.is_fresh:
+        may_hedge = self._state.is_fresh and self._state.doubted is None
+        if hedger is not None and may_hedge and hedger.hedges(self._request):
             return await self._race(hedger, attempt)
         await attempt.send(self._request.body(), self._sent)
         return await self._take(attempt)
@@ -167,13 +188,17 @@ class Answer:
             if is_drain:  # known before the next probe
                 attempt.replica.state = "draining"
             return False
-        is_final = _is_final(exchange)
-        if not is_final and (code in FAILED or (status >= 500 and status != 504)):
+        has_final_error = is_final(status, exchange.headers)
+        if not has_final_error and (code in FAILED or (status >= 500 and status != 504)):
             self._refused = (status, exchange.headers, body)
             raise ReplicaFault(f"it answered {status} {code}".rstrip(), is_suspect=True)
+        if has_final_error and self._doubts(attempt, error, (status, exchange.headers, body)):
+            return False
         if client.started:  # it accepted the same request before
             message = error.message or f"status {status}"
             raise Refusal(502, "resume_refused", f"the stream cannot go on: {message}")
+        if status == 200:
+            self._state.note_answer(self._loop.time())
         if self._choice.is_changed_by(status, error, body):
             self._begin_anew()
             return False
@@ -181,10 +206,20 @@ class Answer:
             self._admission.drained(request.expected_tokens, self._loop.time())
             if request.route.generates:
                 attempt.has_answer()
-        if is_final:
+        if has_final_error:
             attempt.cancel()
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
+        return True
+
+    def _doubts(self, attempt: Attempt, error: ErrorBody, response: _Response) -> bool:
+        """Return whether one other replica is asked after the first final error of a request: the
+        replica may be its cause, which shows once the other answers. `response` is kept."""
+        if self._final is not None or self._client.started or may_end_engines(error):
+            return False
+        attempt.cancel()
+        self._final = response
+        self._state.doubted, self._asks_other = attempt.replica, True
         return True
 
     async def _summarize(self) -> None:
@@ -194,10 +229,11 @@ class Answer:
 
     def _begin_anew(self) -> None:
         """Another model is asked: whatever replicas refused before, they were not asked this."""
+        self._request.begin_anew()
         self._state.key = self._request.key()
         self._state.tried.clear()
         self._placement.begin_anew()
-        self._refused = None
+        self._refused = self._final = self._state.doubted = None
 
     def _read_whole(self, replica: Replica, status: int, body: bytes) -> None:
         """Read what the router needs of a whole answer before it is passed on."""
@@ -237,7 +273,10 @@ class Answer:
         client, failures = self._client, self._state.failures
         if client.started:
             raise self._broken()
-        reasons = failures.reasons
+        if self._state.doubted is not None and self._final is not None:
+            status, headers, body = self._final
+            await client.whole(status, headers, body)
+            return
         if failures.are_final:
             raise Refusal(
                 502,
@@ -249,12 +288,12 @@ class Answer:
             status, headers, body = self._refused
             await client.whole(status, headers, body)
             return
-        if reasons:
+        if failures.reasons and self._placement.is_displaced:
             raise Refusal(
                 503,
                 "replica_failed",
                 f"a replica failed with this request and no other is available "
-                f"({reasons[0]}); try again",
+                f"({failures.reasons[0]}); try again",
                 retry_after_s=self._admission.retry_after_s(),
             )
         if self._state.home is not None:
@@ -287,12 +326,6 @@ class Answer:
             )
         self._metrics.broken.labels(reason).inc()
         return Refusal(503, "stream_broken", f"the stream cannot go on: {why}")
-
-
-def _is_final(exchange: Exchange) -> bool:
-    """Return whether a replica says that the request would fail again, here and elsewhere. It may
-    have failed there as often as it may: `poison_request` is the error of two engines."""
-    return exchange.status >= 500 and (b"x-should-retry", b"false") in exchange.headers
 
 
 def _is_json(exchange: Exchange) -> bool:

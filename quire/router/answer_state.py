@@ -38,7 +38,8 @@ class AnswerState:
     """Of one request. client_key: of its client, b"" without one. home: the only replica that can
     answer; None for any. failures: with it so far. key: what policies read of it. tried: replicas
     that failed with it or refused it. has_place: of MovePlaces. has_events: whether the client has
-    any, not heartbeats alone; fingerprint: of the replica that sent the first, "" before."""
+    any, not heartbeats alone; fingerprint: of the replica that sent the first, "" before. doubted:
+    the replica that gave a final error, until another one answers."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class AnswerState:
         self.failures = failures
         self.fingerprint = ""
         self.has_place = self.has_events = False
+        self.doubted: Replica | None = None
         self.continuation = Continuation(parts.fleet.resumes, parts.metrics)
         self.read_prompt()
 
@@ -73,6 +75,13 @@ class AnswerState:
         """Note the first event that the client has, of `replica`: others go on like that one."""
         self.has_events = True
         self.fingerprint = replica.fingerprint(self.request.model)
+
+    def note_answer(self, now_s: float) -> None:
+        """Note that a replica answers: a final error before was of the replica that gave it."""
+        if self.doubted is not None:
+            self.doubted.breaker.failed(now_s)
+            self.failures.at.add(self.doubted)  # the last choice, should this one fail
+            self.doubted = None
 
     def leave_place(self) -> None:
         """Give back the place to move again: the attempt has output or has ended."""

@@ -8,7 +8,7 @@ replica. Always holds: each API of that table has a record.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -30,6 +30,8 @@ from quire.base.http_apis import (
 )
 from quire.router.faults import Refusal
 
+# The code of a request with which a replica has lost two engines.
+POISON = "poison_request"
 _TAIL_BYTES = 16_384
 # The names of a field and of those around it, from the outermost.
 Path = tuple[str, ...]
@@ -181,6 +183,18 @@ def read_error(raw: bytes) -> ErrorBody | None:
     except msgspec.MsgspecError:
         return None
     return ErrorBody(message=found) if isinstance(found, str) else found
+
+
+def is_final(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Return whether a replica says that the request would fail again, here and elsewhere. It may
+    have failed there as often as it may: `poison_request` is the error of two engines."""
+    return status >= 500 and (b"x-should-retry", b"false") in headers
+
+
+def may_end_engines(error: ErrorBody) -> bool:
+    """Return whether a final error may be `poison_request`: that, or one of an API without codes of
+    errors."""
+    return error.code == POISON or not isinstance(error.code, str)
 
 
 def form_of(path: str) -> ApiForm:

@@ -213,12 +213,16 @@ class RouterApp:
         self, reservation: Reservation, request: RoutedRequest, client: ClientResponse
     ) -> None:
         """Charge what a request has used. One that was refused, or that its client left before a
-        replica had it, has used nothing."""
+        replica had it, has used nothing but what was computed for it before."""
+        now_s = asyncio.get_running_loop().time()
         is_left = client.is_gone and not client.started
-        is_refused = client.status >= 400 or not (client.started or (is_left and request.sent_s))
+        was_had = request.sent_s or request.is_prefilled
+        is_refused = client.status >= 400 or not (client.started or (is_left and was_had))
         if not is_refused:
-            request.took(asyncio.get_running_loop().time(), self._rate, is_left=is_left)
+            request.took(now_s, self._rate, is_left=is_left)
         used = request.replaced_tokens if is_refused else request.used_tokens()
+        if is_left:
+            used += request.left_tokens(now_s, self._rate)
         await reservation.settle(used)
         self._metrics.quota_tokens.labels("used").inc(used)
 

@@ -3,8 +3,8 @@
 A file has one address a line; empty lines and lines that begin with # are ignored. It is read again
 when it changes. A file that cannot be read as a whole (half-written, empty, with a malformed line)
 changes nothing: the last good list stays, and the log says why. One that lacks replicas of that
-list may be half-written, up to the end of a line, so it counts once two polls in turn have read it.
-Writers should write a new file and rename it, which is never seen half-written.
+list may be half-written, up to the end of a line, so it counts once polls have read the same for a
+while. Writers should write a new file and rename it, which is never seen half-written.
 """
 
 from __future__ import annotations
@@ -58,13 +58,19 @@ class StaticList(Unwatched):
 
 
 class WatchedFile(Unwatched):
-    """Addresses in a file. Raises SettingError where it cannot be read at the start."""
+    """Addresses in a file. Raises SettingError where it cannot be read at the start.
 
-    def __init__(self, path: Path, log: Log) -> None:
+    settle_s: so long a version that lacks replicas has to stay. now: returns the time in seconds.
+    """
+
+    def __init__(self, path: Path, log: Log, settle_s: float, now: Callable[[], float]) -> None:
         self._path = path
         self._log = log
+        self._settle_s = settle_s
+        self._now = now
         self._seen = self._stamp()
-        self._smaller: tuple[ServerUrl, ...] | None = None  # of the last poll, until another agrees
+        self._smaller: tuple[ServerUrl, ...] | None = None  # of the last poll, until it counts
+        self._smaller_s = 0.0  # when a poll read it first
         try:
             self._urls = self._read()
         except (OSError, ValueError) as error:
@@ -87,9 +93,12 @@ class WatchedFile(Unwatched):
                 kept=len(self._urls),
             )
             return self._urls
-        if not set(self._urls).issubset(urls) and urls != self._smaller:
-            self._smaller = urls
-            return self._urls
+        if not set(self._urls).issubset(urls):
+            now_s = self._now()
+            if urls != self._smaller:
+                self._smaller, self._smaller_s = urls, now_s
+            if now_s - self._smaller_s < self._settle_s:
+                return self._urls
         self._smaller = None
         if urls != self._urls:
             self._log.event("replicas file read", file=str(self._path), replicas=len(urls))

@@ -138,8 +138,10 @@ class Dispatcher:
         inner = RoutedRequest(CHAT_PATH, request.headers, msgspec.json.encode(fields))
         inner.came_s = asyncio.get_running_loop().time()
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, inner)
+        request.summarizing = inner
         with InnerResponse(client, inner.form) as response:
             await Answer(shared, inner, response, choice, key, None, Failures()).run()
             choice.ended()
+        request.summarizing = None
         request.replaced_tokens += inner.replaced_tokens
         return response.status, response.body

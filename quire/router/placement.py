@@ -145,6 +145,22 @@ class Placement:
             self._metrics.hedged_tokens.inc(cost_tokens)
         return found
 
+    def other(self) -> Replica | None:
+        """Return another replica for a request that one has answered by a final error; None without
+        one that is awake, or without budget."""
+        state, replicas = self._state, self._fleet.replicas.values()
+        exclude = state.tried | state.failures.at | state.failures.barred(replicas)
+        exclude.update(one for one in replicas if one.state == ASLEEP)
+        found = None
+        if state.home is None:
+            found = self._fleet.choose(
+                state.key, state.request.model, exclude=exclude, max_long=state.max_long
+            )
+        if found is None or not state.parts.budget.take():
+            return None
+        self._metrics.retries.labels("final_error").inc()
+        return found
+
     def attempt(self, replica: Replica) -> Attempt:
         """Return an attempt at a replica, with what it computes there."""
         state = self._state

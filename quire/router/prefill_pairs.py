@@ -3,8 +3,9 @@
 The request goes to a prefill replica first, for one token; what that answers lets the decode
 replica fetch the prompt's KV blocks. Prefill replicas are a fleet of their own, chosen by the same
 policy. Always holds: whatever fails here, the request goes to a decode replica without the
-parameters, which computes the prompt itself; a prefill replica that fails with a request counts
-among the replicas that did; the client gets nothing of the prefill's answer.
+parameters, which computes the prompt itself, but for one that ends engines: its error is passed on;
+a prefill replica that fails with a request counts among the replicas that did, where that is
+evidence against the request; the client gets nothing else of the prefill's answer.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 import msgspec
 from prometheus_client import Counter
 
+from quire.router.api_forms import ErrorBody, is_final, may_end_engines, read_error
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.failures import Failures
-from quire.router.faults import ReplicaFault
+from quire.router.faults import Refusal, ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import RouterMetrics
@@ -41,7 +43,7 @@ class PrefillPairs:
     ) -> dict[str, Any] | None:
         """Return the parameters for a decode replica; None: it gets the request as it is.
 
-        failures: of the request, to which a fault is added.
+        failures: of the request, to which a fault is added. Raises Refusal where it ends engines.
         """
         if not self._is_suited(request):
             return None
@@ -50,6 +52,7 @@ class PrefillPairs:
         if replica is None:
             self._outcomes.labels("no_replica").inc()
             return None
+        request.is_prefilled = True
         body = {name: one for name, one in request.fields.items() if name not in _LEFT_OUT}
         wanted = {"max_tokens": 1, PARAMS: {"do_remote_decode": True}}
         try:
@@ -60,13 +63,18 @@ class PrefillPairs:
                 self.fleet.policy.sent(replica, key)
                 exchange = await attempt.send(msgspec.json.encode({**body, **wanted}))
                 answer = await exchange.body()
-                status = exchange.status
-                if status >= 500 and status != 504 and not request.form.is_overloaded(status):
+                status, is_full = exchange.status, request.form.is_overloaded(exchange.status)
+                if is_final(status, exchange.headers):
+                    attempt.cancel()
+                    self._check_final(read_error(answer) or ErrorBody())
+                elif status >= 500 and status != 504 and not is_full:
                     raise ReplicaFault(f"it answered {status}", is_suspect=True)
                 if status == 200:  # with its only token
                     self.fleet.note_first_token(replica, attempt.load, attempt.age_s)
         except ReplicaFault as fault:
-            failures.note(replica, fault, request.num_delivered)
+            request.is_prefilled = False
+            if not fault.is_shared:  # decode replicas compute the prompt anew
+                failures.note(replica, fault, request.num_delivered)
             self._outcomes.labels("failed").inc()
             self.fleet.log.warning(
                 "prefill replica failed; the prompt is decoded without it",
@@ -75,8 +83,16 @@ class PrefillPairs:
             )
             return None
         params = _params_in(answer) if status == 200 else None
+        request.is_prefilled = status == 200
         self._outcomes.labels("refused" if params is None else "handed_over").inc()
         return params
+
+    def _check_final(self, error: ErrorBody) -> None:
+        """Raise Refusal for a final error that a decode replica may not meet, as its engines may
+        die of the request; others may be this replica's own."""
+        if may_end_engines(error):
+            self._outcomes.labels("refused").inc()
+            raise Refusal(500, "poison_request", error.message, is_final=True)
 
     def _is_suited(self, request: RoutedRequest) -> bool:
         """Return whether a request has one long prompt and one choice, and no transfer yet."""

@@ -4,8 +4,8 @@ A script takes tokens in one step, by the clock of Redis, so routers with wrong 
 Redis is down each router allows its part of each quota by buckets of its own. What requests settle
 then is kept, as one number for each bucket, and taken from Redis or given back once it answers.
 Knows no keys of clients, only names of quotas. Always holds: while Redis is down, a request waits
-for it once in a second at most; nothing is settled twice, so a settlement without an answer in
-time, which Redis may have made, is lost.
+for it once in a second at most; nothing is settled twice, so a settlement that was sent and has no
+answer, which Redis may have made, is lost.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ class RoutedRequest:
     an answer that a cascade has replaced, and of summaries of the prompt. block_hashes: of the
     prompt's KV blocks of block_size tokens, where they are known. first_token_s: when a stream had
     its first tokens; 0 before. came_s: when it came, from which its deadline counts. sent_s: when
-    it was first sent to a replica; 0 before.
+    it was first sent to a replica; 0 before. is_prefilled: a prefill replica has its prompt or had
+    it. summarizing: what is asked for a summary of its prompt, until that is there.
     """
 
     def __init__(
@@ -111,6 +112,8 @@ class RoutedRequest:
             name: one for name, one in times.items() if one is not None and _is_time(one)
         }
         self.came_s = self.sent_s = 0.0
+        self.is_prefilled = False
+        self.summarizing: RoutedRequest | None = None
         self.used_prompt_tokens = self.used_output_tokens = -1
         self.replaced_tokens = 0
         self.block_hashes: Sequence[int] = ()
@@ -168,6 +171,12 @@ class RoutedRequest:
         self.sent_s = self.sent_s or now_s
         self.waited(now_s)
 
+    def begin_anew(self) -> None:
+        """Note that another model is asked: what replicas had of it was refused, or is counted as
+        replaced."""
+        self.sent_s = 0.0
+        self.is_prefilled = False
+
     def waited(self, now_s: float) -> None:
         """Take what has passed since it came from the times that replicas are given."""
         waited_ms = int((now_s - self.came_s) * 1000)
@@ -182,9 +191,17 @@ class RoutedRequest:
         if not is_left:
             output = max(self.used_output_tokens, self.num_delivered)
             rate.note(self.model, output / self.num_answers, past_s)
-        elif not self.is_stream:
+        elif self.sent_s and not self.is_stream:
             computed = rate.max_tokens(self.model, past_s) * self.num_answers
             self.used_output_tokens = math.ceil(min(computed, self.limit_tokens))
+
+    def left_tokens(self, now_s: float, rate: OutputRate) -> int:
+        """Return the tokens of the summary that was computed when the client left."""
+        inner = self.summarizing
+        if inner is None or not inner.sent_s:
+            return 0
+        inner.took(now_s, rate, is_left=True)
+        return inner.used_tokens()
 
     def used_tokens(self) -> int:
         """Return the tokens that the answer took, estimated where they are not known."""

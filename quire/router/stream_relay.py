@@ -190,6 +190,7 @@ class StreamRelay:
     def _leave_queue(self, attempt: Attempt) -> None:
         """Note that the replica has begun to answer."""
         self._state.leave_place()
+        self._state.note_answer(self._loop.time())
         attempt.replica.gave_output(attempt.load)
         if attempt.replica.breaker.gave_output():
             self._state.parts.fleet.became_available()

@@ -14,7 +14,8 @@ from quire.router.redis_buckets import SCRIPT
 
 
 class FakeRedis:
-    """num_commands: of scripts that ran. is_silent: commands are read and never answered."""
+    """num_scripts: that ran. is_silent: commands are read and never answered. cuts: a
+    script runs, and its connection ends without an answer."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -22,6 +23,7 @@ class FakeRedis:
         self.buckets: dict[str, tuple[float, float]] = {}
         self.num_scripts = 0
         self.is_silent = False
+        self.cuts = False
         self._scripts: set[str] = set()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -37,21 +39,25 @@ class FakeRedis:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """End all connections, and take no more."""
+        """End all connections, and take no more. Clients have noticed it then."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         try:
             while True:
                 words = await _command(reader)
-                if not self.is_silent:
-                    writer.write(_encoded(self._answer(words)))
-                    await writer.drain()
+                if self.is_silent:
+                    continue
+                answer = self._answer(words)
+                if self.cuts and words[0].upper() == "EVALSHA":
+                    break
+                writer.write(_encoded(answer))
+                await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:

@@ -20,11 +20,27 @@ from tests.cases import each_case
 
 # ---- discovery
 
+SETTLE_S = 0.5
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 7.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _watched(path: Path, said: io.StringIO, clock: Clock) -> WatchedFile:
+    return WatchedFile(path, Log("router", said), SETTLE_S, clock)
+
 
 def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path) -> None:
-    path, said = tmp_path / "replicas", io.StringIO()
+    path, said, clock = tmp_path / "replicas", io.StringIO(), Clock()
     path.write_text("# two\nhttp://a:1\n\nhttp://b:2\nhttp://a:1\n")
-    watched = WatchedFile(path, Log("router", said))
+    watched = _watched(path, said, clock)
     assert [one.shown for one in watched.poll()] == ["http://a:1", "http://b:2"]
     for bad, why in (
         (b"http://a:1\nhttp://b", "half-written"),
@@ -48,17 +64,19 @@ def test_a_watched_file_is_followed_and_bad_versions_are_ignored(tmp_path: Path)
     assert len(watched.poll()) == 2
     path.write_text("http://c:3\n")
     watched.poll()
+    clock.now_s += SETTLE_S
     assert [one.shown for one in watched.poll()] == ["http://c:3"]
 
 
 def test_a_file_that_is_written_line_by_line_loses_no_replica(tmp_path: Path) -> None:
-    path, said = tmp_path / "replicas", io.StringIO()
+    path, said, clock = tmp_path / "replicas", io.StringIO(), Clock()
     path.write_text("a:1\nb:2\nc:3\n")
-    watched = WatchedFile(path, Log("router", said))
+    watched = _watched(path, said, clock)
 
     def written(text: str) -> str:
         with path.open("w" if not text else "a") as file:
             file.write(text)
+        clock.now_s += SETTLE_S
         return ",".join(one.host for one in watched.poll())
 
     for text in ("", "a:1\n", "b:2\n", "", "b:2\n", "a:1\nc:3\n"):
@@ -67,18 +85,37 @@ def test_a_file_that_is_written_line_by_line_loses_no_replica(tmp_path: Path) ->
     assert "ignored" in said.getvalue(), "the empty file"
     assert written("") == "b,a,c,d"
     assert written("d:4\n") == "b,a,c,d"
-    assert ",".join(one.host for one in watched.poll()) == "d", "fewer, as two polls agree"
+    clock.now_s += SETTLE_S
+    assert ",".join(one.host for one in watched.poll()) == "d", "fewer, as it stays"
     assert said.getvalue().count("replicas file read") == 3
     for text in ("", "e:5\n"):  # in the place of another
         assert written(text) == "d"
+    clock.now_s += SETTLE_S
     assert ",".join(one.host for one in watched.poll()) == "e"
     path.unlink()
     assert ",".join(one.host for one in watched.poll()) == "e"
 
 
+def test_polls_that_follow_at_once_are_not_taken_for_a_file_that_stays(tmp_path: Path) -> None:
+    """After a failure of a replica, the next poll comes after 20 ms."""
+    path, said, clock = tmp_path / "replicas", io.StringIO(), Clock()
+    path.write_text("a:1\nb:2\n")
+    watched = _watched(path, said, clock)
+    path.write_text("a:1\n")
+    for _ in range(20):
+        assert len(watched.poll()) == 2
+        clock.now_s += SETTLE_S / 21
+    path.write_text("b:2\n")
+    assert len(watched.poll()) == 2
+    clock.now_s += SETTLE_S / 21
+    assert len(watched.poll()) == 2, "it has become another one"
+    clock.now_s += SETTLE_S
+    assert [one.host for one in watched.poll()] == ["b"]
+
+
 def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="replicas-file"):
-        WatchedFile(tmp_path / "none", Log("router", io.StringIO()))
+        _watched(tmp_path / "none", io.StringIO(), Clock())
 
 
 # ---- what requests ask for

@@ -1,9 +1,13 @@
-"""Errors that a server marks as final: passed on as they are, and no failure of a replica."""
+"""Errors that a server marks as final: one other replica is asked at most, then they are passed on.
+
+They count against a replica only where another one answers the same request.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +18,11 @@ from tests.unit.router.test_failover import ANSWER, ENDED, ERROR_EVENT, WHOLE, s
 
 FINAL = [PoisonRequest("it ends"), ModelError("it ends"), SettingError("it ends")]
 FINAL.append(CapacityError("it ends"))
+BROKEN = ModelError("it ends")
 NUM_REQUESTS = 5
 
 
-def _response(error: QuireError, body: bytes = b"") -> bytes:
+def response(error: QuireError, body: bytes = b"") -> bytes:
     """Return the response of a server with an error."""
     shape = shape_of(error)
     body = body or json.dumps({"error": {"message": str(error), "code": shape.code}}).encode()
@@ -26,11 +31,11 @@ def _response(error: QuireError, body: bytes = b"") -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
-def _check_untouched(router: Router) -> None:
+def _check_untouched(router: Router, num_retries: int = 0) -> None:
     now_s = asyncio.get_running_loop().time()
     assert all(one.is_available(now_s) for one in router.fleet.replicas.values())
     assert router.count("quire_router_replica_faults_total") == 0
-    assert router.count("quire_router_retries_total") == 0
+    assert router.count("quire_router_retries_total") == num_retries
 
 
 @pytest.mark.parametrize("error", FINAL, ids=lambda error: type(error).__name__)
@@ -38,24 +43,26 @@ def _check_untouched(router: Router) -> None:
 def test_a_final_error_is_passed_on_and_counts_for_its_request_only(
     error: QuireError, streams: bool
 ) -> None:
-    replicas = [FakeReplica(), FakeReplica()]
+    """A request that ends engines gets no further one; after the others one more is asked."""
+    replicas = [FakeReplica() for _ in range(3)]
     for one in replicas:
-        one.raw_answer = _response(error)
+        one.raw_answer = response(error)
+    num_more = 0 if isinstance(error, PoisonRequest) else 1
 
     async def story(router: Router) -> None:
-        for _ in range(NUM_REQUESTS):
+        for number in range(1, NUM_REQUESTS + 1):
             status, headers, body = await stream(router, stream=streams)
             assert (status, headers[b"x-should-retry"]) == (500, b"false")
             assert json.loads(body)["error"]["code"] == shape_of(error).code
-            _check_untouched(router)
+            _check_untouched(router, number * num_more)
 
     run(replicas, story)
-    assert sum(len(one.requests) for one in replicas) == NUM_REQUESTS
+    assert sum(len(one.requests) for one in replicas) == NUM_REQUESTS * (1 + num_more)
 
 
 def test_a_final_error_of_an_api_without_codes_is_passed_on() -> None:
     first, second = FakeReplica(), FakeReplica()
-    first.raw_answer = _response(FINAL[0], b'{"error":"it ends"}')
+    first.raw_answer = response(FINAL[0], b'{"error":"it ends"}')
 
     async def story(router: Router) -> None:
         assert (await router.post("/api/chat", {"messages": []}))[::2] == (
@@ -70,7 +77,7 @@ def test_a_final_error_of_an_api_without_codes_is_passed_on() -> None:
 
 def test_an_error_that_is_not_final_is_a_failure_of_the_replica() -> None:
     first, second = FakeReplica(), FakeReplica()
-    first.raw_answer = _response(QuireError("it ends"))
+    first.raw_answer = response(QuireError("it ends"))
 
     async def story(router: Router) -> None:
         assert (await stream(router))[2] == ANSWER
@@ -81,7 +88,7 @@ def test_an_error_that_is_not_final_is_a_failure_of_the_replica() -> None:
 
 def test_a_final_error_is_no_verdict_for_the_circuit_breaker() -> None:
     only = FakeReplica()
-    only.raw_answer = _response(FINAL[0])
+    only.raw_answer = response(FINAL[0])
 
     async def story(router: Router) -> None:
         (replica,) = router.fleet.replicas.values()
@@ -115,7 +122,7 @@ def test_a_stream_ends_where_its_next_replica_has_a_final_error() -> None:
     """That replica has not failed, and no third one gets the request."""
     replicas = first, second, third = [FakeReplica() for _ in range(3)]
     first.fails_after = 3
-    second.raw_answer = third.raw_answer = _response(FINAL[0])
+    second.raw_answer = third.raw_answer = response(FINAL[0])
 
     async def story(router: Router) -> None:
         body = (await stream(router))[2]
@@ -126,3 +133,114 @@ def test_a_stream_ends_where_its_next_replica_has_a_final_error() -> None:
 
     run(replicas, story)
     assert len(second.requests) + len(third.requests) == 1
+
+
+def test_a_client_that_repeats_a_final_error_costs_no_more_than_the_budget_of_retries() -> None:
+    replicas = [FakeReplica(), FakeReplica()]
+    for one in replicas:
+        one.raw_answer = response(BROKEN)
+    count = 200
+
+    async def story(router: Router) -> None:
+        for _ in range(count):
+            assert (await stream(router))[0] == 500
+        _check_untouched(router, sum(len(one.requests) for one in replicas) - count)
+
+    run(replicas, story, max_retry_share=0.1)
+    assert sum(len(one.requests) for one in replicas) <= count * 1.1 + 10
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_replica_that_is_broken_in_itself_gets_no_more_requests(streams: bool) -> None:
+    """Its errors come at once, so it would be the least loaded one for ever. It is not fenced."""
+    broken, *others = replicas = [FakeReplica() for _ in range(3)]
+    broken.raw_answer = response(BROKEN)
+
+    async def story(router: Router) -> None:
+        for _ in range(30):
+            assert (await stream(router, stream=streams))[0] == 200
+        replica = router.fleet.replicas[broken.url]
+        assert not replica.breaker.allows(asyncio.get_running_loop().time())
+        assert replica.is_up
+        assert router.count("quire_router_replica_faults_total") == 0
+        assert router.count("quire_router_retries_total") == 3
+        broken.raw_answer = None
+        await asyncio.sleep(2.0)  # its breaker lets one try
+        for _ in range(6):
+            assert (await stream(router, stream=streams))[0] == 200
+        assert replica.breaker.allows(asyncio.get_running_loop().time())
+
+    run(replicas, story)
+    assert len(broken.requests) >= 5
+    assert sum(len(one.requests) for one in others) <= 30 + 4
+
+
+def test_a_route_that_generates_nothing_shows_a_broken_replica_too() -> None:
+    broken, good = FakeReplica(), FakeReplica()
+    broken.raw_answer = response(BROKEN)
+
+    async def story(router: Router) -> None:
+        for _ in range(6):
+            assert (await router.post("/tokenize", {"prompt": "a"}))[0] == 200
+        replica = router.fleet.replicas[broken.url]
+        assert not replica.breaker.allows(asyncio.get_running_loop().time())
+
+    run([broken, good], story)
+
+
+def _dies(replica: FakeReplica) -> None:
+    replica.raw_answer = b""
+
+
+def _is_full(replica: FakeReplica) -> None:
+    replica.status, replica.body = 503, b'{"error":{"message":"full","code":"overloaded"}}'
+
+
+@pytest.mark.parametrize("harm", [_dies, _is_full])
+def test_a_final_error_is_passed_on_where_the_other_replica_does_not_answer(
+    harm: Callable[[FakeReplica], None],
+) -> None:
+    """No third one is asked, and nothing is waited for."""
+    first, second, _ = replicas = [FakeReplica() for _ in range(3)]
+    first.raw_answer = response(BROKEN)
+    harm(second)
+
+    async def story(router: Router) -> None:
+        status, headers, body = await stream(router)
+        assert (status, headers[b"x-should-retry"]) == (500, b"false")
+        assert json.loads(body)["error"]["code"] == "model_error"
+        now_s = asyncio.get_running_loop().time()
+        assert router.fleet.replicas[first.url].is_available(now_s)
+
+    run(replicas, story)
+    assert [len(one.requests) for one in replicas] == [1, 1, 0]
+
+
+def test_no_budget_and_no_other_replica_leave_a_final_error_as_it_is() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.raw_answer = response(BROKEN)
+
+    async def story(router: Router) -> None:
+        while router.app._dispatcher._shared.budget.take():
+            pass
+        assert (await stream(router))[0] == 500
+        router.fleet.suspect(router.fleet.replicas[second.url])
+        assert (await stream(router))[0] == 500
+        assert router.fleet.replicas[first.url].is_available(asyncio.get_running_loop().time())
+        assert router.count("quire_router_retries_total") == 0
+
+    run([first, second], story, max_retry_share=0.0)
+    assert not second.requests
+
+
+def test_a_stream_of_the_other_replica_continues_as_any_other() -> None:
+    """The other one has answered, so that it fails afterwards is its own matter."""
+    first, second, third = replicas = [FakeReplica() for _ in range(3)]
+    first.raw_answer = response(BROKEN)
+    second.fails_after = 4
+
+    async def story(router: Router) -> None:
+        assert (await stream(router))[2] == ANSWER
+
+    run(replicas, story)
+    assert len(third.requests) == 1

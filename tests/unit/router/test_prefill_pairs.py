@@ -10,18 +10,24 @@ from typing import Any
 import pytest
 
 from bench.router.virtual_time import run_virtual
+from quire.base.errors import PoisonRequest
 from quire.base.server_url import server_url
 from quire.router.app import RouterApp
 from quire.router.discovery import StaticList
+from quire.router.features import Features
 from quire.router.fleet import Fleet
 from quire.router.prefill_pairs import PARAMS, PrefillPairs
 from quire.router.prober import Prober
+from quire.router.quotas import LocalBuckets, Quotas
+from quire.router.replica import MAX_BEGINNING
+from quire.router.route_file import QuotaTable
 from quire.router.routed_request import RoutedRequest
 from quire.routing.prefix_history import PrefixHistory
 from quire.routing.ttft_model import MIN_SAMPLES
 from quire.routing.warm_cache import WarmCache
 from tests.cases import each_case
 from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router
+from tests.unit.router.test_final_errors import BROKEN, response
 
 OFFER = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
 LONG = {"prompt": "word " * 800, "max_tokens": 40, "min_tokens": 3}
@@ -30,8 +36,10 @@ LONG = {"prompt": "word " * 800, "max_tokens": 40, "min_tokens": 3}
 class PairRouter(Router):
     """A router over decode replicas, with prefill replicas."""
 
-    def __init__(self, decode: list[FakeReplica], prefill: list[FakeReplica]) -> None:
-        super().__init__(decode)
+    def __init__(
+        self, decode: list[FakeReplica], prefill: list[FakeReplica], features: Features
+    ) -> None:
+        super().__init__(decode, features)
         urls = tuple(server_url(one.url) for one in prefill)
         fleet = Fleet(self.fleet.settings, StaticList(urls), self.fleet.log)
         self.pairs = PrefillPairs(fleet, self.metrics, min_tokens=512)
@@ -40,6 +48,7 @@ class PairRouter(Router):
             self.admission,
             self.metrics,
             self.fleet.log,
+            features,
             hand_over=self.pairs.hand_over,
         )
 
@@ -57,13 +66,14 @@ def run(
     prefill: FakeReplica,
     story: Callable[[PairRouter], Awaitable[Any]],
     *others: FakeReplica,
+    features: Features | None = None,
 ) -> PairRouter:
     """Run a story; no request may be left open at either side. others: further decode replicas."""
 
     async def go() -> PairRouter:
         for replica in (decode, prefill, *others):
             await replica.start()
-        router = PairRouter([decode, *others], [prefill])
+        router = PairRouter([decode, *others], [prefill], features or Features())
         try:
             await router.start()
             async with asyncio.timeout(20):
@@ -303,3 +313,109 @@ def test_a_prefill_replica_is_one_of_the_two_that_a_request_may_make_fail(
     run(decode, prefill, story, other)
     assert len(prefill.requests) == 1
     assert len(decode.requests) + len(other.requests) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_request_that_ends_engines_of_a_prefill_replica_goes_no_further(path: str) -> None:
+    """An error of Messages has no code, so each final one may be that."""
+    decode, prefill = FakeReplica(), handing()
+    body = b"" if path == "/v1/completions" else b'{"error":{"type":"api_error","message":"m"}}'
+    prefill.raw_answer = response(PoisonRequest("two engines died"), body)
+
+    async def story(router: PairRouter) -> None:
+        status, headers, raw = await router.post(path, {**LONG, "messages": []})
+        assert (status, headers[b"x-should-retry"]) == (500, b"false")
+        error = json.loads(raw)["error"]
+        if body:
+            assert error == {"type": "api_error", "message": "m"}
+        else:
+            assert (error["code"], error["message"]) == ("poison_request", "two engines died")
+        _check_unharmed(router)
+
+    assert outcomes(run(decode, prefill, story)) == {"refused": 1}
+    assert not decode.requests
+
+
+def _check_unharmed(router: PairRouter) -> None:
+    (replica,) = router.pairs.fleet.replicas.values()
+    assert replica.is_available(asyncio.get_running_loop().time())
+    assert not any("prefill replica failed" in line for line in router.lines)
+
+
+def test_other_final_errors_of_a_prefill_replica_are_refusals() -> None:
+    """They are evidence neither against it nor against the request."""
+    decode, prefill, other = FakeReplica(), handing(), FakeReplica()
+    prefill.raw_answer = response(BROKEN)
+
+    async def story(router: PairRouter) -> None:
+        for _ in range(4):
+            assert (await router.post("/v1/completions", LONG))[0] == 200
+            _check_unharmed(router)
+        decode.answer = lambda method, path, fields: decode.stop_listening(cuts=True)
+        for _ in range(2):
+            assert (await router.post("/v1/completions", LONG))[0] == 200, "its first failure"
+
+    assert outcomes(run(decode, prefill, story, other)) == {"refused": 6}
+    assert {PARAMS in one for one in decode.requests} == {False}
+
+
+def test_a_prefill_replica_that_many_lose_is_not_one_of_their_two() -> None:
+    """It is weak evidence against each. A decode replica fails with many as well, and all of them
+    go on at the other one."""
+    decode, prefill, other = FakeReplica(), handing(), FakeReplica()
+    count = 2 * (MAX_BEGINNING + 2)
+
+    async def story(router: PairRouter) -> None:
+        prefill.whole_gate = asyncio.Event()
+        decode.whole_gate = asyncio.Event()
+        other.whole_gate = asyncio.Event()
+        answers = [
+            asyncio.ensure_future(router.post("/v1/completions", LONG)) for _ in range(count)
+        ]
+        await _until(lambda: len(prefill.requests) == count)
+        prefill.stop_listening(cuts=True)
+        await _until(lambda: len(decode.requests) + len(other.requests) == count)
+        assert len(decode.requests) == count // 2
+        decode.stop_listening(cuts=True)
+        await _until(lambda: len(other.requests) == count)
+        other.whole_gate.set()
+        assert {status for status, _, _ in await asyncio.gather(*answers)} == {200}
+
+    run(decode, prefill, story, other)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("model", "code"), [("box", "no_replica"), ("else", "model_not_found")])
+def test_a_failure_of_a_prefill_replica_hides_no_other_reason(model: str, code: str) -> None:
+    decode, prefill = FakeReplica("fp_a", "box"), handing()
+    prefill.models = ("box", "else")
+    _dies(prefill)
+    if model == "box":
+        decode.health |= {"ok": False, "state": "draining"}
+
+    async def story(router: PairRouter) -> None:
+        _, _, raw = await router.post("/v1/completions", {**LONG, "model": model})
+        assert json.loads(raw)["error"]["code"] == code
+
+    assert outcomes(run(decode, prefill, story)) == {"failed": 1}
+
+
+def test_a_client_that_leaves_during_its_prefill_pays_its_prompt() -> None:
+    decode, prefill = FakeReplica(), handing()
+    quotas = Quotas(QuotaTable(tokens_per_minute=60_000), {}, LocalBuckets(lambda: 0.0))
+
+    async def story(router: PairRouter) -> None:
+        prefill.whole_gate = gate = asyncio.Event()
+        prompt = [7] * 900
+        await router.leave("/v1/completions", {"prompt": prompt, "max_tokens": 500}, 1.0)
+        text = router.metrics.text().decode()
+        assert 'quire_router_quota_tokens_total{kind="used"} 900.0' in text
+        gate.set()
+
+    run(decode, prefill, story, features=Features(quotas=quotas))
+    assert not decode.requests

@@ -269,6 +269,89 @@ def test_what_is_settled_while_redis_is_down_is_settled_once_it_answers() -> Non
     asyncio.run(story())
 
 
+def test_a_script_whose_answer_is_lost_is_not_sent_again() -> None:
+    """It has run: another time it would take or give the tokens twice."""
+
+    async def story() -> None:
+        fake, clock = FakeRedis(), Clock()
+        await fake.start()
+        link = RedisLink(fake.url, 5.0)
+        buckets = _buckets(link, clock)
+        one, two = [await buckets.reserve(SLOW, 300) for _ in range(2)]
+        assert isinstance(one, Reservation)
+        assert isinstance(two, Reservation)
+        fake.cuts = True
+        await one.settle(100)
+        assert fake.num_scripts == 3
+        assert buckets.is_down
+        fake.cuts = False
+        clock.now_s += 1.1
+        assert isinstance(await buckets.reserve(SLOW, 601), float), "given back once"
+        assert isinstance(await buckets.reserve(SLOW, 600), Reservation)
+        fake.cuts = True
+        await buckets.reserve(SLOW, 0)
+        assert fake.num_scripts == 6
+        await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_settlement_that_was_never_sent_is_kept(is_silent: bool) -> None:
+    """No connection was made: none was accepted, or its beginning had no answer in time."""
+
+    async def story() -> None:
+        fake, clock = FakeRedis(), Clock()
+        await fake.start()
+        link = RedisLink(fake.url, 0.3)
+        buckets = _buckets(link, clock)
+        one = await buckets.reserve(SLOW, 900)
+        assert isinstance(one, Reservation)
+        await fake.stop()
+        fake.is_silent = is_silent
+        if is_silent:
+            await fake.start()
+        with pytest.raises(RedisDown) as found:
+            await link.put("key", "1", 1.0)
+        assert not found.value.may_have_run
+        await one.settle(100)
+        assert buckets.is_down
+        fake.is_silent = False
+        if not is_silent:
+            await fake.start()
+        clock.now_s += 1.1
+        assert isinstance(await buckets.reserve(SLOW, 900), Reservation), "with what is given back"
+        await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def test_an_error_that_redis_answers_says_that_nothing_was_done() -> None:
+    async def story() -> None:
+        fake, clock = FakeRedis(), Clock()
+        await fake.start()
+        link = RedisLink(fake.url, 5.0)
+        buckets = _buckets(link, clock)
+        one = await buckets.reserve(SLOW, 900)
+        assert isinstance(one, Reservation)
+        run, fake._script = fake._script, _out_of_memory  # type: ignore[method-assign]
+        await one.settle(100)
+        assert buckets.is_down
+        fake._script = run  # type: ignore[method-assign]
+        clock.now_s += 1.1
+        assert isinstance(await buckets.reserve(SLOW, 900), Reservation)
+        await link.close()
+        await fake.stop()
+
+    asyncio.run(story())
+
+
+def _out_of_memory(key: str, arguments: list[float]) -> object:
+    return RuntimeError("OOM command not allowed")
+
+
 def test_no_more_buckets_are_kept_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.router.redis_buckets.MAX_BUCKETS", 3)
 

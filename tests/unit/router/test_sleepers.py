@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.base.log import Log
+from quire.base.server_url import server_url
 from quire.router import sleepers as sleepers_module
 from quire.router.features import Features
 from quire.router.fleet import Fleet
@@ -319,3 +320,37 @@ def test_no_replica_is_woken_for_a_hedge() -> None:
     sleepers = Sleepers(SleepTable(max_awake=1))
     run([first, second], story, Features(hedger=late.hedger, sleepers=sleepers))
     assert not second.requests
+
+
+@pytest.mark.parametrize("end", ["removed", "dead"])
+def test_a_replica_that_is_gone_once_it_wakes_gets_no_request(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be that of another one, which would be believed to have the prompt."""
+    slow, other, third = (Sleeper("a", is_asleep=True) for _ in range(3))
+    sleepers = Sleepers(SleepTable(max_awake=2))
+
+    async def story(router: Router) -> None:
+        gate = hang(slow)
+        sent, policy = list[str](), router.fleet.policy
+        monkeypatch.setattr(policy, "sent", lambda replica, key: sent.append(replica.name))
+        asked = asyncio.ensure_future(ask(router, "a"))
+        await slow.began.wait()
+        replica = router.fleet.replicas[slow.url]
+        if end == "removed":
+            await third.start()
+            for named in ([other], [third, other]):
+                router.discovery.urls = tuple(server_url(one.url) for one in named)
+                router.fleet.follow()
+            assert router.fleet.replicas[third.url].number == replica.number
+        else:
+            slow.health = {**AWAKE, "ok": False, "state": "dead"}
+            await _until(lambda: replica.is_fenced)
+        gate.set()
+        assert (await asked)[0] == 200
+        assert paths(slow) == [b"/admin/wake"]
+        assert sent == [other.url]
+
+    run([slow, other], story, Features(sleepers=sleepers))
+    if end == "removed":
+        third.stop_listening(cuts=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 
 from quire.router.features import Features
@@ -500,3 +501,27 @@ def test_a_shortened_prompt_leaves_the_lane_of_long_ones() -> None:
         assert (await asked)[0] == 200
 
     run([one, small], story, features(lanes=lanes))
+
+
+def test_a_client_that_leaves_during_the_summary_pays_what_that_has_taken() -> None:
+    """Not the answer, which no replica has begun."""
+    one, small = target(), summarizer()
+    quotas = Quotas(QuotaTable(tokens_per_minute=60_000), {}, LocalBuckets(lambda: 0.0))
+    answer = small.answer
+    small.whole_gate = asyncio.Event()  # never set
+
+    def slow(method: str, path: str, fields: dict[str, Any]) -> tuple[int, bytes] | None:
+        return answer(method, path, fields) if len(small.requests) < 2 else None
+
+    small.answer = slow
+
+    async def story(router: Router) -> None:
+        know_context(router, 300)
+        await router.leave(CHAT, chat(max_tokens=1000), 1.0)
+        text = router.metrics.text().decode()
+        _, second = small.requests
+        begun = len(msgspec.json.encode(second)) // 4 + TABLE.max_tokens
+        assert f'quire_router_quota_tokens_total{{kind="used"}} {14 + begun}.0' in text
+
+    run([one, small], story, features(quotas=quotas))
+    assert len(one.requests) == 1
