@@ -184,7 +184,7 @@ class Prober:
                 heard_s = max(last_s, min(replica.busy_s, waits_s))
             if now_s - heard_s > silence_s:
                 why = f"no byte came for {now_s - last_s:.1f} s"
-                load.cut(ReplicaFault(why, is_suspect=True, cause="fence"))
+                load.cut(ReplicaFault(why, is_suspect=True))  # its connection is lost
             else:
                 reading.append(load)
         # A fenced replica is judged by its probes.

@@ -1,4 +1,4 @@
-"""Connections to replicas: the kernel breaks one whose path is lost, and keeps a quiet one known."""
+"""Connections to replicas: one whose path is lost breaks, and a quiet one is checked in time."""
 
 from __future__ import annotations
 

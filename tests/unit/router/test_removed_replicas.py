@@ -14,8 +14,8 @@ from quire.base.server_url import server_url
 from quire.router.faults import ReplicaFault
 from quire.router.replica import MAX_BEGINNING, REMOVED, Replica
 from tests.unit.router.fake_replica import FakeReplica, Router, run
-from tests.unit.router.test_failover import ANSWER, STREAM, _until, stream
 from tests.unit.router.made_replicas import made_replicas, open_load
+from tests.unit.router.test_failover import ANSWER, STREAM, _until, stream
 
 WHOLE = {"prompt": "a"}
 # The health that a last probe reads.
