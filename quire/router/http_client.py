@@ -3,7 +3,7 @@
 Over httptools (the parser of the server) and asyncio's transports. One `Exchange` is a request and
 its response; it ends with its body, or with a ReplicaFault when the connection ends early, is cut,
 or sends what is no HTTP. A reader that does not keep up pauses the connection, so the replica
-notices. A connection whose path is lost breaks within LOST_S. Knows no JSON and no policy.
+notices. A connection without a path breaks within LOST_S. Knows no JSON and no policy.
 """
 
 from __future__ import annotations
@@ -426,7 +426,7 @@ class ConnectionPool:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel break a connection whose path is lost."""
+    """Have the kernel break a connection once its path is lost."""
     with suppress(OSError):  # the other end has closed it already
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():

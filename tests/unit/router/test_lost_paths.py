@@ -1,4 +1,4 @@
-"""Connections to replicas: one whose path is lost breaks, and a quiet one is checked in time."""
+"""Connections to replicas: one that has lost its path breaks, and a quiet one is checked."""
 
 from __future__ import annotations
 
