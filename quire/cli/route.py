@@ -41,7 +41,8 @@ _SECONDS = {
     "silence_s": (
         "--silence-seconds",
         "time without a byte, heartbeats included, after which a stream counts as interrupted; of "
-        "an answer without heartbeats: time in which its replica has no work",
+        "an answer without heartbeats: time in which its replica has no work, and a tenth of the "
+        "maximum time without output",
     ),
     "connect_s": ("--connect-seconds", "time to connect to a replica"),
     "resume_s": (

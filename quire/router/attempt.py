@@ -40,7 +40,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         self._request = request
         self._client = client
         self._loop = asyncio.get_running_loop()
-        self._cut_reason = ""
+        self._cut_fault: ReplicaFault | None = None
         self._is_over = False
         self._exchange: Exchange | None = None
         self.early = b""
@@ -151,8 +151,8 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._exchange = exchange
             on_sent()
             client.on_gone.add(exchange.fail)
-            if self._cut_reason:
-                exchange.fail(self._cut_fault())
+            if self._cut_fault is not None:
+                exchange.fail(self._cut_fault)
             if client.is_gone:
                 raise ClientGone("the client has closed its connection")
             try:
@@ -185,9 +185,12 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._fleet.became_available()  # a place is free
 
     def _is_paused(self) -> bool:
-        """Return whether the client is what is waited for, also with all of the response here."""
+        """Return whether the client is what is waited for, also with all of the response here, or
+        all that comes of it."""
         exchange = self._exchange
-        return exchange is not None and (exchange.is_paused or exchange.is_complete)
+        if exchange is None:
+            return self._cut_fault is not None
+        return exchange.is_paused or exchange.is_complete or exchange.has_failed
 
     def _forget_exchange(self) -> None:
         if self._exchange is not None:
@@ -195,14 +198,10 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._exchange.close()
             self._exchange = None
 
-    def _cut_fault(self) -> ReplicaFault:
-        is_silence = self.replica.state == "stalled"
-        return ReplicaFault(self._cut_reason, is_suspect=True, is_silence=is_silence, cause="fence")
-
-    def _cut(self, reason: str) -> None:
-        self._cut_reason = reason
+    def _cut(self, fault: ReplicaFault) -> None:
+        self._cut_fault = self._cut_fault or fault
         if self._exchange is not None:
-            self._exchange.fail(self._cut_fault())
+            self._exchange.fail(fault)
 
 
 def _failed_twice(first: ReplicaFault, again: ReplicaFault) -> ReplicaFault:

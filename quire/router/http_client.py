@@ -3,15 +3,17 @@
 Over httptools (the parser of the server) and asyncio's transports. One `Exchange` is a request and
 its response; it ends with its body, or with a ReplicaFault when the connection ends early, is cut,
 or sends what is no HTTP. A reader that does not keep up pauses the connection, so the replica
-notices. Knows no JSON and no policy.
+notices. A connection without a path breaks within LOST_S. Knows no JSON and no policy.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import cast
 
 import httptools
@@ -33,6 +35,18 @@ _STALE_AFTER_S = 1.0
 # Of a turn of the loop, so much counts as time in which a server has not accepted a connection: a
 # router that is busy with thousands of requests reads late what came in time.
 _MAX_COUNTED_S = 0.1
+# The kernel checks a connection without traffic after _CHECK_AFTER_S, which also keeps devices on
+# the way (NAT) from forgetting it, and breaks one without an answer within LOST_S. TCP_USER_TIMEOUT
+# says the same of a request that is not acknowledged, or not read. macOS has another name for the
+# first, and not the last.
+LOST_S, _CHECK_AFTER_S, _CHECK_EVERY_S = 30, 15, 5
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": _CHECK_AFTER_S,
+    "TCP_KEEPALIVE": _CHECK_AFTER_S,
+    "TCP_KEEPINTVL": _CHECK_EVERY_S,
+    "TCP_KEEPCNT": (LOST_S - _CHECK_AFTER_S) // _CHECK_EVERY_S,
+    "TCP_USER_TIMEOUT": 1000 * LOST_S,
+}
 
 
 class Exchange:
@@ -82,6 +96,11 @@ class Exchange:
             if self._connection is not None:
                 self._connection.resume()
         return piece
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended with an error: no more comes than has arrived."""
+        return self._failure is not None
 
     async def body(self) -> bytes:
         """Return the rest of the body."""
@@ -218,6 +237,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        _keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, received: bytes) -> None:
         exchange, parser = self._exchange, self._parser
@@ -403,6 +423,15 @@ class ConnectionPool:
         if num_bytes or method == b"POST":
             lines.append(b"content-length: %d" % num_bytes)
         return b"\r\n".join([*lines, b"", b""])
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Have the kernel break a connection once its path is lost."""
+    with suppress(OSError):  # the other end has closed it already
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def gone() -> ClientGone:

@@ -26,8 +26,13 @@ from quire.router.silence import SilenceLimit
 from quire.router.silence_report import SilenceReport
 from quire.routing.engine_silence import MIN_SILENT_S, EngineSilence
 
+# A replica that is paused may hold requests that it counts as open only later.
+_PAUSED = "paused"
 # States in which a replica takes no requests but finishes those it has.
-_LEAVING = ("draining", "paused")
+_LEAVING = ("draining", _PAUSED)
+# An answer without heartbeats may take so many times as long as a stream may be silent, while its
+# replica works: it may have been lost although other requests are computed.
+MAX_SILENCES = 10
 _MODELS_EVERY_S = 30.0
 # Answers to /v1/models without models.
 _REFUSALS = (401, 403, 503)
@@ -167,19 +172,23 @@ class Prober:
 
     def _check_stall(self, replica: Replica) -> None:
         """Fence a replica with silent streams; cut streams without even heartbeats. An answer that
-        has none is silent until its end: it is cut where its replica has nothing to compute."""
-        now_s, reading = self._loop.time(), []
+        has none is silent until its output: it is cut where its replica has nothing to compute, and
+        after MAX_SILENCES."""
+        now_s, reading, silence_s = self._loop.time(), [], self._settings.silence_s
         for load in list(replica.loads):
             if load.is_paused():
                 continue
-            reading.append(load)
-            heard_s = load.last_s()
-            if not load.has_heartbeats:
-                heard_s = max(heard_s, replica.busy_s)
-            if now_s - heard_s > self._settings.silence_s:
-                load.cut(f"no byte came for {self._settings.silence_s:g} s")
-        is_checked = replica.is_fenced and replica.state != REMOVED  # by its probes
-        if is_checked or replica.state in _LEAVING or not reading:
+            heard_s = last_s = load.last_s()
+            if load.is_new and not load.has_heartbeats:
+                waits_s = load.began_s + (MAX_SILENCES - 1) * silence_s
+                heard_s = max(last_s, min(replica.busy_s, waits_s))
+            if now_s - heard_s > silence_s:
+                why = f"no byte came for {now_s - last_s:.1f} s"
+                load.cut(ReplicaFault(why, is_suspect=True))  # its connection is lost
+            else:
+                reading.append(load)
+        # A fenced replica is judged by its probes.
+        if replica.is_fenced or replica.said == _PAUSED or not reading:
             return
         stall_s = replica.stall_s(self._settings.stall_s, self._others_gap_s(replica))
         quiet_s = now_s - max(replica.progress_s, min(load.began_s for load in reading))
@@ -375,7 +384,7 @@ class Prober:
                 await self._judge(replica, status, health)
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
-            if replica.state != "unreachable" and (is_quiet or replica.is_fenced):
+            if replica.said != "unreachable" and (is_quiet or replica.is_fenced):
                 self._fence(replica, "unreachable", str(fault))
         except (msgspec.MsgspecError, TimeoutError) as error:
             self._fence(replica, "invalid", _why_invalid(replica, error))
@@ -394,7 +403,7 @@ class Prober:
         has_computed = health.steps_total != replica.steps_total
         if has_computed or is_idle:
             replica.progressed(now_s)
-        if has_computed or health.pending or health.state in _LEAVING:  # a pause holds requests
+        if has_computed or health.pending or health.state == _PAUSED:
             replica.busy_s = now_s
         replica.steps_total = health.steps_total
         is_asleep = health.state == ASLEEP
@@ -404,13 +413,18 @@ class Prober:
         elif not health.ok or status != 200:
             if health.state in _LEAVING:
                 self._leaves(replica, health.state, health.reason)
+                if replica.state == REMOVED:
+                    replica.unfence()
                 return
             state = "stalled" if health.state == "ready" else health.state
             self._fence(replica, state, health.reason)
             return
         if self._has_silent_engine(replica, health.silent_ms / 1000, now_s):
             return
+        state = ASLEEP if is_asleep else "ready"
         if replica.state == REMOVED:  # it only ends what it has
+            replica.state = state
+            replica.unfence()
             return
         old = now_s - self._read_models_s.get(replica, -_MODELS_EVERY_S) >= _MODELS_EVERY_S
         if (replica.is_fenced or old) and not await self._read_models(replica):
@@ -436,9 +450,8 @@ class Prober:
             else:
                 replica.breaker.returned()
             replica.stalled_steps = -1
-        state = ASLEEP if is_asleep else "ready"
-        replica.state, replica.reason, replica.is_fenced = state, "", False
-        replica.has_stopped = False
+        replica.state, replica.reason = state, ""
+        replica.unfence()
         self._fleet.became_available()
 
     def _has_output(self, replica: Replica) -> bool:
@@ -455,7 +468,7 @@ class Prober:
         engine.report(silent_s)
         known_s, limit_s = engine.known_s, None
         if replica.is_fenced:
-            is_silent = replica.state == "stalled" and known_s > MIN_SILENT_S / 2
+            is_silent = replica.said == "stalled" and known_s > MIN_SILENT_S / 2
         else:
             # A server that answers late reads its engine's messages late.
             usual_s = max(engine.usual_s, self._answer_limit_s(replica))
@@ -498,7 +511,7 @@ class Prober:
         return True
 
     def _fence(self, replica: Replica, state: str, reason: str) -> None:
-        if replica.state == state and replica.is_fenced and not replica.loads:
+        if replica.said == state and replica.is_fenced and not replica.loads:
             replica.reason = reason
             return
         replica.fence(state, reason)

@@ -3,7 +3,7 @@
 Its load is what the router itself has sent there: no report of a replica is trusted for that.
 Always holds: a replica that failed or was unreachable is fenced until its health and its
 fingerprints were read again; requests are sent to available replicas only. A removed replica stays
-removed: its number may be that of another one.
+removed, fenced or not: its number may be that of another one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.base.server_url import ServerUrl
 from quire.router.breaker import CircuitBreaker
+from quire.router.faults import ReplicaFault
 from quire.router.first_token_times import FirstTokenTimes
 
 # Gaps in progress that are remembered, and the multiple of the 99th percentile that is a stall.
@@ -47,16 +48,16 @@ class Load:
     """One open request at a replica.
 
     tokens: of its prompt until it has output, and of the output that is still expected. cut: ends
-    its exchange with a reason. began_s: when it was sent. last_s: returns when bytes arrived last.
-    is_paused: returns whether the client does not read, so that silence means nothing.
-    has_heartbeats: bytes come before it has output, too. is_new: it has no output. is_whole: its
-    output comes as a whole. is_long: it counts as a long prompt. prompt_tokens: of `tokens`, those
-    to compute before it has output; new_tokens: of these, what is not cached.
-    ahead_tokens: that the replica had to compute before it.
+    its exchange with a fault. began_s: when it was sent. last_s: returns when bytes arrived last.
+    is_paused: returns whether silence means nothing: the client does not read, or the exchange has
+    ended and only the client is waited for. has_heartbeats: bytes come before it has output, too.
+    is_new: it has no output. is_whole: its output comes as a whole. is_long: it counts as a long
+    prompt. prompt_tokens: of `tokens`, those to compute before it has output; new_tokens: of these,
+    what is not cached. ahead_tokens: that the replica had to compute before it.
     """
 
     tokens: int
-    cut: Callable[[str], None]
+    cut: Callable[[ReplicaFault], None]
     began_s: float
     last_s: Callable[[], float]
     is_paused: Callable[[], bool]
@@ -72,13 +73,14 @@ class Load:
 class Replica:
     """number: a bit of the masks in PrefixHistory. models: fingerprint by model name. progress_s:
     when it last computed something or was idle. busy_s: when it last said that it has requests, or
-    computed something."""
+    may hold some in a pause, or computed something. said: the state that it reported last, or was
+    found in, also once it is removed."""
 
     def __init__(self, url: ServerUrl, number: int) -> None:
         self.url = url
         self.name = url.shown + url.path
         self.number = number
-        self._state = "unknown"
+        self._state = self.said = "unknown"
         self.reason = "not probed yet"
         self.is_fenced = True
         self.was_used = False  # before it was fenced last
@@ -108,11 +110,13 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """What it said last, or was found to be. REMOVED is the last one."""
+        """As `said`, until it is removed. REMOVED is the last one."""
         return self._state
 
     @state.setter
     def state(self, state: str) -> None:
+        if state != REMOVED:
+            self.said = state
         if self._state != REMOVED:
             self._state = state
 
@@ -213,6 +217,11 @@ class Replica:
             self.num_handed_over = len(self.loads)
             self.num_beginning = sum(map(self.is_beginning, self.loads))
 
+    def unfence(self) -> None:
+        """Note that it was checked: its next failure is another one. A removed replica gets no
+        requests, so that it answers is enough."""
+        self.is_fenced = self.has_stopped = False
+
     def computed_prompt(self, load: Load) -> None:
         """Count a request no more as a long prompt. Twice is once."""
         self.num_long -= load.is_long
@@ -274,7 +283,8 @@ class Replica:
             self._gaps.clear()
             self._longest_gap_s = 0.0
         self.first_token_times = FirstTokenTimes()  # of the process that was
+        is_silence = state == "stalled"
         for load in list(self.loads):
-            load.cut(reason)
+            load.cut(ReplicaFault(reason, is_suspect=True, is_silence=is_silence, cause="fence"))
         if self.on_fenced is not None and self.state != REMOVED:
             self.on_fenced(self)

@@ -16,7 +16,7 @@ def open_load(replica: Replica, tokens: int) -> Load:
     """Return an open request of a replica."""
     load = Load(
         tokens=tokens,
-        cut=lambda reason: None,
+        cut=lambda fault: None,
         began_s=0.0,
         last_s=lambda: 0.0,
         is_paused=lambda: False,

@@ -55,7 +55,7 @@ def test_a_stopped_process_is_weak_evidence_against_a_request() -> None:
     [replica] = replicas(1)
     load = Load(
         tokens=1,
-        cut=lambda reason: None,
+        cut=lambda fault: None,
         began_s=1.0,
         last_s=lambda: 1.0,
         is_paused=lambda: False,
@@ -120,7 +120,7 @@ def test_a_second_stop_of_a_process_with_a_request_at_one_place_is_a_failure() -
 def load(began_s: float) -> Load:
     return Load(
         tokens=1,
-        cut=lambda reason: None,
+        cut=lambda fault: None,
         began_s=began_s,
         last_s=lambda: began_s,
         is_paused=lambda: False,

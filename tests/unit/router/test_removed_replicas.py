@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from quire.base.server_url import server_url
-from quire.router.replica import REMOVED, Replica
+from quire.router.faults import ReplicaFault
+from quire.router.replica import MAX_BEGINNING, REMOVED, Replica
 from tests.unit.router.fake_replica import FakeReplica, Router, run
-from tests.unit.router.test_failover import ANSWER, _until, stream
+from tests.unit.router.made_replicas import made_replicas, open_load
+from tests.unit.router.test_failover import ANSWER, STREAM, _until, stream
 
 WHOLE = {"prompt": "a"}
 # The health that a last probe reads.
@@ -161,3 +163,94 @@ def test_what_it_cannot_end_goes_elsewhere(fault: str) -> None:
         assert not any("replica fenced" in line for line in router.lines)
 
     run([first, second], story, within_s=60.0)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_pause_is_no_stall_of_it(resumes: bool) -> None:
+    """It reports the pause as any other replica does; without one it stalls again."""
+    first, second = FakeReplica(), FakeReplica()
+    first.whole_gate = gate = asyncio.Event()
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(router.post("/generate", WHOLE))
+        await first.began.wait()
+        gone = _remove(router, first)
+        first.health |= {"ok": False, "state": "paused", "pending": 1}
+        await asyncio.sleep(5.0)  # several times its stall time
+        assert (gone.said, gone.state) == ("paused", REMOVED)
+        assert not answering.done()
+        if resumes:
+            first.health |= {"ok": True, "state": "ready"}
+        else:
+            gate.set()
+        body = second.body if resumes else first.body
+        assert (await answering)[::2] == (200, body)
+        await _until_forgotten(router, gone)
+
+    second.body = b'{"choices":["second"]}'
+    run([first, second], story)
+
+
+def test_it_is_given_up_once_while_a_client_does_not_read() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.silent_after, first.health["pending"] = 3, 1
+
+    async def story(router: Router) -> None:
+        reads, num_pieces = asyncio.Event(), 0
+
+        async def read(piece: bytes) -> None:
+            nonlocal num_pieces
+            num_pieces += 1
+            await reads.wait()
+
+        asked = router.post("/generate", STREAM, on_piece=read)
+        answering = asyncio.ensure_future(asked)
+        await _until(lambda: num_pieces == 1)
+        gone = _remove(router, first)
+        await asyncio.sleep(5.0)
+        assert gone.loads
+        given_up = [line for line in router.lines if "silent replica given up" in line]
+        assert len(given_up) == 1, given_up
+        reads.set()
+        assert (await answering)[2] == ANSWER
+        await _until_forgotten(router, gone)
+
+    run([first, second], story)
+
+
+@pytest.mark.parametrize("state", ["ready", "draining"])
+def test_its_next_failure_is_another_one(state: str) -> None:
+    """What was open at the first one says nothing of the next."""
+    first, second = FakeReplica(), FakeReplica()
+    first.whole_gate = gate = asyncio.Event()
+
+    async def story(router: Router) -> None:
+        answering = asyncio.ensure_future(router.post("/generate", WHOLE))
+        await first.began.wait()
+        gone = router.fleet.replicas[first.url]
+        router.fleet.suspect(gone)
+        gone.num_beginning = MAX_BEGINNING + 1
+        gone.has_stopped = True
+        _remove(router, first)
+        first.health |= {"ok": state == "ready", "state": state}
+        await _until(lambda: not gone.is_fenced)
+        assert not gone.is_up
+        router.fleet.suspect(gone)
+        assert gone.num_beginning == 1
+        assert not any(gone.is_shared(load) for load in gone.loads)
+        gate.set()
+        assert (await answering)[::2] == (200, first.body)
+
+    run([first, second], story)
+
+
+def test_its_silence_is_a_silence() -> None:
+    """It counts half where many requests were open."""
+    (gone,) = made_replicas(1)
+    load, faults = open_load(gone, 1), list[ReplicaFault]()
+    load.cut = faults.append
+    gone.state = REMOVED
+    gone.fence("stalled", "no progress")
+    gone.fence("dead", "its engine is gone")
+    assert [one.is_silence for one in faults] == [True, False]
+    assert [one.cause for one in faults] == ["silence", "fence"]

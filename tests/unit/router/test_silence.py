@@ -129,3 +129,24 @@ def test_a_client_that_is_slow_to_read_the_end_is_no_stall() -> None:
         assert not any("fenced" in line for line in router.lines), router.lines
 
     run([only], story)
+
+
+def test_a_stream_that_has_failed_behind_a_slow_client_is_no_stall() -> None:
+    """Nothing more comes of it, so its replica may be idle."""
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 3
+
+    async def story(router: Router) -> None:
+        slow = asyncio.Event()
+
+        async def read(piece: bytes) -> None:
+            await slow.wait()
+
+        answering = asyncio.ensure_future(router.post("/generate", STREAM, on_piece=read))
+        await _until(lambda: first.num_closed > 0)
+        await asyncio.sleep(3.0)  # several times its stall time
+        assert not any("fenced" in line for line in router.lines), router.lines
+        slow.set()
+        assert (await answering)[2] == ANSWER
+
+    run([first, second], story)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.router.prober import MAX_SILENCES
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
 from tests.unit.router.test_failover import ANSWER, STREAM, _until
 from tests.unit.router.test_prefill_pairs import LONG, PairRouter
@@ -69,31 +70,91 @@ def test_an_answer_without_heartbeats_may_take_longer_than_a_stream_is_silent(pa
 def test_a_replica_that_takes_no_requests_ends_a_long_answer(state: str) -> None:
     """One that is paused may hold it before it is counted as open."""
     first, second = _slow(), FakeReplica()
-    first.health["pending"] = 0
 
     async def story(router: Router) -> None:
         answering = asyncio.ensure_future(router.post("/v1/completions", WHOLE))
         await first.began.wait()
-        first.health |= {"ok": False, "state": state}
-        await asyncio.sleep(SLOW_S)
-        await _compute(first, 1.0)
+        first.health |= {"ok": False, "state": state, "pending": int(state == "draining")}
+        if state == "paused":
+            await asyncio.sleep(SLOW_S)
+        await _compute(first, 1.0 if state == "paused" else SLOW_S)
         assert (await answering)[::2] == (200, first.body)
 
     run([first, second], story, **SETTINGS)
     assert not second.requests
 
 
-def test_an_answer_that_its_replica_knows_nothing_of_goes_elsewhere() -> None:
+@pytest.mark.parametrize("state", ["ready", "draining"])
+def test_an_answer_that_its_replica_knows_nothing_of_goes_elsewhere(state: str) -> None:
     """The replica is idle, so its answer was lost on the way."""
     first, second = _slow(), FakeReplica()
     first.health["pending"] = 0
+    first.answer = lambda *asked: first.health.update(ok=state == "ready", state=state)
 
     async def story(router: Router) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         assert (await router.post("/v1/completions", WHOLE))[::2] == (200, second.body)
         assert 120.0 < loop.time() - began_s < 122.0
-        assert any("no byte came for 120 s" in line for line in router.lines)
+        assert any("no byte came for 120." in line for line in router.lines)
+
+    run([first, second], story, **SETTINGS)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", OLLAMA])
+def test_an_answer_that_is_lost_at_a_replica_with_other_work_goes_elsewhere(path: str) -> None:
+    """Its requests and steps say nothing of this one, so the time for it is bounded."""
+    first, second = _slow(), FakeReplica()
+    first.event_end = second.event_end = b"\n"
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        asked = router.post(path, {**WHOLE, "stream": path == OLLAMA})
+        answering = asyncio.ensure_future(asked)
+        while not answering.done():
+            first.steps_total += 1
+            await asyncio.sleep(1.0)
+        status, _, body = await answering
+        assert status == 200
+        assert body.startswith(b'{"token": 100}' if path == OLLAMA else second.body)
+        assert 0.0 < loop.time() - began_s - MAX_SILENCES * 120.0 < 3.0
+
+    run([first, second], story, **{**SETTINGS, "within_s": 2000.0})
+    assert len(second.requests) == 1
+
+
+def test_a_stream_without_heartbeats_that_has_output_is_not_waited_for_so_long() -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.event_end = second.event_end = b"\n"
+    first.silent_after, first.health["pending"] = 3, 1
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        answering = asyncio.ensure_future(router.post(OLLAMA, {**WHOLE, "stream": True}))
+        while not answering.done():
+            first.steps_total += 1
+            await asyncio.sleep(1.0)
+        assert (await answering)[2].count(b'{"token": ') == LENGTH
+        assert 120.0 < loop.time() - began_s < 123.0
+
+    run([first, second], story, **SETTINGS)
+    assert second.requests[0]["output_ids"] == [100, 101, 102]
+
+
+def test_a_replica_that_drains_without_progress_is_stalled() -> None:
+    """Streams there may have heartbeats of a server with a stopped engine."""
+    first, second = FakeReplica(), FakeReplica()
+    first.silent_after, first.health["pending"] = 3, 1
+    first.before_token = lambda token: first.health.update(ok=False, state="draining")
+
+    async def story(router: Router) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        assert (await router.post("/generate", STREAM))[2] == ANSWER
+        assert loop.time() - began_s < 60.0
+        assert any("no progress" in line for line in router.lines)
 
     run([first, second], story, **SETTINGS)
 
@@ -122,7 +183,7 @@ def test_a_stream_without_a_heartbeat_goes_elsewhere_although_its_replica_works(
             first.steps_total += 1
             await asyncio.sleep(1.0)
         assert (await answering)[2] == ANSWER
-        assert any("no byte came for 120 s" in line for line in router.lines)
+        assert any("no byte came for 120." in line for line in router.lines)
 
     run([first, second], story, **SETTINGS)
     assert second.requests[0]["output_ids"] == [100, 101, 102]
