@@ -188,18 +188,23 @@ SEVERAL_CASES: list[tuple[str, dict[str, Any]]] = [
 def test_each_choice_of_a_stream_survives_a_killed_server(
     servers: list[RunningServer], tmp_path: Path
 ) -> None:
-    """Events of different choices may come in another order, those of one choice do not."""
+    """Events of different choices may come in another order, those of one choice do not. On a busy
+    machine a short answer may end before all have begun: then it is tried again."""
     alone = [_streamed(servers[0], path, {**body, "stream": True}) for path, body in SEVERAL_CASES]
-    with (
-        RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim,
-        _moving(victim, servers[0], tmp_path) as (router, move),
-    ):
-        answers = _at_once(router, move, SEVERAL_CASES)
-        assert router.metric("quire_router_resumed_streams_total") >= len(SEVERAL_CASES)
-        assert router.metric("quire_router_broken_streams_total") == 0
-    for (path, body), got, wanted in zip(SEVERAL_CASES, answers, alone, strict=True):
-        assert _by_choice(got) == _by_choice(wanted), (path, body)
-        _check_names(got)
+    for _ in range(3):
+        with (
+            RunningServer(MODEL, "--threads", "1", "--convert", "embed") as victim,
+            _moving(victim, servers[0], tmp_path) as (router, move),
+        ):
+            answers = _at_once(router, move, SEVERAL_CASES)
+            num_resumed = router.metric("quire_router_resumed_streams_total")
+            assert router.metric("quire_router_broken_streams_total") == 0
+        for (path, body), got, wanted in zip(SEVERAL_CASES, answers, alone, strict=True):
+            assert _by_choice(got) == _by_choice(wanted), (path, body)
+            _check_names(got)
+        if num_resumed >= len(SEVERAL_CASES):
+            return
+    raise AssertionError(f"{num_resumed} of {len(SEVERAL_CASES)} streams moved")
 
 
 def _by_choice(raw: bytes) -> dict[bytes, list[bytes]]:
