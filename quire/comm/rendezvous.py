@@ -23,8 +23,9 @@ from quire.comm.framed_socket import FramedSocket, WrongKey
 _HANDSHAKE_S = 10.0
 _MAX_HELLO_BYTES = 1 << 16
 _RETRY_S = 0.1
-# The end of a process that has died may arrive after its successor.
-_LATE_END_S = 0.5
+# The end of a process that has died may arrive after its successor: a child that it was about to
+# start holds its connections until it runs a program of its own.
+_LATE_END_S = 2.0
 _MAX_HANDSHAKES = 64
 
 
