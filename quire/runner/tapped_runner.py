@@ -3,7 +3,8 @@ TappedPipelinedRunner, the same on several stages.
 
 After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
 the head read, by slot and position (HiddenStateRing). Knows no proposer. Always holds: rows are
-kept in the order of the plans; parts of prompts that are computed by layers leave none.
+kept in the order of the plans; parts of prompts that are computed by layers leave none, nor do
+steps of decoding while drafts rest for long.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class TappedRunner(ModelRunner):
         _check(executor)
         super().__init__(executor, **settings)
         self._taps = taps
+        taps.ring.tenancy = self.tables.tenancy
         if self._overlap is not None:
             self._overlap = AsyncSteps(self._resources, self._apply, partial(_TappedRun, taps=taps))
 
@@ -64,6 +66,7 @@ class TappedPipelinedRunner(PipelinedRunner):
         _check(executor)
         super().__init__(executor, **settings)
         self._taps = taps
+        taps.ring.tenancy = self.tables.tenancy
 
     def run_of(self, plan: StepPlan) -> StepRun:
         """See PipelinedRunner."""
@@ -85,12 +88,13 @@ class _TappedRun(StepRun):
         self, plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
     ) -> None:
         super().__init__(plan, resources, **settings)
-        self._taps = taps
+        self._taps, self._keeps = taps, True
 
     def begin(self) -> None:
         """Run the trunk, and keep the tapped layers."""
         super().begin()
-        if not self._taps.of_layers:
+        self._keeps = not (self.rows.is_decode and self._taps.ring.pauses())
+        if not (self._taps.of_layers and self._keeps):
             return
         slots, tenancies = self.rows.slots, self.rows.tenancy
         if not self.rows.is_decode:
@@ -100,7 +104,7 @@ class _TappedRun(StepRun):
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
         super()._choose_slice(first, slots, positions, masks)
-        if not self._taps.of_layers:
+        if self._keeps and not self._taps.of_layers:
             tenancies = self._resources.tables.tenancy[slots]
             self._keep(HEAD_INPUT, slots, tenancies, positions - np.int32(1))
 

@@ -59,8 +59,9 @@ class DraftSource(Protocol):
 
     proposer_name: of the engine's proposer, in metrics. max_drafts: most drafts of a request in one
     step. drafting_ms: milliseconds that computing them took so far, inside `propose`. learns,
-    uses_cache: whether `learn` and `note_kv` are called. may_begin_late: `begin` and `end` may come
-    when drafts are asked for next, and not at all for a request that has ended by then.
+    uses_cache, notes_rests: whether `learn`, `note_kv` and `note_rest` are called. may_begin_late:
+    `begin` and `end` may come when drafts are asked for next, and not at all for a request that has
+    ended by then.
     notes_plain_steps: whether `note_step` is called for steps without drafts, for several at once
     where they are short. rest_steps: in so many further steps nothing is proposed, unless a request
     begins, or `note_step` changes that. asks_predictions_only: of the requests that have begun,
@@ -75,6 +76,7 @@ class DraftSource(Protocol):
     drafting_ms: float
     learns: bool
     uses_cache: bool
+    notes_rests: bool
     may_begin_late: bool
     notes_plain_steps: bool
     num_proposer_errors: int
@@ -112,6 +114,10 @@ class DraftSource(Protocol):
 
     def rested(self, num_steps: int) -> None:
         """Note that so many steps have passed for which `skips_step` was not asked."""
+
+    def note_rest(self, num_steps: int) -> None:
+        """Note that `skips_step` is not asked in the next `num_steps` steps, unless a request
+        begins; with 0, that it may be asked in the next one."""
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """Note that so many requests of those that run have begun: once for each, before or after

@@ -63,6 +63,17 @@ class DraftBalance:
         """Return whether drafts gained more than they cost, so far."""
         return self._steps > FIRST_STEPS
 
+    @property
+    def steps_to_earn(self) -> int:
+        """Return about how many steps without drafts earn the next trial."""
+        missing = max(self.retry_steps, self._needed_ms / self._step_ms) - self._steps
+        return max(int((missing + self._unpaid_ms / self._step_ms) / self._earned_share), 0)
+
+    @property
+    def _earned_share(self) -> float:
+        """Return which share of the steps without drafts counts as gained."""
+        return LOSS_SHARE if self.retry_steps or self._needed_ms else self._share
+
     def drafted(self, gained_ms: float, step_ms: float, computed_ms: float = 0.0) -> None:
         """Note a step with drafts, which would have taken `step_ms` without. A loss is negative.
 
@@ -82,8 +93,7 @@ class DraftBalance:
             num, self._num_plain = self._num_plain, 0
             plain_ms, self._plain_ms = self._plain_ms, 0.0
             self._until_change = max(self._until_change - num, 0)
-            share = LOSS_SHARE if self.retry_steps or self._needed_ms else self._share
-            self._add(share * plain_ms, plain_ms / num, num)
+            self._add(self._earned_share * plain_ms, plain_ms / num, num)
 
     def caught_up(self, ms: float) -> None:
         """Note that known tokens were computed for so long, which drafts of later steps need."""

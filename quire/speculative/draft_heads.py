@@ -9,7 +9,7 @@ of hidden states.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quire.speculative.hidden_states import HiddenStateRing
 from quire.speculative.mirror import MirroringModel
 from quire.speculative.passes import ComputingProposer
+from quire.speculative.proposer import PausingProposer
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -48,8 +49,12 @@ class DraftHeadModel(MirroringModel, Protocol):
         back."""
 
 
-class HeadProposer(ComputingProposer):
-    """A CostlyProposer over the heads of `model`, which read the rows of `ring`."""
+class HeadProposer(ComputingProposer, PausingProposer):
+    """A CostlyProposer over the heads of `model`, which read the rows of `ring`. kept_steps: so many
+    steps before drafts are asked for again, hidden states are kept."""
+
+    may_begin_late = True
+    kept_steps: ClassVar[int]
 
     def __init__(
         self,
@@ -61,10 +66,9 @@ class HeadProposer(ComputingProposer):
         super().__init__(model, num_slots, now_ms)
         self._model, self._ring = model, ring
 
-    def end(self, slot: int) -> None:
-        """See Proposer."""
-        super().end(slot)
-        self._ring.forget(slot)
+    def note_rest(self, num_steps: int) -> None:
+        """See PausingProposer: hidden states are kept again some steps before the end of a rest."""
+        self._ring.num_paused = max(num_steps - self.kept_steps, 0)
 
     def _pass(self, head: int, rows: HeadRows) -> tuple[Int32s, Float32s]:
         """Compute a pass and learn its time."""

@@ -70,6 +70,7 @@ class Drafter:
             report=self._report_proposer,
         )
         self.learns, self.uses_cache = proposers.learns, proposers.uses_cache
+        self.notes_rests = proposers.pauses
         self.may_begin_late = proposers.may_begin_late
         control.rests.looks = isinstance(proposer, LookupProposer) and proposer.knows_matches
         if control.balance is not None and proposers.computes:
@@ -184,6 +185,13 @@ class Drafter:
         self._own.rested(num_steps)
         if self._proposers.num_predicting:
             self._predictions.rested(num_steps)
+
+    def note_rest(self, num_steps: int) -> None:
+        """See DraftSource."""
+        balance = self._control.balance
+        if num_steps == UNTIL_EARNED and balance is not None and not self.num_errors:
+            num_steps = balance.steps_to_earn
+        self._proposers.note_rest(num_steps)
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """See DraftSource."""

@@ -34,6 +34,8 @@ Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 HEAD = 0  # there is one
+# A head guesses worse with fewer rows before its own; with so many, about as well as with all.
+KEPT_STEPS = 128
 
 
 class _Due(NamedTuple):
@@ -51,6 +53,7 @@ class EagleProposer(HeadProposer):
     """A CostlyProposer over the head of `model`. now_ms: times the passes."""
 
     name = "eagle"
+    kept_steps = KEPT_STEPS
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from quire.speculative.proposer import (
     CostlyProposer,
     Drafts,
     LearningProposer,
+    PausingProposer,
     Proposer,
     no_drafts,
 )
@@ -61,6 +62,8 @@ class GuardedProposers:
         self._costly = proposer if isinstance(proposer, CostlyProposer) else None
         self._learner = proposer if isinstance(proposer, LearningProposer) else None
         self._in_cache = proposer if isinstance(proposer, CacheProposer) else None
+        self._pausing = proposer if isinstance(proposer, PausingProposer) else None
+        self.pauses = self._pausing is not None
         self.computes = self._costly is not None
         self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
         self.may_begin_late = proposer.may_begin_late and not self.learns
@@ -111,6 +114,15 @@ class GuardedProposers:
             raise
         except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
             self.give_up_all(slots, error)
+
+    def note_rest(self, num_steps: int) -> None:
+        """Note that the engine's proposer is asked for nothing in about the next `num_steps`
+        steps."""
+        assert self._pausing is not None, "the proposer takes part in steps"
+        try:
+            self._pausing.note_rest(num_steps)
+        except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
+            self.give_up_all(self.asks_proposer.nonzero()[0], error)
 
     def end(self, slot: int) -> None:
         """Forget the request in `slot`."""

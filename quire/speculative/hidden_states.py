@@ -3,10 +3,10 @@
 The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
 place of the oldest of all slots, so that a request without rows has no drafts until it is
 computed again. What the model can offer is listed in quire/program/taps.py. Knows no executor.
-Always holds: of two rows of a position the newer one is found, and rows of a slot's earlier request
-are never found once it is forgotten, or its next one has a row. Each step puts rows, and few look
-for some, so places are noted when they are looked for. Letters: N rows, R rows that are kept, W
-columns.
+Always holds: of two rows of a position the newer one is found, and rows of an earlier request never
+are, as its slot has another tenancy. Each step puts rows, and few look for some, so places are
+noted when they are looked for; while drafts rest for long, steps put none. Letters: N rows, R rows
+that are kept, W columns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
-NONE = np.iinfo(np.int64).min  # a tenancy of no request
 
 
 class HiddenStateRing:
-    """At most `num_rows` rows of `width` columns. Two threads may use it."""
+    """At most `num_rows` rows of `width` columns. Two threads may use it.
+
+    tenancy: of each slot now, a number that changes whenever the slot is given to a request or given
+    back (SlotTables of the runner that puts rows in). num_paused: in so many further steps of
+    decoding no rows are put in.
+    """
 
     def __init__(self, num_rows: int, width: int, num_slots: int) -> None:
         self.rows: Float32s = np.zeros((num_rows, width), np.float32)  # [R, W]
@@ -33,15 +37,15 @@ class HiddenStateRing:
         self._tenancies: Int64s = np.zeros(num_rows, np.int64)
         # The newest row of a slot at the positions that are equal modulo R.
         self._places = np.full((num_slots, num_rows), -1, np.int32)
-        self._tenancy: Int64s = np.full(num_slots, NONE, np.int64)  # of each slot's newest row
-        self._ended: Int64s = np.full(num_slots, NONE, np.int64)  # the newest that was forgotten
+        self.tenancy: Int64s = np.zeros(num_slots, np.int64)
+        self.num_paused = 0
         self._num_put = self._num_indexed = 0
         self._lock = threading.Lock()
 
     def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
         """Keep rows [N, W] of slots[i] at positions[i]; only the last R of more.
 
-        tenancies: numbers that grow whenever a slot is given to another request.
+        tenancies: of their slots, when they were computed.
         """
         most = len(self.rows)
         if len(rows) > most:
@@ -60,18 +64,12 @@ class HiddenStateRing:
             self._positions[at], self._tenancies[at] = positions, tenancies
             self._num_put += len(rows)
 
-    def forget(self, slot: int) -> None:
-        """Find no row that `slot` has so far, nor a later one of the same request."""
-        with self._lock:
-            self._index()
-            self._ended[slot] = self._tenancy[slot]
-
-    def clear(self) -> None:
-        """Find no row that there is so far, and any that follows, whatever its tenancy."""
-        with self._lock:
-            self._slots[:] = -1
-            self._tenancy[:] = self._ended[:] = NONE
-            self._num_indexed = self._num_put
+    def pauses(self) -> bool:
+        """Return whether rows of this step are not needed; asked once in each step of decoding."""
+        if self.num_paused <= 0:
+            return False
+        self.num_paused -= 1
+        return True
 
     def find(self, slots: Index, positions: Int32s) -> Index:
         """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""
@@ -99,9 +97,7 @@ class HiddenStateRing:
             return
         most = len(self.rows)
         at = np.arange(self._num_indexed, self._num_put) % most
-        slots = self._slots[at]
-        self._places[slots, self._positions[at] % most] = at
-        self._tenancy[slots] = self._tenancies[at]
+        self._places[self._slots[at], self._positions[at] % most] = at
         self._num_indexed = self._num_put
 
     def _find(self, slots: Index, positions: Int32s) -> Index:
@@ -109,8 +105,7 @@ class HiddenStateRing:
         places: Index = self._places[slots, positions % len(self.rows)].astype(np.intp)
         is_right = self._slots[places] == slots
         is_right &= self._positions[places] == positions
-        is_right &= self._tenancies[places] == self._tenancy[slots]
-        is_right &= self._tenancies[places] > self._ended[slots]
+        is_right &= self._tenancies[places] == self.tenancy[slots]
         return np.where(is_right & (places >= 0), places, -1)
 
 

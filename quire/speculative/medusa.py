@@ -27,6 +27,7 @@ class MedusaProposer(HeadProposer):
     """A CostlyProposer over the `num_heads` heads of `model`. now_ms: times the passes."""
 
     name = "medusa"
+    kept_steps = 4  # heads read one row; rests end a step or two sooner or later than said
 
     def __init__(
         self,

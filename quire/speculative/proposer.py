@@ -108,6 +108,15 @@ class LearningProposer(Proposer):
         """Note the output tokens of the request in `slot`, which has ended."""
 
 
+class PausingProposer(Proposer):
+    """A Proposer that takes part in steps without being asked, which a long rest makes needless."""
+
+    @abstractmethod
+    def note_rest(self, num_steps: int) -> None:
+        """Note that about the next `num_steps` steps pass before drafts are asked for; 0: they may
+        be in the next one."""
+
+
 class CostlyProposer(Proposer):
     """A Proposer that computes its drafts, so that it is asked only for as many as pay.
 

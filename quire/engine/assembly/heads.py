@@ -8,7 +8,6 @@ needs those of the model fused. Heads take part in no fingerprint: they change n
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -237,10 +236,8 @@ def _class_of(name: HeadName) -> type[SizedHeads]:
 def _time_passes(proposer: HeadProposer, ring: HiddenStateRing, num_slots: int) -> None:
     """Time passes of one request and of all, and over a prompt, so that the first decisions know
     what drafts cost."""
-    ring.clear()  # of the rows that the warm-up of the model left
     prompt = min(32, len(ring.rows))
     kinds = ((1, prompt), (1, 3), (num_slots, 3))
-    tenancies = itertools.count(-len(kinds) * _ROUNDS)  # below those of real requests
     for num, length in kinds:
         slots, known = np.arange(num), TokenTable(num_slots, prompt)
         for _ in range(_ROUNDS):
@@ -250,7 +247,7 @@ def _time_passes(proposer: HeadProposer, ring: HiddenStateRing, num_slots: int) 
             positions = np.tile(np.arange(length - 1, dtype=np.int32), num)
             of_rows = np.repeat(slots, length - 1)
             rows = np.zeros((len(of_rows), ring.rows.shape[1]), np.float32)
-            ring.put(of_rows, np.full(len(of_rows), next(tenancies)), positions, rows)
+            ring.put(of_rows, ring.tenancy[of_rows], positions, rows)
             proposer.propose(known, slots, np.full(num, 3, np.int32), no_drafts(num, 3))
         for slot in range(num):
             proposer.end(slot)

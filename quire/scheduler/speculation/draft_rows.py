@@ -192,6 +192,8 @@ class DraftRows(StepExtension):
                 source.note_arrivals(0, 1)
             if source.rest_steps and not wakes:
                 return
+            if source.notes_rests:
+                source.note_rest(0)
         self.is_resting, self.is_active, self.noted_from = False, True, 0
 
     def begin_step(self, step: Step) -> None:
@@ -328,6 +330,8 @@ class DraftRows(StepExtension):
             self._rest_active = self._batch.active
             self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
+            if self._source.notes_rests:
+                self._source.note_rest(num_steps)
             if self._rest_until < self.noted_from:
                 self.noted_from = self._rest_until
 
@@ -344,7 +348,10 @@ class DraftRows(StepExtension):
                 self._num_arrived += num_new
         num_steps = source.rest_steps
         self._rest_until = self._rest_from + num_steps - self._overlaps
-        if num_steps <= self._overlaps:
+        is_over = num_steps <= self._overlaps
+        if source.notes_rests:
+            source.note_rest(0 if is_over else num_steps)
+        if is_over:
             self.is_resting, self.is_active = False, True
 
     def _pass_rest(self, step: int) -> None:

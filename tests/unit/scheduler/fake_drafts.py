@@ -34,7 +34,7 @@ class FakeDrafts:
     ) -> None:
         self.max_drafts = max_drafts
         self.drafting_ms = 0.0
-        self.learns = self.notes_plain_steps = True
+        self.learns, self.notes_rests, self.notes_plain_steps = True, False, True
         self.learned: list[tuple[str, list[int]]] = []  # of which requests, and what
         self.reports: list[tuple[int, int]] = []  # drafted and accepted, by row
         self._answer, self._right = answer, right
@@ -51,6 +51,9 @@ class FakeDrafts:
     @property
     def rest_steps(self) -> int:
         return 0
+
+    def note_rest(self, num_steps: int) -> None:
+        raise AssertionError("these drafts take part in no other steps")
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         pass

@@ -122,8 +122,8 @@ class Engine:
         self.found: dict[str, Bools] = {}
         self._slots: dict[int, str] = {}
         self._length = load.prompt_tokens + load.num_tokens + 1
-        self._tenancy = np.zeros(load.batch, np.int64)
         self._ring = HiddenStateRing(max(1024, 2 * load.batch), 1, load.batch)
+        self._tenancy = self._ring.tenancy
         self._num_added = self._num_plain = 0  # the latter: steps since one with drafts
         self._noise = np.random.default_rng(1)
         source = None if control is None else self._drafter(control)
@@ -232,7 +232,8 @@ class Engine:
             counts.append(num)
             tokens += answer[first : first + num].tolist()
         self.num_tokens += len(tokens)
-        if self.load.kind == "heads":
+        is_decode = bool((plan.counts == 1).all() and (plan.sample_counts == 1).all())
+        if self.load.kind == "heads" and not (is_decode and self._ring.pauses()):
             self._keep_hidden_states(plan)
         self._spend_step(plan)
         result = StepResult(

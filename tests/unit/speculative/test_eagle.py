@@ -95,7 +95,7 @@ class Rig:
         times = count()
         self.proposer = EagleProposer(self.head, self.ring, limits, lambda: float(next(times)))
         self.known = TokenTable(SLOTS, LENGTH)
-        self.tenancy = np.zeros(SLOTS, np.int64)
+        self.tenancy = self.ring.tenancy
 
     def begin(self, slot: int, num_tokens: int, *, computed_from: int = 0) -> None:
         """Admit a request of which the target has computed all but the last token."""
@@ -164,7 +164,6 @@ def test_rows_of_guesses_are_computed_again_from_the_target(num_right: int) -> N
     assert rig.head.passes[0] == (FROM_TARGET, {1: (5, num_right + 1)})
     fresh = Rig()
     fresh.known = rig.known
-    fresh.tenancy[1] = 0
     length = int(rig.known.lengths[1])
     tokens = rig.known.tokens[1, :length].copy()
     fresh.begin(1, length)
@@ -264,7 +263,7 @@ def test_rows_displaced_while_drafts_are_made_cost_one_request_one_call() -> Non
         rig.ring.take = take  # type: ignore[method-assign]
         rig.computed(1, 0, 7)
         at = np.arange(200 - 14, dtype=np.int32)
-        rig.ring.put(np.full(len(at), 3), np.ones(len(at), np.int64), at, np.zeros((len(at), 2)))
+        rig.ring.put(np.full(len(at), 3), np.zeros(len(at), np.int64), at, np.zeros((len(at), 2)))
         rig.computed(1, 0, 7)
         return take(slots, positions)
 

@@ -8,11 +8,13 @@ from quire.speculative.hidden_states import HiddenStateRing
 
 
 def put(
-    ring: HiddenStateRing, slot: int, positions: list[int], value: float, tenancy: int = 1
+    ring: HiddenStateRing, slot: int, positions: list[int], value: float, tenancy: int | None = None
 ) -> None:
+    """Keep rows of the request that is in the slot now, or of an earlier one."""
     num = len(positions)
     rows = np.full((num, 2), value, np.float32)
-    slots, tenancies = np.full(num, slot), np.full(num, tenancy)
+    slots = np.full(num, slot)
+    tenancies = ring.tenancy[slots] if tenancy is None else np.full(num, tenancy)
     ring.put(slots, tenancies, np.array(positions, np.int32), rows)
 
 
@@ -44,9 +46,14 @@ def test_the_oldest_rows_of_all_slots_are_displaced() -> None:
 
 def test_rows_of_an_earlier_tenancy_are_not_found() -> None:
     ring = HiddenStateRing(8, 2, 2)
-    put(ring, 0, [0, 1, 2], 1.0, tenancy=1)
-    put(ring, 0, [2], 2.0, tenancy=3)
-    assert [value(ring, 0, at) for at in (0, 1, 2)] == [None, None, 2.0]
+    put(ring, 0, [0, 1, 2], 1.0)
+    ring.tenancy[0] += 1  # given back
+    assert value(ring, 0, 2) is None
+    put(ring, 0, [3], 1.0, tenancy=0)  # of a step in flight
+    ring.tenancy[0] += 1  # given to the next request
+    assert value(ring, 0, 3) is None
+    put(ring, 0, [2], 2.0)
+    assert [value(ring, 0, at) for at in (0, 1, 2, 3)] == [None, None, 2.0, None]
     assert ring.first_of_run(0, 3) == 2
 
 
@@ -60,15 +67,15 @@ def test_runs_end_at_the_position_asked_for() -> None:
     assert ring.find(np.empty(0, np.intp), np.empty(0, np.int32)).tolist() == []
 
 
-def test_a_cleared_ring_finds_rows_of_any_tenancy_again() -> None:
+def test_a_pause_ends_after_so_many_steps_of_decoding() -> None:
     ring = HiddenStateRing(8, 2, 2)
-    put(ring, 0, [0, 1], 1.0, tenancy=7)
-    ring.forget(0)
-    ring.clear()
-    assert value(ring, 0, 1) is None
-    put(ring, 0, [1], 2.0, tenancy=-3)
-    assert value(ring, 0, 1) == 2.0
-    assert value(ring, 0, 0) is None
+    assert [ring.pauses() for _ in range(2)] == [False, False]
+    ring.num_paused = 3
+    assert [ring.pauses() for _ in range(5)] == [True, True, True, False, False]
+    ring.num_paused = 3
+    assert ring.pauses()
+    ring.num_paused = 0
+    assert not ring.pauses()
 
 
 def test_it_does_not_matter_when_rows_are_looked_for() -> None:
@@ -76,20 +83,20 @@ def test_it_does_not_matter_when_rows_are_looked_for() -> None:
     rng = np.random.default_rng(5)
     for _ in range(200):
         seldom, often = HiddenStateRing(7, 2, 3), HiddenStateRing(7, 2, 3)
-        tenancies = np.ones(3, np.int64)
         for number in range(rng.integers(1, 30)):
             slot, first = int(rng.integers(3)), int(rng.integers(20))
-            tenancies[slot] += rng.random() < 0.2
+            is_other = rng.random() < 0.2
             positions = list(range(first, first + int(rng.integers(1, 10))))
             for ring in (seldom, often):
-                put(ring, slot, positions, float(number), int(tenancies[slot]))
+                ring.tenancy[slot] += is_other
+                put(ring, slot, positions, float(number))
             value(often, slot, 0)
             if rng.random() < 0.2:
                 gone = int(rng.integers(3))
                 for ring in (seldom, often):
-                    ring.forget(gone)
-                    put(ring, gone, [first], -1.0, int(tenancies[gone]))  # of a step in flight
-                tenancies[gone] += rng.random() < 0.5
+                    ring.tenancy[gone] += 1
+                    before = int(ring.tenancy[gone]) - 1
+                    put(ring, gone, [first], -1.0, before)  # of a step in flight
         for slot in range(3):
             for at in range(30):
                 assert value(seldom, slot, at) == value(often, slot, at)
