@@ -50,8 +50,10 @@ class DraftHeadModel(MirroringModel, Protocol):
 
 
 class HeadProposer(ComputingProposer, PausingProposer):
-    """A CostlyProposer over the heads of `model`, which read the rows of `ring`. kept_steps: so many
-    steps before drafts are asked for again, hidden states are kept."""
+    """A CostlyProposer over the heads of `model`, which read the rows of `ring`.
+
+    kept_steps: hidden states are kept again so many steps before the end of a rest.
+    """
 
     may_begin_late = True
     kept_steps: ClassVar[int]

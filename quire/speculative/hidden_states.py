@@ -25,9 +25,9 @@ Float32s = NDArray[np.float32]
 class HiddenStateRing:
     """At most `num_rows` rows of `width` columns. Two threads may use it.
 
-    tenancy: of each slot now, a number that changes whenever the slot is given to a request or given
-    back (SlotTables of the runner that puts rows in). num_paused: in so many further steps of
-    decoding no rows are put in.
+    tenancy: of each slot now, a number that changes whenever the slot is given to a request or
+    given back (SlotTables of the runner that puts rows in). num_paused: in so many further steps
+    of decoding no rows are put in.
     """
 
     def __init__(self, num_rows: int, width: int, num_slots: int) -> None:

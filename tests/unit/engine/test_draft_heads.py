@@ -21,6 +21,7 @@ from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import AdaptiveControl
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.eagle import EagleProposer
+from quire.speculative.hidden_states import HiddenStateRing
 from quire.speculative.medusa import MedusaProposer
 from quire.train.tensor_file import write_tensors
 from quire.weights.checkpoint import open_checkpoint
@@ -309,6 +310,30 @@ def test_a_head_of_eagle_3_1_with_two_layers_and_the_models_own_product_drafts(
             drafts.append(watched.drafts.copy())
     assert len(drafts[0]) > 10
     assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_while_drafts_rest_for_long_steps_of_decoding_keep_no_hidden_states(
+    deep_model: Path, eagle: Path, plans_in_flight: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings, kept = list[HiddenStateRing](), list[int]()
+    put = HiddenStateRing.put
+
+    def watching(self: Any, slots: Any, tenancies: Any, positions: Any, rows: Any) -> None:
+        rings.append(self)
+        kept.extend(positions.tolist())
+        put(self, slots, tenancies, positions, rows)
+
+    monkeypatch.setattr(HiddenStateRing, "put", watching)
+    monkeypatch.setattr(EagleProposer, "note_rest", lambda *given: None)
+    own = {"draft_model": str(eagle), "plans_in_flight": plans_in_flight}
+    with LLM(deep_model, speculate="eagle", **SETTINGS, **own) as llm:
+        kept.clear()
+        rings[0].num_paused = 9
+        llm.generate([PROMPTS[0]], SAMPLING[0], terms=OFF)
+        num_prompt, num = len(PROMPTS[0]), len(PROMPTS[0]) + 40
+        assert sorted(kept)[:num_prompt] == list(range(num_prompt))
+        assert sorted(kept)[num_prompt:] == list(range(num_prompt + 9, num - 1))
 
 
 @pytest.mark.parametrize(
