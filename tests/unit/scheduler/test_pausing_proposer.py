@@ -1,4 +1,4 @@
-"""A proposer that takes part in steps without being asked is told how long it can pause."""
+"""How long a proposer can pause that takes part in steps without being asked."""
 
 from __future__ import annotations
 
