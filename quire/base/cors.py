@@ -17,7 +17,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]
 # Response headers that a page may read.
 _SHOWN = (
     *("x-request-id", "request-id", "x-quire-resume-seconds", "x-quire-ignored-fields"),
-    "retry-after",
+    *("x-quire-error-code", "retry-after"),
 )
 _METHODS = "GET, POST, DELETE"
 # Headers grant nothing by themselves (a key is a secret in any header), so every header name that a

@@ -27,13 +27,13 @@ API_PATHS: dict[str, str] = {
 }
 # Served below /v1; clients with a base URL without /v1 request them without it.
 _VERSIONED = ("/chat/completions", "/completions", "/models")
-# How each message begins that says that prompt and output do not fit the context of the model.
-TOO_LONG_BEGINS = "this model's maximum context length is "
 # What clients of Ollama may add to the name of a model.
 MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
 # Of answers of a server with several API processes: the number of the one that has answered.
 PROCESS_HEADER = b"x-quire-process"
+# Of the response of an error that has a code: that code, as not every API has one in its errors.
+ERROR_CODE_HEADER = b"x-quire-error-code"
 # Headers that may have the key; the first that has one counts.
 KEY_HEADERS: dict[str, tuple[bytes, ...]] = {
     OPENAI: (AUTHORIZATION,),

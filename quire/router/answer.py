@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from quire.router.answer_state import AnswerParts, AnswerState
-from quire.router.api_forms import ErrorBody, is_final, may_end_engines, read_error
+from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
@@ -176,8 +176,7 @@ class Answer:
                 self._begin_anew()
             return is_passed_on
         body = attempt.early + await exchange.body()
-        status, error = exchange.status, read_error(body) or ErrorBody()
-        code = error.code if isinstance(error.code, str) else ""
+        status, code = exchange.status, error_code(exchange.headers)
         # 429: a client sends a new request again later; one that a replica had waits here.
         waits = client.started or self._placement.is_displaced
         has_no_room = request.form.is_overloaded(status) or (waits and status == 429)
@@ -192,14 +191,14 @@ class Answer:
         if not has_final_error and (code in FAILED or (status >= 500 and status != 504)):
             self._refused = (status, exchange.headers, body)
             raise ReplicaFault(f"it answered {status} {code}".rstrip(), is_suspect=True)
-        if has_final_error and self._doubts(attempt, error, (status, exchange.headers, body)):
+        if has_final_error and self._doubts(attempt, code, (status, exchange.headers, body)):
             return False
         if client.started:  # it accepted the same request before
-            message = error.message or f"status {status}"
+            message = error_message(body) or f"status {status}"
             raise Refusal(502, "resume_refused", f"the stream cannot go on: {message}")
         if status == 200:
             self._state.note_answer(self._loop.time())
-        if self._choice.is_changed_by(status, error, body):
+        if self._choice.is_changed_by(status, code, body):
             self._begin_anew()
             return False
         if status == 200 and not request.route.is_free:
@@ -212,10 +211,10 @@ class Answer:
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True
 
-    def _doubts(self, attempt: Attempt, error: ErrorBody, response: _Response) -> bool:
+    def _doubts(self, attempt: Attempt, code: str, response: _Response) -> bool:
         """Return whether one other replica is asked after the first final error of a request: the
         replica may be its cause, which shows once the other answers. `response` is kept."""
-        if self._final is not None or self._client.started or may_end_engines(error):
+        if self._final is not None or self._client.started or may_end_engines(code):
             return False
         attempt.cancel()
         self._final = response

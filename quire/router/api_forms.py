@@ -17,13 +17,13 @@ import msgspec
 
 from quire.base.http_apis import (
     ANTHROPIC,
+    ERROR_CODE_HEADER,
     LLAMA_CPP,
     MODEL_TAG,
     MODELS,
     OLLAMA,
     OPENAI,
     RESPONSES,
-    TOO_LONG_BEGINS,
     any_key_headers,
     api_of,
     key_in,
@@ -32,18 +32,18 @@ from quire.router.faults import Refusal
 
 # The code of a request with which a replica has lost two engines.
 POISON = "poison_request"
+# The code of a request with prompt and output that do not fit the context of the model.
+TOO_LONG = "context_length_exceeded"
 _TAIL_BYTES = 16_384
 # The names of a field and of those around it, from the outermost.
 Path = tuple[str, ...]
+Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
     """The `error` of a response, in the form of any API; of Ollama's it is a message."""
 
     message: str = ""
-    code: str | int | None = None
-    param: str | None = None
-    kind: str | None = msgspec.field(name="type", default=None)
 
 
 class ErrorEvent(msgspec.Struct, frozen=True):
@@ -62,11 +62,10 @@ class ApiForm:
     counts. limits: fields with the number of tokens that an answer may have, each as
     a path; the first that has one counts. answers: fields with the number of answers. model_suffix:
     that a client may add to the name of a model; "" for none. usage: the names of the counts of
-    prompt and output, in the last bytes of an answer. is_too_long: whether an error says that
-    prompt and output do not fit the context of the model. event_end: the bytes that end each event
-    of a stream. has_heartbeats: something comes in streams while they have no event. seed: the path
-    of its field. output_ids: the path of the field that asks for what a stream needs to be
-    continued; () where its streams cannot be.
+    prompt and output, in the last bytes of an answer. event_end: the bytes that end each event of a
+    stream. has_heartbeats: something comes in streams while they have no event. seed: the path of
+    its field. output_ids: the path of the field that asks for what a stream needs to be continued;
+    () where its streams cannot be.
     """
 
     api: str
@@ -79,7 +78,6 @@ class ApiForm:
     answers: tuple[str, ...] = ()
     model_suffix: str = ""
     usage: tuple[str, str]
-    is_too_long: Callable[[ErrorBody], bool]
     event_end: bytes = b"\n\n"
     has_heartbeats: bool = True
     seed: Path = ("seed",)
@@ -176,25 +174,31 @@ def _is_of_user(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "user"
 
 
-def read_error(raw: bytes) -> ErrorBody | None:
-    """Return the error of a response's body; None where it has none."""
+def error_code(headers: Headers) -> str:
+    """Return the code of a replica's error, which has it in a header whatever the API; "" without
+    one."""
+    found = (value for name, value in headers if name == ERROR_CODE_HEADER)
+    return next(found, b"").decode("latin-1")
+
+
+def error_message(raw: bytes) -> str:
+    """Return the message of an error, from the body of its response; "" where it has none."""
     try:
         found = _read_error(raw).error
     except msgspec.MsgspecError:
-        return None
-    return ErrorBody(message=found) if isinstance(found, str) else found
+        return ""
+    return found if isinstance(found, str) else found.message
 
 
-def is_final(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+def is_final(status: int, headers: Headers) -> bool:
     """Return whether a replica says that the request would fail again, here and elsewhere. It may
     have failed there as often as it may: `poison_request` is the error of two engines."""
     return status >= 500 and (b"x-should-retry", b"false") in headers
 
 
-def may_end_engines(error: ErrorBody) -> bool:
-    """Return whether a final error may be `poison_request`: that, or one of an API without codes of
-    errors."""
-    return error.code == POISON or not isinstance(error.code, str)
+def may_end_engines(code: str) -> bool:
+    """Return whether a final error may be `poison_request`: that, or one without a code."""
+    return code in (POISON, "")
 
 
 def form_of(path: str) -> ApiForm:
@@ -239,10 +243,6 @@ def _kind_of(status: int) -> str:
     return "rate_limit_error" if status == 429 else "invalid_request_error"
 
 
-def _has_code(error: ErrorBody) -> bool:
-    return error.code == "context_length_exceeded"
-
-
 @cache
 def _count(name: str) -> re.Pattern[bytes]:
     return re.compile(rb'"%b": ?(\d{1,12})\b' % name.encode())
@@ -260,7 +260,6 @@ _OPENAI = ApiForm(
     ),
     answers=("n", "num_return_sequences", "n_cmpl", "best_of"),
     usage=("prompt_tokens", "completion_tokens"),
-    is_too_long=_has_code,
     output_ids=("stream_options", _INCLUDES_IDS),
 )
 FORMS: dict[str, ApiForm] = {
@@ -285,7 +284,6 @@ FORMS: dict[str, ApiForm] = {
         prompts=("system", "tools", "messages"),
         limits=(("max_tokens",),),
         usage=("input_tokens", "output_tokens"),
-        is_too_long=lambda error: error.message.startswith("prompt is too long: "),
         output_ids=(_INCLUDES_IDS,),
     ),
     OLLAMA: ApiForm(
@@ -296,8 +294,6 @@ FORMS: dict[str, ApiForm] = {
         limits=(("options", "num_predict"),),
         model_suffix=MODEL_TAG,
         usage=("prompt_eval_count", "eval_count"),
-        # An error is a text without a code.
-        is_too_long=lambda error: error.message.startswith(TOO_LONG_BEGINS),
         event_end=b"\n",
         has_heartbeats=False,  # each of its lines is an object that clients read
         seed=("options", "seed"),
@@ -311,7 +307,6 @@ FORMS: dict[str, ApiForm] = {
         limits=(("n_predict",), ("max_tokens",)),
         answers=("n", "n_cmpl"),
         usage=("tokens_evaluated", "tokens_predicted"),
-        is_too_long=lambda error: error.kind == "exceed_context_size_error",
         output_ids=(_INCLUDES_IDS,),
     ),
 }

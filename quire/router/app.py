@@ -18,6 +18,7 @@ import msgspec
 from quire.base.cors import Cors
 from quire.base.http_apis import served_path
 from quire.base.log import Log
+from quire.base.request_body import BODY_TIME_S, LENGTH_DIGITS, large_body, late_body
 from quire.router.admission import Admission
 from quire.router.api_forms import form_of
 from quire.router.client_response import ClientResponse, Message, Receive, Send
@@ -38,10 +39,6 @@ _JSON = [(b"content-type", b"application/json")]
 _PREFLIGHT = "preflight"
 # Response headers of a router that a page may read.
 _SHOWN = (HEADER.decode(), "x-should-retry")
-# In which a body has to come, as at a replica.
-BODY_TIME_S = 60.0
-# Of the length of a body; a number with more is larger than any limit.
-_MAX_DIGITS = 18
 
 
 class RouterApp:
@@ -246,20 +243,15 @@ class RouterApp:
             client.added.append((b"connection", b"close"))
             if self.cut.done():
                 raise _stopped("the request") from None
-            raise Refusal(
-                408,
-                "timeout",
-                f"the request's body did not come within {BODY_TIME_S:g} s; send it faster, or "
-                "send less",
-            ) from None
+            raise Refusal(408, "timeout", late_body(BODY_TIME_S)) from None
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body. One that is announced to be too large is not read; of another one no more
         than the limit is held. Raises Refusal."""
         lengths = (value for name, value in scope["headers"] if name == b"content-length")
-        announced = next(lengths, b"")
-        if announced.isdigit() and int(announced[:_MAX_DIGITS]) > self._max_body_bytes:
-            raise self._too_large()
+        announced = next(lengths, b"")[:LENGTH_DIGITS]
+        if announced.isdigit() and int(announced) > self._max_body_bytes:
+            raise self._too_large(announced.decode())
         pieces, num_bytes = list[bytes](), 0
         while True:
             message: Message = await receive()
@@ -268,14 +260,12 @@ class RouterApp:
             pieces.append(message.get("body", b""))
             num_bytes += len(pieces[-1])
             if num_bytes > self._max_body_bytes:
-                raise self._too_large()
+                raise self._too_large(f"more than {self._max_body_bytes}")
             if not message.get("more_body", False):
                 return b"".join(pieces)
 
-    def _too_large(self) -> Refusal:
-        return Refusal(
-            413, "body_too_large", f"the body has more than {self._max_body_bytes} bytes; send less"
-        )
+    def _too_large(self, found: str) -> Refusal:
+        return Refusal(413, "body_too_large", large_body(found, self._max_body_bytes))
 
     async def _health(self, client: ClientResponse) -> None:
         """200 while a replica is available and requests are accepted."""

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from quire.base.cors import without_cors
-from quire.base.http_apis import PROCESS_HEADER
-from quire.router.api_forms import ApiForm
+from quire.base.http_apis import ERROR_CODE_HEADER, PROCESS_HEADER
+from quire.router.api_forms import ApiForm, error_code
 from quire.router.faults import ClientGone, Refusal
 from quire.router.http_client import gone
 
@@ -100,7 +100,8 @@ class ClientResponse:
         if self.started:
             await self.finish(self._form.error_event(refusal))
             return
-        headers = [(b"content-type", b"application/json")]
+        code = refusal.code.encode()
+        headers = [(b"content-type", b"application/json"), (ERROR_CODE_HEADER, code)]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(math.ceil(refusal.retry_after_s), 1)))
         if refusal.is_final:
@@ -110,18 +111,21 @@ class ClientResponse:
 
 
 class InnerResponse(ClientResponse):
-    """The response to a request of the router itself for a client. body: of it, once it is there.
+    """The response to a request of the router itself for a client. body: of it, once it is there;
+    code: of the error that it is, "" for none.
 
     Ends when the client leaves. A context: afterwards the client is no longer watched.
     """
 
     def __init__(self, client: ClientResponse, form: ApiForm) -> None:
         super().__init__(_never, self._take, form)
-        self.body = b""
+        self.code, self.body = "", b""
         self._client = client
         self.is_gone = client.is_gone
 
     async def _take(self, message: Message) -> None:
+        if "headers" in message:
+            self.code = error_code(message["headers"])
         self.body += message.get("body", b"")
 
     def _left(self, error: Exception) -> None:

@@ -7,26 +7,22 @@ replica. Always holds: a request without deadline_ms is not affected.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
+from quire.base.deadline import until_deadline
 from quire.router.faults import Refusal
 from quire.router.routed_request import RoutedRequest
 
 
-@asynccontextmanager
-async def before_deadline(request: RoutedRequest) -> AsyncIterator[None]:
+def before_deadline(request: RoutedRequest) -> AbstractAsyncContextManager[None]:
     """Run a block that waits; raise Refusal once the deadline of the request has passed."""
-    try:
-        async with asyncio.timeout_at(request.deadline_s) as limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise Refusal(
-            503,
-            "deadline_missed",
-            "no replica could take the request before its deadline_ms had passed; send it again "
-            "with a longer one, or later",
-        ) from None
+    return until_deadline(request.deadline_s, _missed)
+
+
+def _missed() -> Refusal:
+    return Refusal(
+        503,
+        "deadline_missed",
+        "no replica could take the request before its deadline_ms had passed; send it again with "
+        "a longer one, or later",
+    )

@@ -129,8 +129,8 @@ class Dispatcher:
 
     async def _ask(
         self, request: RoutedRequest, client: ClientResponse, key: bytes, fields: Mapping[str, Any]
-    ) -> tuple[int, bytes]:
-        """Return status and body of a chat that the router itself needs for a request of a client.
+    ) -> tuple[int, str, bytes]:
+        """Return status, error code and body of a chat that the router itself needs for a request.
 
         It is routed like one of that client's, with the client's key. Raises Refusal, ClientGone.
         """
@@ -144,4 +144,4 @@ class Dispatcher:
             choice.ended()
         request.summarizing = None
         request.replaced_tokens += inner.replaced_tokens
-        return response.status, response.body
+        return response.status, response.code, response.body

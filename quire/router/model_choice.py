@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.router.admission import Admission
-from quire.router.api_forms import ErrorBody
+from quire.router.api_forms import TOO_LONG, error_message
 from quire.router.cascade import Cascade, Guess, Judge
 from quire.router.faults import Refusal
 from quire.router.features import Features
@@ -69,11 +69,11 @@ class ModelChoice:
         else:
             self._begin_cascade(self._cascade)
 
-    def is_changed_by(self, status: int, error: ErrorBody, body: bytes) -> bool:
+    def is_changed_by(self, status: int, code: str, body: bytes) -> bool:
         """Return whether this response is replaced: another model is asked then."""
         request = self._request
-        if status == 400 and request.form.is_too_long(error):
-            return self._is_shortened(error)
+        if status == 400 and code == TOO_LONG:
+            return self._is_shortened(error_message(body))
         judge, self._judge = self._judge, None
         if judge is None or self._cascade is None or status != 200:
             return False
@@ -82,7 +82,7 @@ class ModelChoice:
         spent = sum(max(one, 0) for one in used) if used is not None else request.prompt_tokens
         return self._is_escalated(self._cascade, judge, reason, spent)
 
-    def _is_shortened(self, error: ErrorBody) -> bool:
+    def _is_shortened(self, message: str) -> bool:
         """Return whether a prompt that does not fit is sent to the longer model, or summarized."""
         request = self._request
         if self._longer:
@@ -96,11 +96,11 @@ class ModelChoice:
             raise Refusal(
                 400,
                 "context_length_exceeded",
-                f"{error.message}; although its earlier part is summarized already. Send shorter "
+                f"{message}; although its earlier part is summarized already. Send shorter "
                 "messages, or set summarize_prompt.keep_turns or max_tokens lower",
                 param="messages",
             )
-        self._too_long = error.message
+        self._too_long = message
         self.needs_summary = True
         return True
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Counter
 
-from quire.router.api_forms import ErrorBody, is_final, may_end_engines, read_error
+from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.failures import Failures
@@ -66,7 +66,7 @@ class PrefillPairs:
                 status, is_full = exchange.status, request.form.is_overloaded(exchange.status)
                 if is_final(status, exchange.headers):
                     attempt.cancel()
-                    self._check_final(read_error(answer) or ErrorBody())
+                    self._check_final(error_code(exchange.headers), answer)
                 elif status >= 500 and status != 504 and not is_full:
                     raise ReplicaFault(f"it answered {status}", is_suspect=True)
                 if status == 200:  # with its only token
@@ -87,12 +87,12 @@ class PrefillPairs:
         self._outcomes.labels("refused" if params is None else "handed_over").inc()
         return params
 
-    def _check_final(self, error: ErrorBody) -> None:
+    def _check_final(self, code: str, answer: bytes) -> None:
         """Raise Refusal for a final error that a decode replica may not meet, as its engines may
         die of the request; others may be this replica's own."""
-        if may_end_engines(error):
+        if may_end_engines(code):
             self._outcomes.labels("refused").inc()
-            raise Refusal(500, "poison_request", error.message, is_final=True)
+            raise Refusal(500, "poison_request", error_message(answer), is_final=True)
 
     def _is_suited(self, request: RoutedRequest) -> bool:
         """Return whether a request has one long prompt and one choice, and no transfer yet."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from quire.router.api_forms import read_error
+from quire.router.api_forms import TOO_LONG, error_message
 from quire.router.faults import Refusal
 from quire.router.route_file import Name, SummariesTable
 from quire.router.routed_request import BYTES_PER_TOKEN, RoutedRequest
@@ -53,8 +53,8 @@ _SUMMARY_BEGINS = "Summary of our conversation so far:\n"
 _ACKNOWLEDGED = "Understood. I continue from this summary."
 _EVENT = b"data: {"
 
-# Sends a chat to the replicas; returns status and body of the answer.
-Ask = Callable[[Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
+# Sends a chat to the replicas; returns status, error code and body of the answer.
+Ask = Callable[[Mapping[str, Any]], Awaitable[tuple[int, str, bytes]]]
 
 
 class _Given(Struct, forbid_unknown_fields=True):
@@ -223,11 +223,10 @@ class PromptSummary:
             self._check_requests(math.ceil((len(text) - at) / size))
             piece = _piece(text, at, size)
             try:
-                status, body = await self._ask(self._fields(request, summary, piece))
+                status, code, body = await self._ask(self._fields(request, summary, piece))
             except Refusal as refusal:
                 raise self._failed(str(refusal), refusal.status, refusal) from refusal
-            error = read_error(body) if status != 200 else None
-            if status == 400 and error is not None and request.form.is_too_long(error):
+            if status == 400 and code == TOO_LONG:
                 size = len(piece) // 2
                 if size < _MIN_PIECE_CHARS:
                     raise self._failed(
@@ -235,8 +234,8 @@ class PromptSummary:
                     )
                 continue
             if status != 200:
-                said = "" if error is None else f": {error.message}"
-                raise self._failed(f"it answered {status}{said}", status)
+                said = error_message(body)
+                raise self._failed(f"it answered {status}{said and f': {said}'}", status)
             summary = self._read(request, body)
             at += len(piece)
         return summary

@@ -292,11 +292,8 @@ class Drafter:
         """Return for which of `slots` drafts are computed although little is known of them, which
         may end those of all."""
         affordable = self._choice.affordable(tokens, slots)
-        balance, predictions = self._control.balance, self._predictions.balance
-        if balance is not None:
-            self.notes_plain_steps = not (
-                balance.is_settled and (predictions is None or predictions.is_settled)
-            )
+        if self._control.balance is not None:
+            self.notes_plain_steps = True  # this step, after which note_step says about others
         return affordable
 
     def _note_predicted(self, index: Index, predicted: Bools) -> None:

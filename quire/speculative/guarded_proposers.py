@@ -11,6 +11,8 @@ once, those are asked one by one then; the loss of the model's device is passed 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,13 @@ Bools = NDArray[np.bool_]
 
 class ProposerFailed(Exception):
     """A proposer raised its cause, and it is not known for which requests."""
+
+
+def _raise_failed(error: Exception) -> NoReturn:
+    """Raise ProposerFailed for an error of a proposer; the loss of the device is passed on."""
+    if isinstance(error, DeviceLost):
+        raise error
+    raise ProposerFailed from error
 
 
 class GuardedProposers:
@@ -172,19 +181,15 @@ class GuardedProposers:
             if of_predictions:
                 self._look_up(self._prediction, self.asks_prediction, tokens, index, limits, drafts)
             predicted = drafts.counts > 0
-        if not of_proposer:
-            pass
-        elif self._costly is None:
-            self._look_up(self._proposer, self.asks_proposer, tokens, index, limits, drafts)
-        else:
+        if of_proposer and self._costly is not None:
             some = self._without_drafts(self.asks_proposer, index, limits, drafts)
             if len(some):
                 try:
                     may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
-                except DeviceLost:
-                    raise
-                except Exception as error:
-                    raise ProposerFailed from error
+                except Exception as error:  # noqa: BLE001  raised again
+                    _raise_failed(error)
+        elif of_proposer:
+            self._look_up(self._proposer, self.asks_proposer, tokens, index, limits, drafts)
         return drafts, may_compute, predicted
 
     def making_ms(
@@ -196,20 +201,16 @@ class GuardedProposers:
         try:
             pass_ms = self._costly.pass_ms(num_requests)
             return pass_ms, self._costly.behind_ms(tokens, slots), self._costly.call_ms()
-        except DeviceLost:
-            raise
-        except Exception as error:
-            raise ProposerFailed from error
+        except Exception as error:  # noqa: BLE001  raised again
+            _raise_failed(error)
 
     def behind_ms(self, tokens: TokenTable, slots: Index) -> Float64s:
         """Return `behind_ms` of the costly proposer. Raises ProposerFailed."""
         assert self._costly is not None, "drafts are computed"
         try:
             return self._costly.behind_ms(tokens, slots)
-        except DeviceLost:
-            raise
-        except Exception as error:
-            raise ProposerFailed from error
+        except Exception as error:  # noqa: BLE001  raised again
+            _raise_failed(error)
 
     def compute(
         self, tokens: TokenTable, slots: Index, counts: Int32s, catch_up_ms: float

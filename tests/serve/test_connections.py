@@ -58,8 +58,9 @@ def test_a_too_large_head_gets_a_json_error(server: RunningServer, head: bytes) 
         connection.sendall(head)
         status, _, rest = answer(connection).partition(b"\r\n")
     assert status == b"HTTP/1.1 431 Request Header Fields Too Large"
-    body = json.loads(rest.partition(b"\r\n\r\n")[2])
-    assert body["error"]["code"] == "headers_too_large"
+    head, _, body = rest.partition(b"\r\n\r\n")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+    assert b"x-quire-error-code: headers_too_large" in head.split(b"\r\n")
     assert server.get("/health")[0] == 200
 
 

@@ -34,7 +34,7 @@ class HealthRoutes:
         return Response(
             msgspec.json.encode({**dataclasses.asdict(health), **_status(health)}),
             status_code=200 if health.ok else 503,
-            headers={"cache-control": "no-store"} | ({} if health.ok else self._retry_after()),
+            headers={"cache-control": "no-store"} | ({} if health.ok else self._refusal_headers()),
             media_type="application/json",
         )
 
@@ -42,8 +42,8 @@ class HealthRoutes:
         """Return all metrics in Prometheus' text format."""
         return Response(self._server_state.scrape(), headers={"content-type": CONTENT_TYPE})
 
-    def _retry_after(self) -> dict[str, str]:
-        """Return the header of a request that would be refused now."""
+    def _refusal_headers(self) -> dict[str, str]:
+        """Return the headers of a request that would be refused now."""
         try:
             self._server_state.engine()
         except QuireError as refusal:

@@ -31,6 +31,7 @@ from quire.base.errors import (
     UnknownModel,
     WorkerError,
 )
+from quire.base.http_apis import ERROR_CODE_HEADER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,11 +188,16 @@ def report_of(error: QuireError) -> ErrorReport:
 
 
 def error_headers(error: QuireError) -> dict[str, str]:
-    """Return the headers that the class of an error calls for, in every dialect."""
+    """Return the headers that the class of an error calls for, in every dialect: its code, and what
+    the client should do."""
+    code = shape_of(error).code
+    headers = {} if code is None else {ERROR_CODE_HEADER.decode(): code}
     if isinstance(error, MethodNotAllowed):
-        return {"allow": error.allowed}
-    if isinstance(error, UnsupportedEncoding):
-        return {"accept-encoding": "identity"}
-    if isinstance(error, OverloadedError) and error.retry_after_s is not None:
-        return {"retry-after": str(math.ceil(error.retry_after_s))}
-    return {"x-should-retry": "false"} if isinstance(error, _FINAL) else {}
+        headers["allow"] = error.allowed
+    elif isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = "identity"
+    elif isinstance(error, OverloadedError) and error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    elif isinstance(error, _FINAL):
+        headers["x-should-retry"] = "false"
+    return headers

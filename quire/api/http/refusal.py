@@ -14,6 +14,7 @@ import msgspec
 
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import ErrorReport
+from quire.base.http_apis import ERROR_CODE_HEADER
 from quire.base.log import Log
 
 # The first byte of a TLS handshake; HTTP begins with a letter.
@@ -21,7 +22,7 @@ TLS_HANDSHAKE = 0x16
 _REPORT_S = 60.0
 _HEAD = (
     b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-    b"connection: close\r\n\r\n"
+    b"%bconnection: close\r\n\r\n"
 )
 
 
@@ -29,7 +30,8 @@ def refusal(dialect: Dialect, status: bytes, message: str, *, code: str | None =
     """Return a whole response. status: with its reason phrase."""
     report = ErrorReport(status=int(status.split()[0]), code=code, message=message)
     body = msgspec.json.encode(dialect.error(report, "")[1])
-    return _HEAD % (status, len(body)) + body
+    of_code = b"" if code is None else b"%b: %b\r\n" % (ERROR_CODE_HEADER, code.encode())
+    return _HEAD % (status, len(body), of_code) + body
 
 
 def refusal_of_http(dialect: Dialect) -> bytes:

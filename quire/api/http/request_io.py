@@ -22,13 +22,12 @@ from quire.api.http.errors import UnsupportedEncoding
 from quire.api.http.json_bounds import excess
 from quire.base.errors import BodyTooLarge, QuireError, RequestError, ShuttingDown, TimedOut
 from quire.base.json_strings import overlapping
+from quire.base.request_body import BODY_TIME_S, LENGTH_DIGITS, large_body, late_body
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 
 T = TypeVar("T")
 
-# A body that takes longer than this is refused.
-BODY_TIME_S = 60.0
 # Larger bodies are parsed in a thread, so that the event loop continues between objects.
 _SMALL_BYTES = 128 * 1024
 # Maximum bytes of a refused body that are read and discarded: without that, a client that is still
@@ -113,9 +112,7 @@ async def body_in_time(
     try:
         return await _until(work, None, over=stopping, limit_s=limit_s)
     except _Late:
-        raise TimedOut(
-            f"the request's body did not come within {limit_s:g} s; send it faster, or send less"
-        ) from None
+        raise TimedOut(late_body(limit_s)) from None
 
 
 async def _rest(work: Coroutine[Any, Any, T], waits_for: Any) -> T:
@@ -233,12 +230,17 @@ def parse(raw: bytes, *, limit_bytes: int) -> dict[str, Any]:
     return body
 
 
+def announced_bytes(request: Request) -> int:
+    """Return the length of a body as its head has it; 0 without one."""
+    length = request.headers.get("content-length", "")
+    return int(length[:LENGTH_DIGITS]) if length.isascii() and length.isdigit() else 0
+
+
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """Return the bytes of a body. Raises BodyTooLarge and ClientDisconnect."""
-    length = request.headers.get("content-length", "")
-    num_announced = int(length) if length.isascii() and length.isdigit() else 0
+    num_announced = announced_bytes(request)
     if num_announced > _DISCARD_BYTES + limit_bytes:
-        raise _too_large(length, limit_bytes)
+        raise _too_large(str(num_announced), limit_bytes)
     parts: list[bytes] = []
     num_bytes = 0
     async for part in request.stream():
@@ -265,10 +267,7 @@ def _check_encoding(request: Request) -> None:
 
 
 def _too_large(num_bytes: str, limit_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        f"the request body has {num_bytes} bytes; at most {limit_bytes} are allowed (--max-body); "
-        "send less"
-    )
+    return BodyTooLarge(large_body(num_bytes, limit_bytes, "--max-body"))
 
 
 def _check_strings(body: dict[str, Any]) -> None:

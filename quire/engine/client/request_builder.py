@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import ContextTooLong, InvalidParameter
-from quire.base.http_apis import TOO_LONG_BEGINS
 from quire.base.records import NO_RULES, Request, TokenRules
 from quire.base.sampling_checks import ALL_LOGPROBS
 from quire.base.sampling_params import SamplingParams
@@ -24,6 +23,9 @@ from quire.engine.client.speculation import NO_SPECULATION, speculation_of
 from quire.engine.client.token_rules import Encoder, token_rules
 from quire.engine.model_card import ModelCard
 from quire.structured.stop_patterns import check_patterns
+
+# Clients recognize a prompt that does not fit by these words, and shorten it.
+_TOO_LONG_BEGINS = "this model's maximum context length is "
 
 
 def make_requests(
@@ -123,11 +125,10 @@ def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:
     """Return the error message of a prompt that does not fit the context.
 
     found: the length of the prompt. min_output: output tokens it must leave room for, 0 or 1.
-    Clients recognize a too long context by the first words, and shorten it.
     """
     needed = ", and at least one token of output is needed" * min_output
     return (
-        f"{TOO_LONG_BEGINS}{max_model_len} tokens, prompt and output together; the prompt has "
+        f"{_TOO_LONG_BEGINS}{max_model_len} tokens, prompt and output together; the prompt has "
         f"{found}{needed}; shorten the prompt"
     )
 
@@ -165,7 +166,7 @@ def _room_tokens(card: ModelCard, num_prompt_tokens: int, sampling: SamplingPara
         raise ContextTooLong(message, param="prompt")
     if sampling.max_tokens is not None and sampling.max_tokens > room_tokens:
         raise ContextTooLong(
-            f"{TOO_LONG_BEGINS}{card.max_model_len} tokens; max_tokens is "
+            f"{_TOO_LONG_BEGINS}{card.max_model_len} tokens; max_tokens is "
             f"{sampling.max_tokens} and the prompt has {num_prompt_tokens} tokens; "
             f"lower max_tokens to {room_tokens} or shorten the prompt",
             param="max_tokens",

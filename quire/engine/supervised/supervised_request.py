@@ -10,11 +10,12 @@ arrival, whatever engines it waits for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from quire.base.deadline import until_deadline
 from quire.base.errors import (
     DeadlineMissed,
     OverloadedError,
@@ -166,16 +167,9 @@ class SupervisedRequest:
             "or allow more time"
         )
 
-    @asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    def _in_time(self) -> AbstractAsyncContextManager[None]:
         """Run a block that waits; raise once the deadline has passed."""
-        try:
-            async with asyncio.timeout_at(self._deadline_s) as limit:
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise self._late() from None
+        return until_deadline(self._deadline_s, self._late)
 
     def _call_now(self) -> Call:
         """Return the call with what is left of its times."""

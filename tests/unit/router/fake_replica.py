@@ -8,11 +8,15 @@ virtual time, unless events of KV blocks come from threads, so what it finds dep
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from bench.router.virtual_time import run_virtual
+from quire.api.http.dialect import Dialect, error_response
+from quire.api.openai.dialect import OPENAI
+from quire.base.errors import QuireError
 from quire.base.log import Log
 from quire.base.server_url import ServerUrl, server_url
 from quire.router.admission import Admission
@@ -238,11 +242,27 @@ class FakeReplica:
 
 
 def _whole(writer: asyncio.StreamWriter, status: int, body: Any) -> None:
+    """Write a response; where its body is an error of OpenAI with a code, with that in a header."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    writer.write(
-        b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-        % (status, len(raw), raw)
-    )
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+    if status >= 400 and (code := _code_in(raw)):
+        head += b"x-quire-error-code: %b\r\n" % code.encode()
+    writer.write(head % (status, len(raw)) + b"\r\n" + raw)
+
+
+def response(error: QuireError, dialect: Dialect = OPENAI) -> bytes:
+    """Return the whole response of a server with an error, after which it closes."""
+    made = error_response(error, dialect, request_id="r")
+    lines = [b"HTTP/1.1 %d X" % made.status_code, b"connection: close"]
+    lines += [b"%b: %b" % header for header in made.raw_headers]
+    return b"\r\n".join([*lines, b"", bytes(made.body)])
+
+
+def _code_in(raw: bytes) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        code = json.loads(raw)["error"]["code"]
+        return code if isinstance(code, str) else ""
+    return ""
 
 
 def _name_process(writer: asyncio.StreamWriter, number: int) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from quire.base.errors import ContextTooLong
 from quire.router.features import Features
 from quire.router.model_names import ModelNames
 from quire.router.quotas import LocalBuckets, Quotas
 from quire.router.route_file import ModelTable, QuotaTable, Target
 from quire.router.routed_request import RoutedRequest
-from tests.unit.api.http.line_api import RECITE, SAY, route_lines
-from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.api.http.line_api import DIALECT, RECITE, SAY, route_lines
+from tests.unit.router.fake_replica import FakeReplica, Router, response, run
 
 SAID = b'{"said":"Hello","prompt":11,"tokens":3}'
 KEY = [(b"x-line-key", b"k")]
@@ -69,7 +70,7 @@ def test_an_alias_in_the_path_is_replaced_there() -> None:
     async def story(router: Router) -> None:
         assert (await router.post(at(SAY, "fast"), {"text": "hi"}))[2] == SAID
         assert (await router.post(at(SAY, "fast"), b"[1]"))[2] == SAID
-        replica.says_to = 400, b'{"error":{"type":"too_long"}}'
+        replica.says_to, replica.raw_answer = None, response(ContextTooLong("9"), DIALECT)
         assert (await router.post(at(SAY, "fast"), {"text": "hi"}))[2] == SAID
 
     run([replica, long], story, Features(names=names))
@@ -79,17 +80,20 @@ def test_an_alias_in_the_path_is_replaced_there() -> None:
 
 
 def test_errors_have_the_form_and_the_statuses_of_the_api() -> None:
+    path = at(SAY, "box")
+
+    async def fault(router: Router, path: str, method: str = "POST") -> tuple[int, str]:
+        status, headers, raw = await router.post(path, {"text": "hi"}, method=method)
+        code = json.loads(raw)["fault"]
+        assert headers[b"x-quire-error-code"] == code.encode()
+        return status, code
+
     async def story(router: Router) -> None:
-        path = at(SAY, "box")
-        status, _, raw = await router.post(path, {"text": "hi"}, method="GET")
-        assert (status, json.loads(raw)["fault"]) == (405, "method_not_allowed")
-        status, _, raw = await router.post(at(SAY, "no\nbox"), {"text": "hi"})
-        assert (status, json.loads(raw)["fault"]) == (404, "unknown_url")
-        status, _, raw = await router.post(at(SAY, "none"), {"text": "hi"})
-        assert (status, json.loads(raw)["fault"]) == (404, "model_not_found")
+        assert await fault(router, path, "GET") == (405, "method_not_allowed")
+        assert await fault(router, at(SAY, "no\nbox")) == (404, "unknown_url")
+        assert await fault(router, at(SAY, "none")) == (404, "model_not_found")
         router.admission.is_draining = True
-        status, _, raw = await router.post(path, {"text": "hi"})
-        assert (status, json.loads(raw)["fault"]) == (529, "shutting_down")
+        assert await fault(router, path) == (529, "shutting_down")
 
     run([Speaking("box")], story)
 

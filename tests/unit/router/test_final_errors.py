@@ -11,10 +11,20 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.api.http.errors import error_headers, shape_of
-from quire.base.errors import CapacityError, ModelError, PoisonRequest, QuireError, SettingError
-from tests.unit.router.fake_replica import FakeReplica, Router, run
+from quire.api.http.errors import report_of, shape_of
+from quire.base.errors import (
+    CapacityError,
+    ModelError,
+    PoisonRequest,
+    QuireError,
+    SettingError,
+    ShuttingDown,
+    WorkerError,
+)
+from tests.unit.base.test_http_apis import dialect_of
+from tests.unit.router.fake_replica import FakeReplica, Router, response, run
 from tests.unit.router.test_failover import ANSWER, ENDED, ERROR_EVENT, WHOLE, stream
+from tests.unit.router.test_other_apis import BODIES
 
 FINAL = [PoisonRequest("it ends"), ModelError("it ends"), SettingError("it ends")]
 FINAL.append(CapacityError("it ends"))
@@ -22,13 +32,9 @@ BROKEN = ModelError("it ends")
 NUM_REQUESTS = 5
 
 
-def response(error: QuireError, body: bytes = b"") -> bytes:
-    """Return the response of a server with an error."""
-    shape = shape_of(error)
-    body = body or json.dumps({"error": {"message": str(error), "code": shape.code}}).encode()
-    headers = {"content-length": str(len(body)), "connection": "close", **error_headers(error)}
-    head = [f"HTTP/1.1 {shape.status} X", *(f"{name}: {one}" for name, one in headers.items())]
-    return "\r\n".join([*head, "", ""]).encode() + body
+async def ask(router: Router, path: str, *, streams: bool) -> tuple[int, dict[bytes, bytes], bytes]:
+    """Send a request of an API."""
+    return await router.post(path, {**BODIES[path], "stream": streams})
 
 
 def _check_untouched(router: Router, num_retries: int = 0) -> None:
@@ -60,19 +66,68 @@ def test_a_final_error_is_passed_on_and_counts_for_its_request_only(
     assert sum(len(one.requests) for one in replicas) == NUM_REQUESTS * (1 + num_more)
 
 
-def test_a_final_error_of_an_api_without_codes_is_passed_on() -> None:
+def test_a_final_error_without_a_code_is_passed_on() -> None:
     first, second = FakeReplica(), FakeReplica()
-    first.raw_answer = response(FINAL[0], b'{"error":"it ends"}')
+    head, _, body = response(FINAL[0]).partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if b"error-code" not in line]
+    first.raw_answer = b"\r\n".join([*lines, b"", body])
 
     async def story(router: Router) -> None:
-        assert (await router.post("/api/chat", {"messages": []}))[::2] == (
-            500,
-            b'{"error":"it ends"}',
-        )
+        assert (await stream(router))[::2] == (500, body)
         _check_untouched(router)
 
     run([first, second], story)
     assert not second.requests
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_request_that_ends_engines_goes_no_further_in_any_api(path: str, streams: bool) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.raw_answer = response(FINAL[0], dialect_of(path))
+
+    async def story(router: Router) -> None:
+        status, headers, body = await ask(router, path, streams=streams)
+        assert (status, headers[b"x-quire-error-code"]) == (500, b"poison_request")
+        assert first.raw_answer is not None
+        assert body == first.raw_answer.partition(b"\r\n\r\n")[2]
+        _check_untouched(router)
+
+    run([first, second], story)
+    assert not second.requests
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_replica_that_is_broken_in_itself_shows_in_any_api(path: str, streams: bool) -> None:
+    broken, good = FakeReplica(), FakeReplica()
+    broken.raw_answer = response(BROKEN, dialect_of(path))
+    good.event_end = b"\n" if path.startswith("/api/") else b"\n\n"
+
+    async def story(router: Router) -> None:
+        for _ in range(6):
+            assert (await ask(router, path, streams=streams))[0] == 200
+        replica = router.fleet.replicas[broken.url]
+        assert not replica.breaker.allows(asyncio.get_running_loop().time())
+        assert router.count("quire_router_replica_faults_total") == 0
+
+    run([broken, good], story)
+    assert len(broken.requests) == 3
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_replica_that_refuses_while_it_drains_gets_no_more_requests(path: str) -> None:
+    """Of any API, and before it was probed again."""
+    first, second = FakeReplica(), FakeReplica()
+    first.raw_answer = response(ShuttingDown("bye"), dialect_of(path))
+
+    async def story(router: Router) -> None:
+        first.health_gate = asyncio.Event()
+        assert (await ask(router, path, streams=False))[0] == 200
+        assert len(first.requests) == 1
+        assert router.fleet.replicas[first.url].state == "draining"
+
+    run([first, second], story, probe_s=1.0, stall_s=5.0)
 
 
 def test_an_error_that_is_not_final_is_a_failure_of_the_replica() -> None:
@@ -116,6 +171,31 @@ def test_a_final_error_within_a_stream_is_passed_on(error: QuireError) -> None:
 
     run([first, second], story)
     assert not second.requests
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_code_of_an_error_within_a_stream_is_known_in_any_api(path: str) -> None:
+    """In a comment, so that a final one is passed on and another one ends no stream."""
+    dialect = dialect_of(path)
+    framing = dialect.framing("r")
+
+    def event(error: QuireError) -> bytes:
+        _, body = dialect.error(report_of(error), "r")
+        return framing.error(6, json.dumps(body).encode())
+
+    for error in (BROKEN, WorkerError("it ends")):
+        first, second = FakeReplica(), FakeReplica()
+        first.event_end = second.event_end = framing.event_end
+        comment = b': {"ended":"%b"}%b' % (str(shape_of(error).code).encode(), framing.event_end)
+        first.fails_after, first.says = 5, event(error) + comment
+
+        async def story(router: Router) -> bytes:
+            return (await ask(router, path, streams=True))[2]
+
+        body = run([first, second], story)
+        is_final = error is BROKEN
+        assert body.endswith(event(error)) == is_final
+        assert len(second.requests) == (0 if is_final else 1)
 
 
 def test_a_stream_ends_where_its_next_replica_has_a_final_error() -> None:

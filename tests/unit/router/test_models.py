@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from quire.base.errors import ContextTooLong, InvalidParameter
 from quire.engine.client.request_builder import prompt_too_long
 from quire.router.features import Features
 from quire.router.model_names import ModelNames
 from quire.router.route_file import ModelTable, Target
-from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+from tests.unit.base.test_http_apis import dialect_of
+from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, response, run
 
 TOO_LONG = json.dumps(
     {"error": {"message": "too long", "type": "x", "code": "context_length_exceeded"}}
@@ -86,28 +88,6 @@ def test_without_any_replica_a_request_may_come_again() -> None:
 
 
 # ---- requests
-
-
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/embed"])
-def test_a_prompt_that_ollama_s_routes_may_not_cut_goes_to_the_longer_model(path: str) -> None:
-    """Its error is a text without a code."""
-    message = prompt_too_long("9 tokens", 8, min_output=1)
-    one, long = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "long")
-    one.answer = lambda method, path, fields: (400, json.dumps({"error": message}).encode())
-
-    async def story(router: Router) -> None:
-        fields = {"model": "chat", "prompt": "a", "input": "a", "truncate": False, "stream": False}
-        status, _, body = await router.post(path, fields)
-        assert (status, body) == (200, long.body)
-        assert router.count("quire_router_longer_model_total") == 1
-        other = json.dumps({"error": f"the text says: {message}"}).encode()
-        one.answer = lambda method, path, fields: (400, other)
-        status, _, body = await router.post(path, fields)
-        assert (status, body) == (400, other)
-
-    table = ModelTable(targets=(Target(model="one"),), longer="long")
-    run([one, long], story, _features(chat=table))
-    assert [request["model"] for request in long.requests] == ["long"]
 
 
 def test_aliases_reach_their_models_and_streams_resume_within_one() -> None:
@@ -213,30 +193,26 @@ def test_a_body_without_a_model_is_refused_where_models_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", TOO_LONG),
-        ("/completion", b'{"error":{"code":400,"message":"x","type":"exceed_context_size_error"}}'),
-        (
-            "/v1/messages",
-            b'{"type":"error","error":{"type":"x","message":"prompt is too long: 9"}}',
-        ),
-    ],
+    "path", ["/v1/completions", "/v1/messages", "/api/chat", "/api/embed", "/completion"]
 )
-def test_a_prompt_that_does_not_fit_goes_to_the_longer_model(path: str, body: bytes) -> None:
+def test_a_prompt_that_does_not_fit_goes_to_the_longer_model(path: str) -> None:
     short, long = FakeReplica("fp_1", "one"), FakeReplica("fp_2", "long")
-    short.status, short.body = 400, body
+    too_long = prompt_too_long("9 tokens", 8, min_output=1)
+    short.raw_answer = response(ContextTooLong(too_long), dialect_of(path))
 
     async def story(router: Router) -> None:
-        fields = {"model": "chat", "prompt": "a" * 50}
+        fields = {"model": "chat", "prompt": "a" * 50, "input": "a", "stream": False}
         assert await _status(router, path, fields) == 200
         assert await _status(router, path, {**fields, "model": "one"}) == 400, "not configured"
         assert router.count("quire_router_longer_model_total") == 1
-        long.status, long.body = 400, body
+        long.raw_answer = short.raw_answer
         assert await _status(router, path, fields) == 400, "nor does it fit there"
+        short.raw_answer = response(InvalidParameter(too_long), dialect_of(path))
+        assert await _status(router, path, fields) == 400, "it is another error"
 
-    run([short, long], story, _features(chat=CANARY))
-    assert _models_asked(short) == {"one": 3}
+    table = ModelTable(targets=(Target(model="one"),), longer="long")
+    run([short, long], story, _features(chat=table))
+    assert _models_asked(short) == {"one": 4}
     assert _models_asked(long) == {"long": 2}
 
 

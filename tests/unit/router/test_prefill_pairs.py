@@ -26,8 +26,9 @@ from quire.routing.prefix_history import PrefixHistory
 from quire.routing.ttft_model import MIN_SAMPLES
 from quire.routing.warm_cache import WarmCache
 from tests.cases import each_case
-from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router
-from tests.unit.router.test_final_errors import BROKEN, response
+from tests.unit.base.test_http_apis import dialect_of
+from tests.unit.router.fake_replica import TICK_S, FakeReplica, Router, response
+from tests.unit.router.test_final_errors import BROKEN
 
 OFFER = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 7001}
 LONG = {"prompt": "word " * 800, "max_tokens": 40, "min_tokens": 3}
@@ -317,19 +318,14 @@ def test_a_prefill_replica_is_one_of_the_two_that_a_request_may_make_fail(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_a_request_that_ends_engines_of_a_prefill_replica_goes_no_further(path: str) -> None:
-    """An error of Messages has no code, so each final one may be that."""
     decode, prefill = FakeReplica(), handing()
-    body = b"" if path == "/v1/completions" else b'{"error":{"type":"api_error","message":"m"}}'
-    prefill.raw_answer = response(PoisonRequest("two engines died"), body)
+    prefill.raw_answer = response(PoisonRequest("two engines died"), dialect_of(path))
 
     async def story(router: PairRouter) -> None:
         status, headers, raw = await router.post(path, {**LONG, "messages": []})
         assert (status, headers[b"x-should-retry"]) == (500, b"false")
-        error = json.loads(raw)["error"]
-        if body:
-            assert error == {"type": "api_error", "message": "m"}
-        else:
-            assert (error["code"], error["message"]) == ("poison_request", "two engines died")
+        assert headers[b"x-quire-error-code"] == b"poison_request"
+        assert json.loads(raw)["error"]["message"] == "two engines died"
         _check_unharmed(router)
 
     assert outcomes(run(decode, prefill, story)) == {"refused": 1}
@@ -342,18 +338,19 @@ def _check_unharmed(router: PairRouter) -> None:
     assert not any("prefill replica failed" in line for line in router.lines)
 
 
-def test_other_final_errors_of_a_prefill_replica_are_refusals() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_other_final_errors_of_a_prefill_replica_are_refusals(path: str) -> None:
     """They are evidence neither against it nor against the request."""
     decode, prefill, other = FakeReplica(), handing(), FakeReplica()
-    prefill.raw_answer = response(BROKEN)
+    prefill.raw_answer = response(BROKEN, dialect_of(path))
 
     async def story(router: PairRouter) -> None:
         for _ in range(4):
-            assert (await router.post("/v1/completions", LONG))[0] == 200
+            assert (await router.post(path, LONG))[0] == 200
             _check_unharmed(router)
         decode.answer = lambda method, path, fields: decode.stop_listening(cuts=True)
         for _ in range(2):
-            assert (await router.post("/v1/completions", LONG))[0] == 200, "its first failure"
+            assert (await router.post(path, LONG))[0] == 200, "its first failure"
 
     assert outcomes(run(decode, prefill, story, other)) == {"refused": 6}
     assert {PARAMS in one for one in decode.requests} == {False}

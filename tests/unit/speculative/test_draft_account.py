@@ -181,3 +181,23 @@ def test_where_no_drafts_rest_predictions_do_not_either() -> None:
     case = Case(ScriptedProposer(), FixedControl(MAX_DRAFTS, NoRests()))
     assert isinstance(case.drafter._predictions.rests, NoRests)
     assert case.drafter._predictions.balance is None
+
+
+def test_steps_without_drafts_earn_the_time_for_a_text_that_cannot_be_afforded() -> None:
+    """They are noted from the step on in which it was too long, and no more once it is earned."""
+    case = Case(model := CountedModel(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case.begin(0, [1, 2, 3], 3)
+    assert case.propose(0) == [[7]]
+    case.drafter.note_step(10.0, 1.0, 1.0)
+    assert not case.drafter.notes_plain_steps
+    model._behind_ms = 180.0
+    assert case.propose(0) == [[]]
+    assert case.drafter.rest_steps == UNTIL_EARNED
+    num_noted = 0
+    while case.drafter.notes_plain_steps:
+        case.drafter.note_step(10.0, None, 0.0)
+        num_noted += 1
+    assert num_noted > 100
+    assert case.propose(0) == [[7]]
+    case.drafter.note_step(10.0, 30.0, 1.0)
+    assert not case.drafter.notes_plain_steps

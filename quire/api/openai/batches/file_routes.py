@@ -30,10 +30,11 @@ from quire.api.batches.stored_files import (
     finish_file,
     list_files,
 )
-from quire.api.http.request_io import BODY_TIME_S, ClientDisconnected
+from quire.api.http.request_io import ClientDisconnected, announced_bytes
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
 from quire.api.openai.responses.stored_routes import whole_of
 from quire.base.errors import BodyTooLarge, InvalidParameter, QuireError, ShuttingDown, TimedOut
+from quire.base.request_body import BODY_TIME_S
 from quire.base.show import show
 
 if TYPE_CHECKING:
@@ -82,14 +83,14 @@ class FileRoutes:
         except ClientDisconnect as error:
             raise ClientDisconnected from error
         except QuireError:
-            if _announced_bytes(request) <= _DISCARD_BYTES:
+            if announced_bytes(request) <= _DISCARD_BYTES:
                 await _discard(pieces)
             raise
 
     async def _stored(self, request: Request, pieces: AsyncIterator[bytes]) -> StoredFile:
         """Store the file of a form. Raises InvalidParameter and BodyTooLarge."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
-        if _announced_bytes(request) > MAX_FILE_BYTES + _FORM_BYTES:
+        if announced_bytes(request) > MAX_FILE_BYTES + _FORM_BYTES:
             raise _too_large()
         max_bytes, key = self._server_state.config.batch_store_bytes, request.state.key
         id_ = await self._journal.run(lambda db: begin_file(db, key))
@@ -273,12 +274,6 @@ def _purpose_in(query: QueryParams) -> str | None:
 def _wrong_purpose(purpose: bytes | None) -> InvalidParameter:
     found = "missing" if purpose is None else show(purpose[:80].decode(errors="replace"))
     return InvalidParameter(f'purpose is {found}; "batch" is allowed', param="purpose")
-
-
-def _announced_bytes(request: Request) -> int:
-    """Return the length of a form as its head has it; 0 without one."""
-    length = request.headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() else 0
 
 
 async def _discard(pieces: AsyncIterator[bytes]) -> None:

@@ -194,7 +194,6 @@ def route_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         prompts=("text", "talk"),
         limits=(("limits", "tokens"),),
         usage=("prompt", "tokens"),
-        is_too_long=lambda error: error.kind == "too_long",
     )
     monkeypatch.setitem(API_PATHS, TOP, API)
     monkeypatch.setitem(KEY_HEADERS, API, (b"x-line-key",))

@@ -73,7 +73,9 @@ def test_a_response_names_the_origin_and_readable_headers() -> None:
         reply = asyncio.run(exchange())
         assert allowed(reply) == PAGE
         assert reply.headers["vary"] == "origin"
-        assert "x-request-id" in reply.headers["access-control-expose-headers"]
+        shown = reply.headers["access-control-expose-headers"]
+        assert "x-request-id" in shown
+        assert "x-quire-error-code" in shown
 
 
 def test_other_origins_get_no_cors_headers_and_without_keys_no_answer() -> None:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 
-from quire.api.http.dialect import error_response
-from quire.api.http.errors import SHAPES, Aborted, ReadElsewhere, report_of, shape_of
+from quire.api.app import DIALECTS
+from quire.api.http.dialect import Dialect, error_response
+from quire.api.http.errors import (
+    SHAPES,
+    Aborted,
+    MethodNotAllowed,
+    ReadElsewhere,
+    report_of,
+    shape_of,
+)
 from quire.api.openai.dialect import OPENAI
 from quire.base import errors
 from quire.base.errors import (
@@ -80,6 +88,16 @@ def test_errors_that_would_recur_are_not_to_be_resent(
 ) -> None:
     headers = error_response(kind("words"), OPENAI, request_id="r").headers
     assert headers.get("x-should-retry") == ("false" if is_final else None)
+
+
+@each_case("dialect", [OPENAI, *DIALECTS.values()])
+def test_each_error_with_a_code_has_it_in_a_header_in_every_api(dialect: Dialect) -> None:
+    for kind in [*TREE, *SHAPES]:
+        error = (
+            MethodNotAllowed("words", allowed="GET") if kind is MethodNotAllowed else kind("words")
+        )
+        response = error_response(error, dialect, request_id="r")
+        assert response.headers.get("x-quire-error-code") == shape_of(error).code, kind
 
 
 def test_draining_and_busy_are_distinguished() -> None:
