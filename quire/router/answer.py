@@ -76,7 +76,7 @@ class Answer:
             state.tried.add(replica)
             try:
                 await self._wake(replica)
-                request.note_sent(self._loop.time())
+                request.waited(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
                     if await self._try(attempt):
@@ -113,11 +113,13 @@ class Answer:
         return await self._take(attempt)
 
     def _sent(self) -> None:
-        self._state.continuation.sent(self._loop.time())
+        now_s = self._loop.time()
+        self._request.note_sent(now_s)
+        self._state.continuation.sent(now_s)
 
     async def _race(self, hedger: Hedger, first: Attempt) -> bool:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
-        race = Race(hedger, self._request, first, self._request.body())
+        race = Race(hedger, self._request, first, self._sent)
         delay_s = hedger.delay_s(first.replica, self._request, self._fleet.equals(first.replica))
         try:
             if await race.is_late(delay_s):
@@ -183,6 +185,7 @@ class Answer:
         has_no_room = request.form.is_overloaded(status) or (waits and status == 429)
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
+            request.note_refused(attempt.load.began_s)
             why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
             self._placement.refused(attempt.replica, why.rstrip(), is_drain=is_drain)
             if is_drain:  # known before the next probe

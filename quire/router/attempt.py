@@ -164,12 +164,10 @@ class Attempt(AbstractContextManager["Attempt"]):
             else:
                 return exchange
 
-    async def open(self, body: bytes) -> None:
-        """Send the request, and read a stream up to its first tokens while it holds.
-
-        Raises ReplicaFault.
-        """
-        exchange = await self.send(body)
+    async def open(self, body: bytes, on_sent: Callable[[], None]) -> None:
+        """Send the request, and read a stream up to its first tokens while it holds. on_sent: see
+        `send`. Raises ReplicaFault."""
+        exchange = await self.send(body, on_sent)
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received

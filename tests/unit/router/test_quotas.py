@@ -358,3 +358,23 @@ def test_a_stream_that_is_left_before_its_first_token_pays_its_prompt() -> None:
         assert _used(router) == 30
 
     run([only], story, _features(clock, 60_000))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_request_that_no_replica_took_pays_nothing_where_its_client_leaves(
+    is_full: bool,
+) -> None:
+    """It was sent to no replica, or refused by all, and waits for one."""
+    clock, gone, full = Clock(), FakeReplica(), FakeReplica()
+    full.status, full.body = 503, b'{"error":{"message":"full","code":"overloaded"}}'
+    replicas = [gone, full] if is_full else [gone]
+
+    async def story(router: Router) -> None:
+        for one in router.fleet.replicas.values():
+            router.fleet.pool(one).close()  # it is sent on a new connection, which is not made
+        gone.stop_listening(cuts=True)
+        await router.leave("/v1/completions", {"prompt": [7] * 10, "max_tokens": 500}, 1.0)
+        assert _used(router) == 0
+
+    run(replicas, story, _features(clock, 60_000))
+    assert bool(full.requests) == is_full
