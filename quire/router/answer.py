@@ -217,8 +217,10 @@ class Answer:
 
     def _doubts(self, attempt: Attempt, error: ErrorBody, response: _Response) -> bool:
         """Return whether one other replica is asked after the first final error of a request: the
-        replica may be its cause, which shows once the other answers. `response` is kept."""
-        if self._final is not None or self._client.started or may_end_engines(error):
+        replica may be its cause, which shows once the other answers. Where a replica has failed
+        with it before, a third one would get it: none is asked. `response` is kept."""
+        has_failed = self._client.started or bool(self._state.failures.reasons)
+        if self._final is not None or has_failed or may_end_engines(error):
             return False
         attempt.cancel()
         self._final = response
