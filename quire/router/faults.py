@@ -42,6 +42,14 @@ class StaleConnection(ReplicaFault):
     accepted it stopped before it answered."""
 
 
+class HasNoRoom(ReplicaFault):
+    """A stream that a replica has ended because it is overloaded: a refusal, after heartbeats or
+    output. The replica has not failed."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"error {code}", is_suspect=False, cause="error")
+
+
 class ProcessStopped(ReplicaFault):
     """One of the API processes of a replica has stopped; the others go on, as does its engine."""
 

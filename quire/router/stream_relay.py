@@ -13,7 +13,7 @@ from collections import deque
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
-from quire.router.faults import ClientGone, ReplicaFault
+from quire.router.faults import ClientGone, HasNoRoom, ReplicaFault
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
 
@@ -138,14 +138,13 @@ class StreamRelay:
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
-        if delta.error in LEAVING or delta.error in FAILED:  # another replica can go on
-            is_suspect = delta.error in FAILED
+        if delta.error == DRAINS or delta.error in FAILED:  # another replica can go on
+            is_drain = delta.error == DRAINS
             raise ReplicaFault(
-                f"error {delta.error}",
-                is_suspect=is_suspect,
-                is_drain=delta.error == DRAINS,
-                cause="error",
+                f"error {delta.error}", is_suspect=not is_drain, is_drain=is_drain, cause="error"
             )
+        if delta.error in LEAVING:
+            raise HasNoRoom(delta.error)
         if delta.cursor is None:
             return 0
         num_tokens = len(delta.cursor.output_ids)
