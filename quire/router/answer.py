@@ -323,6 +323,9 @@ class Answer:
                 "its replica failed, and another one that gives the same answer has refused it "
                 f"({refusal})"
             )
+        elif (home := self._state.home) is not None:
+            reason = "no_equal_replica"
+            why = f"{home.name} failed, and only that one has the response that it needs"
         elif not self._state.has_events:
             reason, why = "no_equal_replica", "its replica failed, and no other one is available"
         else:

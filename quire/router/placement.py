@@ -318,6 +318,9 @@ class Placement:
         may_return = state.failures.are_at_two or away_s > _RETURN_S
         if not started:
             barred |= self._full
+        if state.home is not None:  # others do not have the response that it needs
+            barred.update(one for name, one in fleet.replicas.items() if name != state.home.name)
+            may_return = True
         others = barred | state.failures.at
         for exclude in (others, barred) if may_return else (others,):
             found = fleet.choose(
