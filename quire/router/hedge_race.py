@@ -31,7 +31,7 @@ class Race:
         self._on_sent = on_sent
         self._opening = {first: self._open(first)}
 
-    def _open(self, attempt: Attempt) -> asyncio.Future[None]:
+    def _open(self, attempt: Attempt) -> asyncio.Task[None]:
         return asyncio.ensure_future(attempt.open(self._request.body(), self._on_sent))
 
     async def is_late(self, delay_s: float | None) -> bool:

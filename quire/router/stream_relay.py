@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 
 from quire.router.answer_state import AnswerState
+from quire.router.api_forms import read_error
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
 from quire.router.faults import ClientGone, HasNoRoom, ReplicaFault
@@ -22,6 +23,7 @@ DRAINS = "shutting_down"
 LEAVING = frozenset({DRAINS, "overloaded", "queue_timeout"})
 # Error codes of a replica that failed with the request.
 FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_error"})
+_ERROR = b'data: {"error":'
 # The usage of a stream is in one of its last pieces.
 _LAST_PIECES = 8
 
@@ -110,12 +112,13 @@ class StreamRelay:
         counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
             if not is_heartbeat(received, request.form.event_end):
+                if not self._state.has_events:
+                    _check_error(_error_code(received))
+                    self._state.note_event(attempt.replica)
+                    self._state.continuation.has_event(self._loop.time())
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
                 attempt.replica.progressed(self._loop.time())
-                if not self._state.has_events:
-                    self._state.note_event(attempt.replica)
-                    self._state.continuation.has_event(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
                 if id_ := created_id(start):
@@ -138,13 +141,7 @@ class StreamRelay:
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
-        if delta.error == DRAINS or delta.error in FAILED:  # another replica can go on
-            is_drain = delta.error == DRAINS
-            raise ReplicaFault(
-                f"error {delta.error}", is_suspect=not is_drain, is_drain=is_drain, cause="error"
-            )
-        if delta.error in LEAVING:
-            raise HasNoRoom(delta.error)
+        _check_error(delta.error)
         if delta.cursor is None:
             return 0
         num_tokens = len(delta.cursor.output_ids)
@@ -193,6 +190,24 @@ class StreamRelay:
         attempt.replica.gave_output(attempt.load)
         if attempt.replica.breaker.gave_output():
             self._state.parts.fleet.became_available()
+
+
+def _check_error(code: str) -> None:
+    """Raise ReplicaFault for the code of an error after which another replica can go on."""
+    if code == DRAINS or code in FAILED:
+        is_drain = code == DRAINS
+        raise ReplicaFault(
+            f"error {code}", is_suspect=not is_drain, is_drain=is_drain, cause="error"
+        )
+    if code in LEAVING:
+        raise HasNoRoom(code)
+
+
+def _error_code(received: bytes) -> str:
+    """Return the code of an error of OpenAI's form in the first events of a stream; "" for none."""
+    _, found, rest = received.partition(_ERROR)
+    error = read_error(_ERROR[6:] + rest.partition(b"\n")[0]) if found else None
+    return error.code if error is not None and isinstance(error.code, str) else ""
 
 
 def _ended_early(attempt: Attempt) -> ReplicaFault:
