@@ -14,14 +14,13 @@ from types import TracebackType
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
 from quire.router.faults import (
-    ClientGone,
     HasNoRoom,
     ProcessStopped,
     ReplicaFault,
     StaleConnection,
 )
 from quire.router.fleet import Fleet
-from quire.router.http_client import Exchange
+from quire.router.http_client import Exchange, gone
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 
@@ -143,9 +142,16 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._forget_exchange()
             try:
                 exchange = await pool.send(
-                    request.method, request.target, headers, body, is_fresh=stale is not None
+                    request.method,
+                    request.target,
+                    headers,
+                    body,
+                    is_fresh=stale is not None,
+                    is_wanted=self._is_wanted,
                 )
             except ReplicaFault as fault:
+                if client.is_gone:
+                    raise gone() from fault
                 if stale is None:
                     raise
                 # The server may have closed an idle connection just before its own end, or have
@@ -160,7 +166,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             if self._cut_fault is not None:
                 exchange.fail(self._cut_fault)
             if client.is_gone:
-                raise ClientGone("the client has closed its connection")
+                raise gone()
             try:
                 await exchange.head()
             except StaleConnection as fault:
@@ -187,6 +193,9 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.replica.end(self.load)
         if is_long:
             self._fleet.became_available()  # a place is free
+
+    def _is_wanted(self) -> bool:
+        return self._cut_fault is None and not self._client.is_gone
 
     def _is_paused(self) -> bool:
         """Return whether the client is what is waited for, also with all of the response here, or

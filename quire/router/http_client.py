@@ -12,7 +12,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -324,8 +324,10 @@ class ConnectionPool:
         body: bytes,
         *,
         is_fresh: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Exchange:
-        """Send a request. Raises ReplicaFault where no connection can be made.
+        """Send a request. Raises ReplicaFault where no connection can be made, or none while
+        `is_wanted`.
 
         A kept connection that turns out to be closed fails with StaleConnection, and so does one of
         a process that stops before it has answered: send again, with is_fresh, on a new connection.
@@ -340,7 +342,7 @@ class ConnectionPool:
                 exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)
                 return exchange
-        connection = await self._connect()
+        connection = await self._connect(is_wanted)
         exchange = Exchange(loop, may_be_stale=False)
         connection.send(exchange, head, body)
         return exchange
@@ -358,7 +360,7 @@ class ConnectionPool:
             finally:
                 exchange.close()
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, is_wanted: Callable[[], bool]) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
         port = url.port or (443 if url.is_secure else 80)
         opening = asyncio.ensure_future(
@@ -366,12 +368,13 @@ class ConnectionPool:
         )
         try:
             left_s = self._connect_s
-            while left_s > 0 and not opening.done():
+            while left_s > 0 and is_wanted() and not opening.done():
                 began_s = loop.time()
                 await asyncio.wait({opening}, timeout=min(left_s, _MAX_COUNTED_S))
                 left_s -= min(loop.time() - began_s, _MAX_COUNTED_S)
             if not opening.done():
-                why = f"no connection to {url.shown} within {self._connect_s:g} s"
+                waited_s = self._connect_s - max(left_s, 0.0)
+                why = f"no connection to {url.shown} within {waited_s:.3g} s"
                 raise ReplicaFault(why, is_suspect=False)
             _, connection = opening.result()
         except OSError as error:
