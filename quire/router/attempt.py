@@ -13,12 +13,7 @@ from types import TracebackType
 
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
-from quire.router.faults import (
-    HasNoRoom,
-    ProcessStopped,
-    ReplicaFault,
-    StaleConnection,
-)
+from quire.router.faults import Blameless, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
 from quire.router.http_client import Exchange, gone
 from quire.router.replica import Load, Replica
@@ -94,7 +89,7 @@ class Attempt(AbstractContextManager["Attempt"]):
     def fail(self, fault: ReplicaFault) -> None:
         """End as failed, also where no error passes through the context."""
         if not self._is_over:
-            if isinstance(fault, ProcessStopped | HasNoRoom):  # the replica serves others
+            if isinstance(fault, Blameless):
                 self.replica.breaker.gave_up()
             else:
                 self._fleet.suspect(self.replica)  # while this request still counts as open

@@ -20,12 +20,20 @@ import httptools
 
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.server_url import ServerUrl, reason_of
-from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
+from quire.router.faults import (
+    ClientGone,
+    ProcessStopped,
+    ReplicaFault,
+    SlowClient,
+    StaleConnection,
+)
 from quire.routing.beat_gaps import MIN_SILENT_S
 
 Headers = list[tuple[bytes, bytes]]
 
 _MAX_UNREAD_BYTES = 256 << 10
+# A reader for which a connection was paused for longer is slow.
+_SLOW_S = 1.0
 # A body is read in pieces of about so much: other tasks go on between two of them.
 READ_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 64 << 10
@@ -64,6 +72,8 @@ class Exchange:
         self._pieces: deque[bytes] = deque()
         self._num_unread = 0
         self._has_rest = False
+        self._paused_s = 0.0
+        self._was_slow = False  # the reader: a server may have given it up
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -93,6 +103,7 @@ class Exchange:
         self._num_unread -= len(piece)
         if self.is_paused and not pieces:
             self.is_paused = False
+            self._was_slow |= self._loop.time() - self._paused_s > _SLOW_S
             if self._connection is not None:
                 self._connection.resume()
         return piece
@@ -152,7 +163,8 @@ class Exchange:
         self._pieces.append(piece)
         self._num_unread += len(piece)
         self._wake()
-        self.is_paused = self._num_unread > _MAX_UNREAD_BYTES
+        if self._num_unread > _MAX_UNREAD_BYTES and not self.is_paused:
+            self.is_paused, self._paused_s = True, self._loop.time()
         return self.is_paused
 
     def completed(self) -> None:
@@ -167,6 +179,8 @@ class Exchange:
             return
         if self._may_be_stale and not self.status:
             self._failure = StaleConnection(why, is_suspect=False)
+        elif self._was_slow:
+            self._failure = SlowClient(why)
         else:
             self._failure = ReplicaFault(why, is_suspect=True)
         self._wake()
