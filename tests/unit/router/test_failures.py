@@ -329,3 +329,26 @@ def test_a_long_gap_counts_no_more_where_tokens_come_at_once() -> None:
     for step in range(1, 2500):
         replica.progressed(12.0 + 0.009 * step)
     assert replica.stall_s(10.0) == STEADY_STALL_S
+
+
+def test_a_refusal_of_the_request_that_tries_closes_no_breaker() -> None:
+    """A server with a stopped engine can refuse what it has no room for."""
+    only = FakeReplica()
+    only.status, only.body = 503, b'{"error":{"message":"full","code":"overloaded"}}'
+
+    async def story(router: Router) -> None:
+        (replica,) = router.fleet.replicas.values()
+        loop = asyncio.get_running_loop()
+        replica.breaker.stalled(loop.time())
+        await until(lambda: replica.is_available(loop.time()))
+        assert (await router.post("/generate", STREAM))[0] == 503
+        only.status, only.gate = 200, asyncio.Event()
+        only.began.clear()
+        trying = asyncio.ensure_future(router.post("/generate", STREAM))
+        await only.began.wait()
+        assert not replica.is_available(loop.time()), "one tries at a time"
+        only.gate.set()
+        assert (await trying)[0] == 200
+        assert replica.is_available(loop.time())
+
+    run([only], story)
