@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -185,6 +186,18 @@ def read_error(raw: bytes) -> ErrorBody | None:
     return ErrorBody(message=found) if isinstance(found, str) else found
 
 
+def first_code(events: bytes) -> str:
+    """Return the code of the error that the first event of a stream has; "" for none."""
+    _, found, rest = events.partition(b"data: {")
+    event = b"{" + rest.partition(b"\n")[0]
+    error = read_error(event) if found else None
+    if found and error is None:
+        with suppress(msgspec.MsgspecError):  # that of Responses has the fields of an error itself
+            event_error = _read_event_error(event)
+            error = event_error if event_error.kind == "error" else None
+    return error.code if error is not None and isinstance(error.code, str) else ""
+
+
 def is_final(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """Return whether a replica says that the request would fail again, here and elsewhere. It may
     have failed there as often as it may: `poison_request` is the error of two engines."""
@@ -249,6 +262,7 @@ def _count(name: str) -> re.Pattern[bytes]:
 
 
 _read_error = msgspec.json.Decoder(ErrorEvent).decode
+_read_event_error = msgspec.json.Decoder(ErrorBody).decode
 _INCLUDES_IDS = "include_output_ids"
 _OPENAI = ApiForm(
     api=OPENAI,

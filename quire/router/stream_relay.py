@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 
 from quire.router.answer_state import AnswerState
-from quire.router.api_forms import read_error
+from quire.router.api_forms import first_code
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
 from quire.router.faults import ClientGone, HasNoRoom, ReplicaFault
@@ -23,7 +23,6 @@ DRAINS = "shutting_down"
 LEAVING = frozenset({DRAINS, "overloaded", "queue_timeout"})
 # Error codes of a replica that failed with the request.
 FAILED = frozenset({"worker_error", "device_lost", "step_row_error", "internal_error"})
-_ERROR = b'data: {"error":'
 # The usage of a stream is in one of its last pieces.
 _LAST_PIECES = 8
 
@@ -113,7 +112,7 @@ class StreamRelay:
         while received := await exchange.read():
             if not is_heartbeat(received, request.form.event_end):
                 if not self._state.has_events:
-                    _check_error(_error_code(received))
+                    _check_error(first_code(received))
                     self._state.note_event(attempt.replica)
                     self._state.continuation.has_event(self._loop.time())
                 if attempt.load.is_new:
@@ -201,13 +200,6 @@ def _check_error(code: str) -> None:
         )
     if code in LEAVING:
         raise HasNoRoom(code)
-
-
-def _error_code(received: bytes) -> str:
-    """Return the code of an error of OpenAI's form in the first events of a stream; "" for none."""
-    _, found, rest = received.partition(_ERROR)
-    error = read_error(_ERROR[6:] + rest.partition(b"\n")[0]) if found else None
-    return error.code if error is not None and isinstance(error.code, str) else ""
 
 
 def _ended_early(attempt: Attempt) -> ReplicaFault:
