@@ -186,7 +186,6 @@ class Answer:
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
             request.note_refused(attempt.load.began_s)
-            attempt.cancel()  # that it can refuse closes no breaker
             why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
             self._placement.refused(attempt.replica, why.rstrip(), is_drain=is_drain)
             if is_drain:  # known before the next probe

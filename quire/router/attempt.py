@@ -74,8 +74,9 @@ class Attempt(AbstractContextManager["Attempt"]):
         if isinstance(error, ReplicaFault):
             self.fail(error)
             return
+        has_computed = error is None and self._has_computed
         self._end()
-        if error is None:
+        if has_computed:
             self.replica.breaker.succeeded()
         else:
             self.replica.breaker.gave_up()
@@ -188,6 +189,13 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.replica.end(self.load)
         if is_long:
             self._fleet.became_available()  # a place is free
+
+    @property
+    def _has_computed(self) -> bool:
+        """Whether its answer shows that the replica computes: a refusal, or the count of a prompt's
+        tokens, comes from a server without an engine, too."""
+        exchange = self._exchange
+        return exchange is not None and exchange.status == 200 and not self._request.route.is_free
 
     def _is_wanted(self) -> bool:
         return self._cut_fault is None and not self._client.is_gone

@@ -352,3 +352,35 @@ def test_a_refusal_of_the_request_that_tries_closes_no_breaker() -> None:
         assert replica.is_available(loop.time())
 
     run([only], story)
+
+
+def test_tokens_that_are_counted_between_failures_keep_no_breaker_closed() -> None:
+    """Nor do refused bodies: neither is computed by the engine that fails."""
+    broken, other = FakeReplica(), FakeReplica()
+
+    def answer(method: str, path: str, fields: dict[str, Any]) -> tuple[int, bytes] | None:
+        if path == "/v1/messages/count_tokens":
+            return 200, b'{"input_tokens":7}'
+        if fields.get("tokens") == []:
+            return 400, b'{"error":{"message":"no tokens","code":"invalid_value"}}'
+        return 500, b'{"error":{"message":"it fails","code":"worker_error"}}'
+
+    broken.answer = answer
+
+    async def story(router: Router) -> None:
+        replica, loop = router.fleet.replicas[broken.url], asyncio.get_running_loop()
+        router.fleet.policy.choose = lambda able, key: able[0]  # type: ignore[method-assign]
+        for _ in range(3):
+            assert replica.breaker.allows(loop.time())
+            for path, body, status in (
+                ("/v1/messages/count_tokens", {"messages": []}, 200),
+                ("/generate", {"tokens": []}, 400),
+                ("/generate", {"tokens": [1]}, 200),
+            ):
+                assert (await router.post(path, body))[0] == status
+                await until(lambda: replica.is_up)
+        assert not replica.breaker.allows(loop.time())
+
+    run([broken, other], story)
+    assert len(broken.requests) == 9
+    assert len(other.requests) == 3
