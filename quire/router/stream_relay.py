@@ -110,7 +110,8 @@ class StreamRelay:
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
         counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
-            if not is_heartbeat(received, request.form.event_end):
+            is_event = not is_heartbeat(received, request.form.event_end)
+            if is_event:
                 if not self._state.has_events:
                     _check_error(first_code(received))
                     self._state.note_event(attempt.replica)
@@ -125,7 +126,7 @@ class StreamRelay:
                 start = None if id_ or len(start) > MAX_START_BYTES else start
             if not client.started:
                 await client.start(200, exchange.headers)
-            if counts_usage:  # at least a token an event, until the usage is known
+            if counts_usage and is_event:  # at least a token an event, until the usage is known
                 last.append(received)
                 num_events = received.count(b"\n\n") or received.count(b"\n")
                 request.used_output_tokens = max(request.used_output_tokens, 0) + num_events

@@ -15,6 +15,7 @@ from quire.router.quotas import LocalBuckets, Quota, Quotas, Reservation
 from quire.router.route_file import QuotaTable, TenantTable
 from quire.router.routed_request import RoutedRequest
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+from tests.unit.router.test_heartbeats import HEARTBEAT, Heartbeating
 
 
 class Clock:
@@ -378,3 +379,23 @@ def test_a_request_that_no_replica_took_pays_nothing_where_its_client_leaves(
 
     run(replicas, story, _features(clock, 60_000))
     assert bool(full.requests) == is_full
+
+
+def test_heartbeats_of_a_stream_that_is_left_are_no_tokens() -> None:
+    """Of one that cannot be continued, each event counts as a token while no usage is known."""
+    clock, only = Clock(), Heartbeating()
+    only.gate = asyncio.Event()
+    fields = {"tokens": [1] * 30, "stream": True, "prompt_logprobs": 0}
+
+    async def story(router: Router) -> None:
+        beats = 0
+
+        def left(piece: bytes) -> None:
+            nonlocal beats
+            beats += piece.count(HEARTBEAT)
+
+        await router.post("/generate", fields, leaves_after=5 * len(HEARTBEAT), on_piece=left)
+        assert beats >= 5
+        assert _used(router) == 30
+
+    run([only], story, _features(clock, 60_000))
