@@ -75,7 +75,7 @@ class CachingReplica:
         self._loop = asyncio.get_running_loop()
 
     async def send(
-        self, method: bytes, path: bytes, headers: Any, body: bytes, *, is_fresh: bool = False
+        self, method: bytes, path: bytes, headers: Any, body: bytes, **options: Any
     ) -> Exchange:
         """See ConnectionPool: take a stream of POST /generate; there are no beats."""
         if method == b"GET":

@@ -17,7 +17,7 @@ from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
 from quire.router.failures import Failures
-from quire.router.faults import ProcessStopped, Refusal, ReplicaFault
+from quire.router.faults import HasNoRoom, ProcessStopped, Refusal, ReplicaFault
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.http_client import Exchange
@@ -76,7 +76,7 @@ class Answer:
             state.tried.add(replica)
             try:
                 await self._wake(replica)
-                request.note_sent(self._loop.time())
+                request.waited(self._loop.time())
                 with self._placement.attempt(replica) as attempt:
                     self._fleet.policy.sent(replica, state.key)
                     if await self._try(attempt):
@@ -113,11 +113,13 @@ class Answer:
         return await self._take(attempt)
 
     def _sent(self) -> None:
-        self._state.continuation.sent(self._loop.time())
+        now_s = self._loop.time()
+        self._request.note_sent(now_s)
+        self._state.continuation.sent(now_s)
 
     async def _race(self, hedger: Hedger, first: Attempt) -> bool:
         """Run an attempt, and a second one where its first tokens are late; as _try."""
-        race = Race(hedger, self._request, first, self._request.body())
+        race = Race(hedger, self._request, first, self._sent)
         delay_s = hedger.delay_s(first.replica, self._request, self._fleet.equals(first.replica))
         try:
             if await race.is_late(delay_s):
@@ -182,6 +184,7 @@ class Answer:
         has_no_room = request.form.is_overloaded(status) or (waits and status == 429)
         if has_no_room or code in LEAVING:
             self._refused = (status, exchange.headers, body)
+            request.note_refused(attempt.load.began_s)
             why, is_drain = f"{attempt.replica.name} answered {status} {code}", code == DRAINS
             self._placement.refused(attempt.replica, why.rstrip(), is_drain=is_drain)
             if is_drain:  # known before the next probe
@@ -213,8 +216,10 @@ class Answer:
 
     def _doubts(self, attempt: Attempt, code: str, response: _Response) -> bool:
         """Return whether one other replica is asked after the first final error of a request: the
-        replica may be its cause, which shows once the other answers. `response` is kept."""
-        if self._final is not None or self._client.started or may_end_engines(code):
+        replica may be its cause, which shows once the other answers. Where a replica has failed
+        with it before, a third one would get it: none is asked. `response` is kept."""
+        has_failed = self._client.started or bool(self._state.failures.reasons)
+        if self._final is not None or has_failed or may_end_engines(code):
             return False
         attempt.cancel()
         self._final = response
@@ -251,9 +256,11 @@ class Answer:
     def _note(self, replica: Replica, fault: ReplicaFault) -> None:
         """Note that a replica has failed."""
         num_delivered, started = self._request.num_delivered, self._client.started
-        self._metrics.faults.labels(replica.name).inc()
+        is_refusal = isinstance(fault, HasNoRoom)
         is_fence = replica.state != "ready" and fault.cause in ("silence", "fence")
-        if not is_fence:  # that is logged once, with the number of requests
+        if not is_refusal:
+            self._metrics.faults.labels(replica.name).inc()
+        if not (is_refusal or is_fence):  # that is logged once, with the number of requests
             self._fleet.log.warning(
                 "replica failed with a request",
                 replica=replica.name,
@@ -315,6 +322,9 @@ class Answer:
                 "its replica failed, and another one that gives the same answer has refused it "
                 f"({refusal})"
             )
+        elif (home := self._state.home) is not None:
+            reason = "no_equal_replica"
+            why = f"{home.name} failed, and only that one has the response that it needs"
         elif not self._state.has_events:
             reason, why = "no_equal_replica", "its replica failed, and no other one is available"
         else:

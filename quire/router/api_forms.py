@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,9 +42,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The `error` of a response, in the form of any API; of Ollama's it is a message."""
+    """The `error` of a response, in the form of any API; of Ollama's it is a message. code and kind
+    are those of events: a response has its code in a header."""
 
     message: str = ""
+    code: str | int | None = None
+    kind: str | None = msgspec.field(name="type", default=None)
 
 
 class ErrorEvent(msgspec.Struct, frozen=True):
@@ -190,6 +194,21 @@ def error_message(raw: bytes) -> str:
     return found if isinstance(found, str) else found.message
 
 
+def first_code(events: bytes) -> str:
+    """Return the code of the error that the first event of a stream has; "" for none."""
+    _, found, rest = events.partition(b"data: {")
+    event, error = b"{" + rest.partition(b"\n")[0], None
+    if found:
+        with suppress(msgspec.MsgspecError):
+            inner = _read_error(event).error
+            error = inner if isinstance(inner, ErrorBody) else None
+    if found and error is None:
+        with suppress(msgspec.MsgspecError):  # that of Responses has the fields of an error itself
+            of_event = _read_event_error(event)
+            error = of_event if of_event.kind == "error" else None
+    return error.code if error is not None and isinstance(error.code, str) else ""
+
+
 def is_final(status: int, headers: Headers) -> bool:
     """Return whether a replica says that the request would fail again, here and elsewhere. It may
     have failed there as often as it may: `poison_request` is the error of two engines."""
@@ -249,6 +268,7 @@ def _count(name: str) -> re.Pattern[bytes]:
 
 
 _read_error = msgspec.json.Decoder(ErrorEvent).decode
+_read_event_error = msgspec.json.Decoder(ErrorBody).decode
 _INCLUDES_IDS = "include_output_ids"
 _OPENAI = ApiForm(
     api=OPENAI,

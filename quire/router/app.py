@@ -113,6 +113,8 @@ class RouterApp:
             await client.refuse(refusal)
         finally:
             client.unwatch()
+            if client.was_given_up:
+                self._metrics.slow_clients.inc()
             self._metrics.requests.labels(route, str(client.status or "gone")).inc()
 
     async def refuse(
@@ -126,7 +128,8 @@ class RouterApp:
         self, scope: dict[str, Any], receive: Receive, send: Send
     ) -> tuple[ClientResponse, str | None]:
         """Return the response to a request, and its Origin if that is one of --cors-origin."""
-        client = ClientResponse(receive, send, form_of(served_path(scope["path"])))
+        form, abort = form_of(served_path(scope["path"])), scope.get("quire.abort")
+        client = ClientResponse(receive, send, form, abort)
         if self._cors is None:
             return client, None
         origin = self._cors.origin_of(scope["headers"])

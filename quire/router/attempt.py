@@ -13,9 +13,9 @@ from types import TracebackType
 
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
-from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
+from quire.router.faults import Blameless, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
-from quire.router.http_client import Exchange
+from quire.router.http_client import Exchange, gone
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 
@@ -74,8 +74,9 @@ class Attempt(AbstractContextManager["Attempt"]):
         if isinstance(error, ReplicaFault):
             self.fail(error)
             return
+        has_computed = error is None and self._has_computed
         self._end()
-        if error is None:
+        if has_computed:
             self.replica.breaker.succeeded()
         else:
             self.replica.breaker.gave_up()
@@ -89,7 +90,7 @@ class Attempt(AbstractContextManager["Attempt"]):
     def fail(self, fault: ReplicaFault) -> None:
         """End as failed, also where no error passes through the context."""
         if not self._is_over:
-            if isinstance(fault, ProcessStopped):  # its other processes serve
+            if isinstance(fault, Blameless):
                 self.replica.breaker.gave_up()
             else:
                 self._fleet.suspect(self.replica)  # while this request still counts as open
@@ -137,9 +138,16 @@ class Attempt(AbstractContextManager["Attempt"]):
             self._forget_exchange()
             try:
                 exchange = await pool.send(
-                    request.method, request.target, headers, body, is_fresh=stale is not None
+                    request.method,
+                    request.target,
+                    headers,
+                    body,
+                    is_fresh=stale is not None,
+                    is_wanted=self._is_wanted,
                 )
             except ReplicaFault as fault:
+                if client.is_gone:
+                    raise gone() from fault
                 if stale is None:
                     raise
                 # The server may have closed an idle connection just before its own end, or have
@@ -154,7 +162,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             if self._cut_fault is not None:
                 exchange.fail(self._cut_fault)
             if client.is_gone:
-                raise ClientGone("the client has closed its connection")
+                raise gone()
             try:
                 await exchange.head()
             except StaleConnection as fault:
@@ -164,12 +172,10 @@ class Attempt(AbstractContextManager["Attempt"]):
             else:
                 return exchange
 
-    async def open(self, body: bytes) -> None:
-        """Send the request, and read a stream up to its first tokens while it holds.
-
-        Raises ReplicaFault.
-        """
-        exchange = await self.send(body)
+    async def open(self, body: bytes, on_sent: Callable[[], None]) -> None:
+        """Send the request, and read a stream up to its first tokens while it holds. on_sent: see
+        `send`. Raises ReplicaFault."""
+        exchange = await self.send(body, on_sent)
         while exchange.status == 200 and self.holds and not self.has_output:
             received = await exchange.read()
             self.early += received
@@ -183,6 +189,16 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.replica.end(self.load)
         if is_long:
             self._fleet.became_available()  # a place is free
+
+    @property
+    def _has_computed(self) -> bool:
+        """Whether its answer shows that the replica computes: a refusal, or the count of a prompt's
+        tokens, comes from a server without an engine, too."""
+        exchange = self._exchange
+        return exchange is not None and exchange.status == 200 and not self._request.route.is_free
+
+    def _is_wanted(self) -> bool:
+        return self._cut_fault is None and not self._client.is_gone
 
     def _is_paused(self) -> bool:
         """Return whether the client is what is waited for, also with all of the response here, or

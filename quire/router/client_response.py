@@ -22,6 +22,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
 
+# A client that reads nothing of what waits for it is given up after the first of these times, with
+# the next check; servers of Quire give up theirs after 30 s.
+UNREAD_S, _CHECK_S = 60.0, 5.0
 # Of a replica that keeps the events of a stream: a router has no route to it.
 _RESUMABLE = b"x-quire-resume-seconds"
 # Headers of one connection, not of a message, and of one process of a replica.
@@ -37,9 +40,16 @@ HOP_BY_HOP = frozenset(
 class ClientResponse:
     """form: of errors. started: whether status and headers were sent. added: headers beside the
     replica's. cors: those of CORS, in place of a replica's; None: a replica's are passed on.
-    on_gone: what is called once the client has left."""
+    on_gone: what is called once the client has left. abort: closes its connection; None where that
+    is the listener's affair. was_given_up: whether it was closed, since the client read nothing."""
 
-    def __init__(self, receive: Receive, send: Send, form: ApiForm) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        form: ApiForm,
+        abort: Callable[[], None] | None = None,
+    ) -> None:
         self._form = form
         self.started = False
         self.status = 0
@@ -50,10 +60,26 @@ class ClientResponse:
         self._receive = receive
         self._send = send
         self._watch: asyncio.Task[None] | None = None
+        self._abort = abort
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._sends_since_s: float | None = None  # what is not sent yet
+        self.was_given_up = False
 
     def watch(self) -> None:
-        """Notice from now on when the client leaves. The body must have been read."""
+        """Notice from now on when the client leaves, or reads nothing. The body must have been
+        read."""
         self._watch = asyncio.ensure_future(self._wait_until_gone())
+        if self._abort is not None:
+            self._check_timer = self._loop.call_later(_CHECK_S, self._check, self._abort)
+
+    def _check(self, abort: Callable[[], None]) -> None:
+        since_s = self._sends_since_s
+        if since_s is not None and self._loop.time() - since_s > UNREAD_S:
+            self.was_given_up = True
+            abort()
+        else:
+            self._check_timer = self._loop.call_later(_CHECK_S, self._check, abort)
 
     async def _wait_until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -66,6 +92,8 @@ class ClientResponse:
         """Notice no more."""
         if self._watch is not None:
             self._watch.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
 
     async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
         """Send status and headers, those of a connection left out. The router's server adds the
@@ -84,10 +112,13 @@ class ClientResponse:
         """Send a piece; waits while the client does not read. Raises ClientGone."""
         if self.is_gone:
             raise ClientGone("the client has closed its connection")
+        self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        self._sends_since_s = None
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece."""
+        self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:

@@ -70,7 +70,7 @@ class Dispatcher:
         shared = self._shared
         request.came_s = asyncio.get_running_loop().time()
         shared.budget.requested()
-        if (hedger := shared.features.hedger) is not None:
+        if (hedger := shared.features.hedger) is not None and not request.route.is_free:
             tokens = hedger.cost_tokens(request) if hedger.hedges(request) else 0
             hedger.budget.requested(max(tokens, request.prompt_tokens))
             shared.metrics.hedgeable_tokens.inc(max(tokens, request.prompt_tokens))

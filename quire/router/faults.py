@@ -42,7 +42,27 @@ class StaleConnection(ReplicaFault):
     accepted it stopped before it answered."""
 
 
-class ProcessStopped(ReplicaFault):
+class Blameless(ReplicaFault):
+    """One that says nothing against the replica: that is neither fenced nor counted as failed."""
+
+
+class HasNoRoom(Blameless):
+    """A stream that a replica has ended because it is overloaded: a refusal, after heartbeats or
+    output."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"error {code}", is_suspect=False, cause="error")
+
+
+class SlowClient(Blameless):
+    """The end of a connection that was paused for its slow client: servers give such a reader up.
+    Counted against the request, as the server may have died of it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why}; its client reads slowly", is_suspect=True)
+
+
+class ProcessStopped(Blameless):
     """One of the API processes of a replica has stopped; the others go on, as does its engine."""
 
     def __init__(self) -> None:

@@ -239,9 +239,11 @@ class Fleet:
         """Wait until a replica became available, at most so long."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(future)
-        await asyncio.wait({future}, timeout=limit_s)
-        self._waiting.discard(future)
-        future.cancel()
+        try:
+            await asyncio.wait({future}, timeout=limit_s)
+        finally:
+            self._waiting.discard(future)
+            future.cancel()
 
     @property
     def num_available(self) -> int:

@@ -89,7 +89,8 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start a request, for uvicorn."""
+        """Start a request, for uvicorn. Its scope has what closes a connection that is not read."""
+        cycle.scope["quire.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         if cycle.scope["http_version"] in ("0.9", "1.0"):
             cycle.keep_alive = False
             app = CloseDelimited(app, cycle)

@@ -16,13 +16,23 @@ from quire.router.routed_request import RoutedRequest
 
 
 class Race:
-    """first: the attempt of `request` that may be late. body: what it is sent."""
+    """first: the attempt of `request` that may be late. on_sent: called once either is sent."""
 
-    def __init__(self, hedger: Hedger, request: RoutedRequest, first: Attempt, body: bytes) -> None:
+    def __init__(
+        self,
+        hedger: Hedger,
+        request: RoutedRequest,
+        first: Attempt,
+        on_sent: Callable[[], None],
+    ) -> None:
         self.first = first
         self._request = request
         self._hedger = hedger
-        self._opening = {first: asyncio.ensure_future(first.open(body))}
+        self._on_sent = on_sent
+        self._opening = {first: self._open(first)}
+
+    def _open(self, attempt: Attempt) -> asyncio.Task[None]:
+        return asyncio.ensure_future(attempt.open(self._request.body(), self._on_sent))
 
     async def is_late(self, delay_s: float | None) -> bool:
         """Wait for the first attempt as long as is usual, and once more if the budget is low then;
@@ -57,7 +67,7 @@ class Race:
         is full does not count while the other can still answer.
         """
         self._request.waited(asyncio.get_running_loop().time())
-        self._opening[second] = asyncio.ensure_future(second.open(self._request.body()))
+        self._opening[second] = self._open(second)
         refused: Attempt | None = None
         waiting = dict(self._opening)
         while waiting:

@@ -12,7 +12,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -20,12 +20,20 @@ import httptools
 
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.server_url import ServerUrl, reason_of
-from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault, StaleConnection
+from quire.router.faults import (
+    ClientGone,
+    ProcessStopped,
+    ReplicaFault,
+    SlowClient,
+    StaleConnection,
+)
 from quire.routing.beat_gaps import MIN_SILENT_S
 
 Headers = list[tuple[bytes, bytes]]
 
 _MAX_UNREAD_BYTES = 256 << 10
+# A reader for which a connection was paused for longer is slow.
+_SLOW_S = 1.0
 # A body is read in pieces of about so much: other tasks go on between two of them.
 READ_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 64 << 10
@@ -64,6 +72,8 @@ class Exchange:
         self._pieces: deque[bytes] = deque()
         self._num_unread = 0
         self._has_rest = False
+        self._paused_s = 0.0
+        self._was_slow = False  # the reader: a server may have given it up
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
 
@@ -93,6 +103,7 @@ class Exchange:
         self._num_unread -= len(piece)
         if self.is_paused and not pieces:
             self.is_paused = False
+            self._was_slow |= self._loop.time() - self._paused_s > _SLOW_S
             if self._connection is not None:
                 self._connection.resume()
         return piece
@@ -152,7 +163,8 @@ class Exchange:
         self._pieces.append(piece)
         self._num_unread += len(piece)
         self._wake()
-        self.is_paused = self._num_unread > _MAX_UNREAD_BYTES
+        if self._num_unread > _MAX_UNREAD_BYTES and not self.is_paused:
+            self.is_paused, self._paused_s = True, self._loop.time()
         return self.is_paused
 
     def completed(self) -> None:
@@ -167,6 +179,8 @@ class Exchange:
             return
         if self._may_be_stale and not self.status:
             self._failure = StaleConnection(why, is_suspect=False)
+        elif self._was_slow:
+            self._failure = SlowClient(why)
         else:
             self._failure = ReplicaFault(why, is_suspect=True)
         self._wake()
@@ -324,8 +338,10 @@ class ConnectionPool:
         body: bytes,
         *,
         is_fresh: bool = False,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Exchange:
-        """Send a request. Raises ReplicaFault where no connection can be made.
+        """Send a request. Raises ReplicaFault where no connection can be made, or none while
+        `is_wanted`.
 
         A kept connection that turns out to be closed fails with StaleConnection, and so does one of
         a process that stops before it has answered: send again, with is_fresh, on a new connection.
@@ -340,7 +356,7 @@ class ConnectionPool:
                 exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)
                 return exchange
-        connection = await self._connect()
+        connection = await self._connect(is_wanted)
         exchange = Exchange(loop, may_be_stale=False)
         connection.send(exchange, head, body)
         return exchange
@@ -358,7 +374,7 @@ class ConnectionPool:
             finally:
                 exchange.close()
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, is_wanted: Callable[[], bool]) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
         port = url.port or (443 if url.is_secure else 80)
         opening = asyncio.ensure_future(
@@ -366,12 +382,13 @@ class ConnectionPool:
         )
         try:
             left_s = self._connect_s
-            while left_s > 0 and not opening.done():
+            while left_s > 0 and is_wanted() and not opening.done():
                 began_s = loop.time()
                 await asyncio.wait({opening}, timeout=min(left_s, _MAX_COUNTED_S))
                 left_s -= min(loop.time() - began_s, _MAX_COUNTED_S)
             if not opening.done():
-                why = f"no connection to {url.shown} within {self._connect_s:g} s"
+                waited_s = self._connect_s - max(left_s, 0.0)
+                why = f"no connection to {url.shown} within {waited_s:.3g} s"
                 raise ReplicaFault(why, is_suspect=False)
             _, connection = opening.result()
         except OSError as error:

@@ -13,7 +13,7 @@ import asyncio
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.faults import ClientGone, ProcessStopped, ReplicaFault
+from quire.router.faults import ClientGone, HasNoRoom, ProcessStopped, ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.replica import ASLEEP, Replica
 
@@ -53,7 +53,7 @@ class Placement:
         still allowed. The time at a replica does not count, unless that was full or could not be
         reached: nothing else bounds their number."""
         self._displace()
-        self._is_refused = False  # that was before
+        self._is_refused = isinstance(fault, HasNoRoom)
         self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
         if has_worked or not self._state.continuation.has_failed:
@@ -318,6 +318,9 @@ class Placement:
         may_return = state.failures.are_at_two or away_s > _RETURN_S
         if not started:
             barred |= self._full
+        if state.home is not None:  # others do not have the response that it needs
+            barred.update(one for name, one in fleet.replicas.items() if name != state.home.name)
+            may_return = True
         others = barred | state.failures.at
         for exclude in (others, barred) if may_return else (others,):
             found = fleet.choose(

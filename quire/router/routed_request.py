@@ -167,9 +167,14 @@ class RoutedRequest:
         return None if wanted_ms is None else self.came_s + wanted_ms / 1000
 
     def note_sent(self, now_s: float) -> None:
-        """Note that a replica gets it now."""
+        """Note that a replica has got it."""
         self.sent_s = self.sent_s or now_s
-        self.waited(now_s)
+
+    def note_refused(self, began_s: float) -> None:
+        """Note that a replica has refused it, which has computed nothing of it. began_s: when that
+        was asked; what another one had before counts."""
+        if self.sent_s >= began_s:
+            self.sent_s = 0.0
 
     def begin_anew(self) -> None:
         """Note that another model is asked: what replicas had of it was refused, or is counted as

@@ -41,6 +41,9 @@ class RouterMetrics:
         self.broken = counter("quire_router_broken_streams", "Streams ended by an error", "reason")
         self.faults = counter("quire_router_replica_faults", "Failed exchanges", "replica")
         self.refused = counter("quire_router_refused_requests", "Refused by the router", "code")
+        self.slow_clients = counter(
+            "quire_router_slow_clients", "Clients that were given up as they read nothing"
+        )
         self.hedges = counter("quire_router_hedges", "Requests with a late first token", "outcome")
         self.hedged_tokens = counter("quire_router_hedged_tokens", "Prompt tokens sent twice")
         self.hedgeable_tokens = counter(

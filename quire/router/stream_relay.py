@@ -11,9 +11,10 @@ import asyncio
 from collections import deque
 
 from quire.router.answer_state import AnswerState
+from quire.router.api_forms import first_code
 from quire.router.attempt import Attempt
 from quire.router.event_blocks import Delta, EventBlocks, is_heartbeat
-from quire.router.faults import ClientGone, ReplicaFault
+from quire.router.faults import ClientGone, HasNoRoom, ReplicaFault
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import MAX_START_BYTES, created_id
 
@@ -109,13 +110,15 @@ class StreamRelay:
         last: deque[bytes] = deque(maxlen=_LAST_PIECES)
         counts_usage, parts = self._features.counts_usage, self._state.parts
         while received := await exchange.read():
-            if not is_heartbeat(received, request.form.event_end):
+            is_event = not is_heartbeat(received, request.form.event_end)
+            if is_event:
+                if not self._state.has_events:
+                    _check_error(first_code(received))
+                    self._state.note_event(attempt.replica)
+                    self._state.continuation.has_event(self._loop.time())
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
                 attempt.replica.progressed(self._loop.time())
-                if not self._state.has_events:
-                    self._state.note_event(attempt.replica)
-                    self._state.continuation.has_event(self._loop.time())
             if start is not None:  # the first event has the id
                 start += received
                 if id_ := created_id(start):
@@ -123,7 +126,7 @@ class StreamRelay:
                 start = None if id_ or len(start) > MAX_START_BYTES else start
             if not client.started:
                 await client.start(200, exchange.headers)
-            if counts_usage:  # at least a token an event, until the usage is known
+            if counts_usage and is_event:  # at least a token an event, until the usage is known
                 last.append(received)
                 num_events = received.count(b"\n\n") or received.count(b"\n")
                 request.used_output_tokens = max(request.used_output_tokens, 0) + num_events
@@ -138,14 +141,7 @@ class StreamRelay:
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""
-        if delta.error in LEAVING or delta.error in FAILED:  # another replica can go on
-            is_suspect = delta.error in FAILED
-            raise ReplicaFault(
-                f"error {delta.error}",
-                is_suspect=is_suspect,
-                is_drain=delta.error == DRAINS,
-                cause="error",
-            )
+        _check_error(delta.error)
         if delta.cursor is None:
             return 0
         num_tokens = len(delta.cursor.output_ids)
@@ -194,6 +190,17 @@ class StreamRelay:
         attempt.replica.gave_output(attempt.load)
         if attempt.replica.breaker.gave_output():
             self._state.parts.fleet.became_available()
+
+
+def _check_error(code: str) -> None:
+    """Raise ReplicaFault for the code of an error after which another replica can go on."""
+    if code == DRAINS or code in FAILED:
+        is_drain = code == DRAINS
+        raise ReplicaFault(
+            f"error {code}", is_suspect=not is_drain, is_drain=is_drain, cause="error"
+        )
+    if code in LEAVING:
+        raise HasNoRoom(code)
 
 
 def _ended_early(attempt: Attempt) -> ReplicaFault:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ContextTooLong
+from quire.router.api_forms import first_code
 from quire.router.features import Features
 from quire.router.model_names import ModelNames
 from quire.router.quotas import LocalBuckets, Quotas
@@ -140,3 +141,21 @@ def test_a_stream_that_breaks_ends_with_the_error_of_the_api() -> None:
         assert json.loads(last)["fault"] == "stream_broken"
 
     run([replica], story)
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        (b': wait\n\nid: 1\ndata: {"error":{"message":"a","code":"b"}}\n\n', "b"),
+        (b'event: error\ndata: {"type":"error","code":"b","message":"a","param":null}\n\n', "b"),
+        (b'data: {"type":"response.created","response":{"error":null}}\n\n', ""),
+        (b'data: {"choices":[{"text":"data: {\\"error\\"","code":"b"}]}\n\n', ""),
+        (b'data: {"error":{"message":"a","code":400}}\n\n', ""),
+        (b'data: {"error":"a"}\n\n', ""),
+        (b'data: {"type":"err', ""),
+        (b": wait\n\n", ""),
+        (b"data: [DONE]\n\n", ""),
+    ],
+)
+def test_the_code_of_an_error_that_comes_first(events: bytes, code: str) -> None:
+    assert first_code(events) == code

@@ -348,6 +348,39 @@ def test_a_busy_router_gives_up_no_connection_that_it_reads_late(monkeypatch: An
     run([replica], story)
 
 
+def test_a_connection_that_is_not_made_is_waited_for_no_longer_than_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a partition: once the replica is given up, or the client has left."""
+    away, other = FakeReplica(), FakeReplica()
+
+    async def story(router: Router) -> None:
+        loop: Any = asyncio.get_running_loop()
+        connect = loop.create_connection
+
+        async def partitioned(factory: Any, host: str, port: int, **named: Any) -> Any:
+            if port == away.port:
+                await asyncio.Event().wait()
+            return await connect(factory, host, port, **named)
+
+        replica = router.fleet.replicas[away.url]
+        monkeypatch.setattr(loop, "create_connection", partitioned, raising=False)
+        router.fleet.pool(replica).close()
+        began_s = loop.time()
+        await router.leave("/generate", {"tokens": [1]}, 0.05)
+        assert loop.time() - began_s < 0.3
+        assert replica.is_available(loop.time()), "that its client has left is no failure"
+        router.fleet.policy.choose = lambda able, key: able[0]  # type: ignore[method-assign]
+        assert (await router.post("/generate", {"tokens": [1]}))[0] == 200
+        assert replica.is_fenced
+        assert loop.time() - began_s < 10.0
+        monkeypatch.undo()
+
+    run([away, other], story, connect_s=60.0, stall_s=1.0)
+    assert other.requests
+    assert not away.requests
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_request_that_is_cancelled_leaves_no_connection_behind(is_open: bool) -> None:
     """Neither one that is being opened nor one that is open in the same turn of the loop."""

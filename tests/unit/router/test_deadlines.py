@@ -43,6 +43,7 @@ def test_no_request_waits_beyond_its_deadline() -> None:
         status, _, body = await stream(router, deadline_ms=20)
         assert (status, json.loads(body)["error"]["code"]) == (503, "deadline_missed")
         assert router.fleet.num_waiting == 0
+        assert not router.fleet._waiting, "else each leaves a future until a replica is available"
 
     run([FakeReplica()], story, wait_s=1000.0)
 

@@ -274,6 +274,24 @@ def test_a_stream_whose_only_equal_replica_is_full_ends_after_the_time_to_resume
     assert second.requests
 
 
+@pytest.mark.parametrize("code", ["queue_timeout", "overloaded"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_streams_that_a_full_replica_ends_are_no_failures_of_it(code: str, after: int) -> None:
+    """An overload that opened its breaker would send all of its load to the others."""
+    full, other = FakeReplica(), FakeReplica()
+    full.fails_after, full.says = after, ERROR_EVENT % b"" + ENDED % code.encode()
+
+    async def story(router: Router) -> None:
+        replica = router.fleet.replicas[full.url]
+        for _ in range(10):
+            assert (await stream(router))[2] == ANSWER
+            assert replica.is_available(asyncio.get_running_loop().time())
+        assert router.count("quire_router_replica_faults_total") == 0
+
+    run([full, other], story)
+    assert len(full.requests) >= 5
+
+
 def test_a_stream_that_has_begun_waits_for_room_in_the_share_of_its_tenant() -> None:
     """A new request gets the 429, with which its client can come again; a stream would break."""
     first, second = FakeReplica(), FakeReplica()

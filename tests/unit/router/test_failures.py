@@ -329,3 +329,58 @@ def test_a_long_gap_counts_no_more_where_tokens_come_at_once() -> None:
     for step in range(1, 2500):
         replica.progressed(12.0 + 0.009 * step)
     assert replica.stall_s(10.0) == STEADY_STALL_S
+
+
+def test_a_refusal_of_the_request_that_tries_closes_no_breaker() -> None:
+    """A server with a stopped engine can refuse what it has no room for."""
+    only = FakeReplica()
+    only.status, only.body = 503, b'{"error":{"message":"full","code":"overloaded"}}'
+
+    async def story(router: Router) -> None:
+        (replica,) = router.fleet.replicas.values()
+        loop = asyncio.get_running_loop()
+        replica.breaker.stalled(loop.time())
+        await until(lambda: replica.is_available(loop.time()))
+        assert (await router.post("/generate", STREAM))[0] == 503
+        only.status, only.gate = 200, asyncio.Event()
+        only.began.clear()
+        trying = asyncio.ensure_future(router.post("/generate", STREAM))
+        await only.began.wait()
+        assert not replica.is_available(loop.time()), "one tries at a time"
+        only.gate.set()
+        assert (await trying)[0] == 200
+        assert replica.is_available(loop.time())
+
+    run([only], story)
+
+
+def test_tokens_that_are_counted_between_failures_keep_no_breaker_closed() -> None:
+    """Nor do refused bodies: neither is computed by the engine that fails."""
+    broken, other = FakeReplica(), FakeReplica()
+
+    def answer(method: str, path: str, fields: dict[str, Any]) -> tuple[int, bytes] | None:
+        if path == "/v1/messages/count_tokens":
+            return 200, b'{"input_tokens":7}'
+        if fields.get("tokens") == []:
+            return 400, b'{"error":{"message":"no tokens","code":"invalid_value"}}'
+        return 500, b'{"error":{"message":"it fails","code":"worker_error"}}'
+
+    broken.answer = answer
+
+    async def story(router: Router) -> None:
+        replica, loop = router.fleet.replicas[broken.url], asyncio.get_running_loop()
+        router.fleet.policy.choose = lambda able, key: able[0]  # type: ignore[method-assign]
+        for _ in range(3):
+            assert replica.breaker.allows(loop.time())
+            for path, body, status in (
+                ("/v1/messages/count_tokens", {"messages": []}, 200),
+                ("/generate", {"tokens": []}, 400),
+                ("/generate", {"tokens": [1]}, 200),
+            ):
+                assert (await router.post(path, body))[0] == status
+                await until(lambda: replica.is_up)
+        assert not replica.breaker.allows(loop.time())
+
+    run([broken, other], story)
+    assert len(broken.requests) == 9
+    assert len(other.requests) == 3

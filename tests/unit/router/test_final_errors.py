@@ -215,6 +215,19 @@ def test_a_stream_ends_where_its_next_replica_has_a_final_error() -> None:
     assert len(second.requests) + len(third.requests) == 1
 
 
+def test_a_final_error_after_a_failure_of_another_replica_is_asked_of_no_third_one() -> None:
+    first, second, _ = replicas = [FakeReplica() for _ in range(3)]
+    first.raw_answer = b""  # takes the request and closes the connection
+    second.raw_answer = response(BROKEN)
+
+    async def story(router: Router) -> None:
+        status, _, body = await stream(router)
+        assert (status, json.loads(body)["error"]["code"]) == (500, "model_error")
+
+    run(replicas, story)
+    assert [len(one.requests) for one in replicas] == [1, 1, 0]
+
+
 def test_a_client_that_repeats_a_final_error_costs_no_more_than_the_budget_of_retries() -> None:
     replicas = [FakeReplica(), FakeReplica()]
     for one in replicas:

@@ -10,6 +10,7 @@ import pytest
 from quire.router.answer_state import AnswerState
 from quire.router.event_blocks import is_heartbeat
 from tests.unit.router.fake_replica import FakeReplica, Router, _chunk, run
+from tests.unit.router.test_failover import ERROR_EVENT
 from tests.unit.router.test_responses import KEY, Storing
 
 HEARTBEAT = b": heartbeat\n\n"
@@ -18,9 +19,9 @@ NOT_CONTINUABLE: dict[str, Any] = {"tokens": [1], "stream": True, "prompt_logpro
 
 
 class Heartbeating(FakeReplica):
-    """Sends heartbeats until its gate opens, then an event. first_event: before them."""
+    """Sends heartbeats until its gate opens, then `event`. first_event: before them."""
 
-    first_event = b""
+    first_event, event = b"", EVENT
 
     async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         writer.write(
@@ -34,7 +35,7 @@ class Heartbeating(FakeReplica):
             _chunk(writer, HEARTBEAT)
             await writer.drain()
             await asyncio.sleep(0.1)
-        _chunk(writer, EVENT)
+        _chunk(writer, self.event)
         _chunk(writer, b"data: [DONE]\n\n")
         _chunk(writer, b"")
         return True
@@ -128,6 +129,29 @@ def test_a_stream_that_begins_anew_needs_no_replica_of_the_same_fingerprint(
         assert not third.requests
 
     run([first, second, third], story, resume_s=3.0)
+
+
+@pytest.mark.parametrize("code", ["queue_timeout", "shutting_down", "worker_error", "timeout"])
+@pytest.mark.parametrize("comes_alone", [False, True])
+def test_an_error_before_the_first_event_is_as_one_before_the_stream(
+    code: str, comes_alone: bool
+) -> None:
+    """One that another replica would have as well is passed on."""
+    first, second = Heartbeating(), FakeReplica()
+    gate = first.gate = asyncio.Event()
+    error = ERROR_EVENT % code.encode()
+    is_own = code == "timeout"
+
+    async def story(router: Router) -> None:
+        first.first_event = b"" if comes_alone else HEARTBEAT + error
+        first.event = error
+        asyncio.get_running_loop().call_later(0.15, gate.set)
+        body = (await router.post("/generate", NOT_CONTINUABLE))[2].replace(HEARTBEAT, b"")
+        assert body.startswith(error if is_own else EVENT)
+        assert (error in body) == is_own
+
+    run([first, second], story)
+    assert bool(second.requests) == (not is_own)
 
 
 class HeartbeatingStore(Heartbeating, Storing):

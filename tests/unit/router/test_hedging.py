@@ -393,6 +393,19 @@ def test_a_replica_that_is_always_slow_is_late_by_the_median_of_others() -> None
     assert hedger.delay_s(others[2], request, [slow, *others[:2], others[3]]) == 0.1
 
 
+def test_what_computes_nothing_adds_nothing_to_the_budget() -> None:
+    late = Late()
+
+    async def story(router: Router) -> None:
+        await router.post("/tokenize", {"prompt": "a" * 4000})
+        assert router.count("quire_router_hedge_base_tokens_total") == 0
+        assert not late.hedger.budget.has(1)
+        await router.post("/v1/embeddings", {"input": "a" * 4000})
+        assert router.count("quire_router_hedge_base_tokens_total") >= 1000
+
+    run([FakeReplica()], story, late.features)
+
+
 def test_the_budget_never_exceeds_its_share() -> None:
     budget, used, asked = HedgeBudget(0.03), 0, 0
     for at in range(5000):

@@ -35,11 +35,11 @@ class BoundedServer(SteppedServer):
     num_refused = 0
 
     async def send(
-        self, method: bytes, path: bytes, headers: Any, body: bytes, *, is_fresh: bool = False
+        self, method: bytes, path: bytes, headers: Any, body: bytes, **options: Any
     ) -> Exchange:
         """See SteppedServer."""
         if path == b"/health/beats" or len(self._streams) < self.max_streams or self.is_killed:
-            return await super().send(method, path, headers, body, is_fresh=is_fresh)
+            return await super().send(method, path, headers, body, **options)
         self.num_refused += 1
         exchange = Exchange(self._loop, may_be_stale=False)
         exchange.began(_NoLink())  # type: ignore[arg-type]

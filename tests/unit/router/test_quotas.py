@@ -15,6 +15,7 @@ from quire.router.quotas import LocalBuckets, Quota, Quotas, Reservation
 from quire.router.route_file import QuotaTable, TenantTable
 from quire.router.routed_request import RoutedRequest
 from tests.unit.router.fake_replica import LENGTH, FakeReplica, Router, run
+from tests.unit.router.test_heartbeats import HEARTBEAT, Heartbeating
 
 
 class Clock:
@@ -355,6 +356,46 @@ def test_a_stream_that_is_left_before_its_first_token_pays_its_prompt() -> None:
 
     async def story(router: Router) -> None:
         await router.leave("/generate", {"tokens": [1] * 30, "stream": True}, 1.0)
+        assert _used(router) == 30
+
+    run([only], story, _features(clock, 60_000))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_request_that_no_replica_took_pays_nothing_where_its_client_leaves(
+    is_full: bool,
+) -> None:
+    """It was sent to no replica, or refused by all, and waits for one."""
+    clock, gone, full = Clock(), FakeReplica(), FakeReplica()
+    full.status, full.body = 503, b'{"error":{"message":"full","code":"overloaded"}}'
+    replicas = [gone, full] if is_full else [gone]
+
+    async def story(router: Router) -> None:
+        for one in router.fleet.replicas.values():
+            router.fleet.pool(one).close()  # it is sent on a new connection, which is not made
+        gone.stop_listening(cuts=True)
+        await router.leave("/v1/completions", {"prompt": [7] * 10, "max_tokens": 500}, 1.0)
+        assert _used(router) == 0
+
+    run(replicas, story, _features(clock, 60_000))
+    assert bool(full.requests) == is_full
+
+
+def test_heartbeats_of_a_stream_that_is_left_are_no_tokens() -> None:
+    """Of one that cannot be continued, each event counts as a token while no usage is known."""
+    clock, only = Clock(), Heartbeating()
+    only.gate = asyncio.Event()
+    fields = {"tokens": [1] * 30, "stream": True, "prompt_logprobs": 0}
+
+    async def story(router: Router) -> None:
+        beats = 0
+
+        def left(piece: bytes) -> None:
+            nonlocal beats
+            beats += piece.count(HEARTBEAT)
+
+        await router.post("/generate", fields, leaves_after=5 * len(HEARTBEAT), on_piece=left)
+        assert beats >= 5
         assert _used(router) == 30
 
     run([only], story, _features(clock, 60_000))

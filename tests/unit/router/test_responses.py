@@ -11,6 +11,7 @@ import pytest
 
 from quire.router.discovery import StaticList
 from tests.unit.router.fake_replica import FakeReplica, Router, run
+from tests.unit.router.test_failover import ANSWER
 
 KEY = [(b"authorization", b"Bearer one")]
 
@@ -196,6 +197,38 @@ def test_the_id_of_a_streamed_response_is_known() -> None:
         assert len(second.asked) == before
 
     run([first, second], story)
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_stream_that_needs_a_stored_response_waits_for_its_replica(returns: bool) -> None:
+    first, second = Storing("a"), Storing("b")
+    id_ = "resp_" + "a" * 24
+    first.made.append(id_)
+
+    async def story(router: Router) -> None:
+        def fail(token: int) -> None:
+            if token == 103:
+                first.stop_listening(cuts=True)
+
+        async def restart() -> None:
+            await asyncio.sleep(0.5)
+            first.before_token = lambda token: None
+            await first.start()
+
+        first.before_token = fail
+        restarting = asyncio.ensure_future(restart()) if returns else None
+        body = {"input": "a", "stream": True, "previous_response_id": id_}
+        answer = (await router.post("/v1/responses", body, headers=KEY))[2]
+        if restarting is not None:
+            await restarting
+            assert answer == ANSWER
+        else:
+            error = json.loads(answer.split(b"\n\n")[-2].partition(b"data: ")[2])
+            assert error["code"] == "stream_broken"
+            assert f"{first.url} failed, and only that one has the response" in error["message"]
+
+    run([first, second], story, resume_s=2.0)
+    assert not [one for one in second.asked if one[0] == "POST"]
 
 
 def test_wrong_methods_are_refused() -> None:

@@ -148,7 +148,7 @@ class SteppedServer:
     # ---- the part of ConnectionPool that a fleet uses
 
     async def send(
-        self, method: bytes, path: bytes, headers: Any, body: bytes, *, is_fresh: bool = False
+        self, method: bytes, path: bytes, headers: Any, body: bytes, **options: Any
     ) -> Exchange:
         """See ConnectionPool: take a stream."""
         if self.is_killed:
