@@ -27,10 +27,12 @@ ASKED: dict[str, Any] = {
 }
 # An engine that computes nothing looks for its client 20 times a second.
 IDLE_SHARE, LOOK_S = 0.1, 0.5
+WATCHDOG_S = 2.0
 
 
 def test_an_engine_computes_nothing_while_its_server_is_stopped() -> None:
-    flags = ("--threads", "1", "--max-num-seqs", str(NUM_STREAMS))
+    flags = ("--threads", "1", "--max-num-seqs", str(NUM_STREAMS), "--restart-engine")
+    flags += ("--watchdog-seconds", str(WATCHDOG_S))
     with RunningServer(MODEL, *flags) as server:
         alone = [_answer(server, seed) for seed in range(2)]
         answers, begun = [b""] * NUM_STREAMS, threading.Semaphore(0)
@@ -45,6 +47,7 @@ def test_an_engine_computes_nothing_while_its_server_is_stopped() -> None:
         server.process.send_signal(signal.SIGSTOP)
         try:
             server.until(partial(_rests, engine), "an engine that computes nothing")
+            time.sleep(WATCHDOG_S)  # its pause is no lack of progress
         finally:
             server.process.send_signal(signal.SIGCONT)
         for thread in threads:
@@ -52,6 +55,7 @@ def test_an_engine_computes_nothing_while_its_server_is_stopped() -> None:
         assert [normal(one) for one in answers[:2]] == [normal(one) for one in alone]
         assert server.metric("quire_holds_total") > 0  # it was not at its end
         assert server.metric("quire_held_requests") == 0
+        assert server.metric("quire_engine_restarts_total") == 0
 
 
 def test_requests_of_other_processes_go_on_meanwhile(tiny: Path) -> None:

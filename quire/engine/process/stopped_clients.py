@@ -3,8 +3,9 @@
 A stopped process (SIGSTOP, a debugger) keeps its sockets and reads nothing. What an engine computes
 for it is read late or never, since routers send its requests elsewhere, and waits on the socket
 without a bound. Reads /proc: without that no process counts as stopped. Always holds: a process
-counts as stopped once MIN_LOOKS looks in a row found it so (profilers stop one for a moment), and
-no longer once one look finds it running, or gone.
+counts as stopped once LOOKS_TO_STOP looks in a row found it so (profilers stop one for a moment),
+and no longer once LOOKS_TO_GO_ON in a row found it running, or gone: first it finds that its
+clients have left, so that what they wanted is not computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Time between looks, each some microseconds, and how many have to agree.
-LOOK_S, MIN_LOOKS = 0.1, 2
+LOOK_S, LOOKS_TO_STOP, LOOKS_TO_GO_ON = 0.1, 2, 5
 _STOPPED = (b"T", b"t")  # by a signal, by a debugger
 _STAT_BYTES = 256
 
@@ -27,7 +28,8 @@ class StoppedClients:
         self._now_s = now_s
         self._processes = processes
         self._states: dict[int, int] = {}  # descriptors by client
-        self._num_looks: dict[int, int] = {}  # in a row that found it stopped
+        self._stopped: dict[int, bool] = {}
+        self._num_looks: dict[int, int] = {}  # in a row that found it otherwise
         self._look_s = 0.0
 
     def add(self, client: int, process_id: int) -> None:
@@ -36,11 +38,12 @@ class StoppedClients:
         with suppress(OSError):  # it has ended, or there is no /proc
             path = self._processes / str(process_id) / "stat"
             self._states[client] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._num_looks[client] = 0
+            self._stopped[client], self._num_looks[client] = False, 0
 
     def remove(self, client: int) -> None:
         """Look at the process of a client no more."""
         state = self._states.pop(client, None)
+        self._stopped.pop(client, None)
         self._num_looks.pop(client, None)
         if state is not None:
             os.close(state)
@@ -54,11 +57,12 @@ class StoppedClients:
         self._look_s = now_s + LOOK_S
         found = []
         for client, state in self._states.items():
-            num_before = self._num_looks[client]
-            num_looks = num_before + 1 if _is_stopped(state) else 0
-            self._num_looks[client] = min(num_looks, MIN_LOOKS)
-            if (num_before == MIN_LOOKS) != (num_looks >= MIN_LOOKS):
-                found.append((client, num_looks >= MIN_LOOKS))
+            is_stopped, was_stopped = _is_stopped(state), self._stopped[client]
+            num_looks = self._num_looks[client] + 1 if is_stopped != was_stopped else 0
+            if num_looks == (LOOKS_TO_GO_ON if was_stopped else LOOKS_TO_STOP):
+                self._stopped[client], num_looks = is_stopped, 0
+                found.append((client, is_stopped))
+            self._num_looks[client] = num_looks
         return found
 
     def close(self) -> None:

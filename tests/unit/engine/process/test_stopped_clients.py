@@ -1,4 +1,4 @@
-"""Stopped clients: found by the states of their processes, after two looks that agree."""
+"""Stopped clients: found by the states of their processes, after some looks that agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.process.stopped_clients import LOOK_S, StoppedClients
+from quire.engine.process.stopped_clients import LOOK_S, LOOKS_TO_GO_ON, StoppedClients
 
 PATIENCE_S = 60.0
 
@@ -43,7 +43,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
-def test_a_client_is_stopped_after_two_looks_and_goes_on_after_one(rig: Rig, state: str) -> None:
+def test_a_client_is_stopped_after_two_looks_and_goes_on_after_five(rig: Rig, state: str) -> None:
     for process_id in (11, 12):
         rig.say(process_id, "S")
     rig.clients.add(1, 11)
@@ -54,7 +54,11 @@ def test_a_client_is_stopped_after_two_looks_and_goes_on_after_one(rig: Rig, sta
     assert rig.look() == [(1, True)]
     assert rig.look() == []
     rig.say(11, "R")
-    assert rig.look() == [(1, False)]
+    assert [rig.look() for _ in range(LOOKS_TO_GO_ON - 1)] == [[]] * (LOOKS_TO_GO_ON - 1)
+    rig.say(11, state)  # a moment is no return
+    assert rig.look() == []
+    rig.say(11, "R")
+    assert [rig.look() for _ in range(LOOKS_TO_GO_ON)] == [*[[]] * 4, [(1, False)]]
     assert rig.look() == []
 
 
