@@ -26,7 +26,7 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # that they know: prompts, and what preempted ones have generated
-    held: int = 0  # that stand aside because their reader does not keep up
+    held: int = 0  # that stand aside: their reader does not keep up, or is stopped
     held_total: int = 0  # how often one was held
     # By tenant, the default one first, then as their file has them.
     tenant_running: tuple[int, ...] = ()

@@ -35,6 +35,7 @@ from quire.engine.process.messages import (
     CacheReported,
     FromEngine,
     Hold,
+    HoldClient,
     Join,
     Leave,
     Outputs,
@@ -324,6 +325,9 @@ def _handle(
     elif isinstance(message, Hold):
         for request_id in message.request_ids:
             core.scheduler.hold(request_id, is_held=message.is_held, now_ms=now_ms())
+    elif isinstance(message, HoldClient):
+        core.scheduler.hold_client(message.prefix, is_held=message.is_held, now_ms=now_ms())
+        emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, Join):
         emit(Outputs(outputs=None, stats=core.stats()))
     elif isinstance(message, Leave):

@@ -112,7 +112,7 @@ def _gauges(stats: EngineStats, busy_share: float) -> tuple[tuple[str, str, floa
         ),
         (
             "quire_held_requests",
-            "Requests that stand aside because their reader does not keep up",
+            "Requests that stand aside: their reader does not keep up, or is stopped",
             stats.held,
         ),
         ("quire_kv_blocks", "KV blocks of the pool", stats.blocks_total),
@@ -190,7 +190,11 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
             stats.layered_tokens_total,
         ),
         ("quire_preemptions", "Requests preempted", stats.preemptions_total),
-        ("quire_holds", "Times a request was held for its reader", stats.held_total),
+        (
+            "quire_holds",
+            "Times a request was held for its reader, or its stopped API process",
+            stats.held_total,
+        ),
         ("quire_row_errors", "Rows of steps that failed", stats.row_errors_total),
         *_tier_counters(stats),
     )

@@ -308,6 +308,8 @@ def _check(
 
 def _of_one(sampling: SamplingParams) -> SamplingParams:
     """Return the parameters of one of n choices."""
+    if sampling.n == 1 and sampling.best_of is None:  # nothing is made and checked again
+        return sampling
     best_of = None if sampling.best_of == sampling.n else sampling.best_of
     return replace(sampling, n=1, best_of=best_of)
 

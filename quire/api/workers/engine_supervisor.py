@@ -106,10 +106,10 @@ class EngineSupervisor:
             config=config_to_json(self._config),
         )
 
-    def join(self, client: int) -> None:
+    def join(self, client: int, process_id: int) -> None:
         """Let an API process use the engine, if it is ready; else it joins when it is."""
         if self.ready is not None and self._link is not None:
-            self._link.send(Join(client=client))
+            self._link.send(Join(client=client, process_id=process_id))
 
     def leave(self, client: int) -> None:
         """End the requests of an API process that has ended."""

@@ -282,7 +282,7 @@ class _Supervisor:
         assert process.stdin is not None, "created with a pipe"
         process.stdin.write(job_line(job))
         for engine in self._engines:
-            engine.join(number)  # else it joins with the others
+            engine.join(number, process.pid)  # else it joins with the others
         return child
 
     async def _supervise_slot(self, slot: int) -> None:
@@ -399,7 +399,7 @@ class _Supervisor:
         """See Owner."""
         for child in self._children.values():
             if child.process.returncode is None:
-                engine.join(child.number)
+                engine.join(child.number, child.process.pid)
 
     def engine_loading(self) -> None:
         """See Owner."""

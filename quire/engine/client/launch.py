@@ -68,6 +68,7 @@ class EngineProcess:
         logging = logging or LogSettings()
         sockets = SocketDirectory()
         command = [*command_of("quire.engine.process.main"), "--endpoint", str(sockets.path)]
+        command += ["--starter", str(os.getpid())]
         command += ["--log-level", logging.level, "--log-format", logging.form]
         env = environment_of_ours()
         failure_fd: int | None = None

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import zmq
 
+from quire.base.clock import Clock
 from quire.base.wire import Wire
-from quire.engine.process.message_routing import STARTER, parts
+from quire.engine.process.message_routing import STARTER, id_prefix, parts
 from quire.engine.process.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -26,6 +27,7 @@ from quire.engine.process.messages import (
     FromEngine,
     Hello,
     Hold,
+    HoldClient,
     Join,
     Leave,
     Loading,
@@ -41,6 +43,7 @@ from quire.engine.process.messages import (
     TimelinesReported,
     ToEngine,
 )
+from quire.engine.process.stopped_clients import StoppedClients
 
 _LINGER_MS = 1000
 _RECONNECT_MS = 5
@@ -72,11 +75,15 @@ def from_engine_wire() -> Wire:
 class EngineSide:
     """The engine's end: an inbox for one thread, and `emit` for any.
 
-    The process that started the engine is its one client, until it sends Join for others.
+    The process that started the engine, `starter_id`, is its one client, until it sends Join for
+    others. The streams of a client that is stopped are paused.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, starter_id: int) -> None:
         self._folder = folder
+        clock = Clock()
+        self._stopped = StoppedClients(lambda: clock.now_ms() / 1000.0)
+        self._stopped.add(STARTER, starter_id)
         self._context = zmq.Context(io_threads=1)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
@@ -101,6 +108,8 @@ class EngineSide:
                 if client == STARTER:
                     self._know(message)
                 came.append(message)
+        for client, is_stopped in self._stopped.changes():
+            came.append(HoldClient(prefix=id_prefix(client), is_held=is_stopped))
         return came
 
     def wake(self) -> None:
@@ -126,6 +135,8 @@ class EngineSide:
     def _know(self, message: ToEngine) -> None:
         """Track clients; send a new one the messages that the others received at the start."""
         if isinstance(message, Join):
+            self._stopped.remove(STARTER)  # it has no streams
+            self._stopped.add(message.client, message.process_id)
             with self._sending:
                 self._open(message.client)
                 hello = Hello(protocol_version=PROTOCOL_VERSION, process_id=os.getpid())
@@ -133,6 +144,7 @@ class EngineSide:
                 if self._ready is not None:
                     self._send(message.client, self._ready)
         elif isinstance(message, Leave):
+            self._stopped.remove(message.client)
             with self._sending:
                 end = self._ends.pop(message.client, None)
                 if end is not None:
@@ -148,6 +160,7 @@ class EngineSide:
         """Give what is queued a second to leave."""
         self._context.destroy(linger=_LINGER_MS)
         os.close(self._woken)
+        self._stopped.close()
 
 
 class _ClientEnd:

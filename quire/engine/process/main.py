@@ -37,6 +37,7 @@ def main() -> int:
         allow_abbrev=False, description="The engine process of quire; started by it."
     )
     parser.add_argument("--endpoint", type=Path, required=True, help="folder of the sockets")
+    parser.add_argument("--starter", type=int, required=True, help="number of the process")
     parser.add_argument("--failure-fd", type=int, required=True, help="pipe for a failure's reason")
     parser.add_argument("--log-level", default=USUAL_LEVEL)
     parser.add_argument("--log-format", default="text")
@@ -59,7 +60,8 @@ def main() -> int:
         name="quire-parent-watch",
         daemon=True,
     ).start()
-    channel, log = EngineSide(arguments.endpoint), Log("engine")
+    channel = EngineSide(arguments.endpoint, starter_id=arguments.starter)
+    log = Log("engine")
 
     def emit(message: FromEngine) -> None:
         if isinstance(message, Ready):

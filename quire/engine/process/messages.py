@@ -2,9 +2,9 @@
 
 Frozen records. Client to engine: Submit, Abort, Hold, QueryCache, QuerySnapshot, QueryTimelines,
 Stop; where the engine has several clients (message_routing.py), the process that started it also
-sends Join and Leave. Engine to client: Hello first, Loading while it starts, then Ready or Failed;
-after Ready, Outputs, Refused, CacheReported, SnapshotReported, TimelinesReported, Beat while a step
-is long, and Failed at the end.
+sends Join and Leave. HoldClient comes from the engine's end of the channel. Engine to client: Hello
+first, Loading while it starts, then Ready or Failed; after Ready, Outputs, Refused, CacheReported,
+SnapshotReported, TimelinesReported, Beat while a step is long, and Failed at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.base.timeline import TimelineReport
 from quire.engine.model_card import ModelCard
 
 # Raised when a message changes; both sides must agree.
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,11 @@ class QueryTimelines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Another client joins, at sockets of its own. client: its number, never used again."""
+    """Another client joins, at sockets of its own. client: its number, never used again.
+    process_id: of its process."""
 
     client: int
+    process_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,17 @@ class Leave:
     """Abort the requests of a client that is gone, and send it nothing more."""
 
     client: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldClient:
+    """Pause all streams of a client, because its process is stopped, or resume them.
+
+    The engine's end of the channel makes it; no client sends it. prefix: of their ids.
+    """
+
+    prefix: str
+    is_held: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +203,18 @@ class Failed:
     fault: Fault
 
 
-ToEngine = Submit | Abort | Hold | QueryCache | QuerySnapshot | QueryTimelines | Join | Leave | Stop
+ToEngine = (
+    Submit
+    | Abort
+    | Hold
+    | QueryCache
+    | QuerySnapshot
+    | QueryTimelines
+    | Join
+    | Leave
+    | HoldClient
+    | Stop
+)
 FromEngine = (
     Hello
     | Loading

@@ -1,4 +1,4 @@
-"""Backpressure: requests are paused while their client reads too slowly.
+"""Backpressure: requests are paused while their client reads too slowly, or is stopped.
 
 A paused request leaves its slot as soon as no plan in flight names it. What it computed stays
 findable, so it costs running requests nothing and goes on, when it is released, behind the tokens
@@ -8,6 +8,8 @@ in the queue.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,6 +29,7 @@ class Backpressure(StepExtension):
         self._preemptor = preemptor
         self._held: dict[str, SequenceState] = {}
         self._leaving: dict[str, SequenceState] = {}  # of these, those that may still be in a slot
+        self._of_stopped: dict[str, SequenceState] = {}  # of these, those of hold_client only
         self.num_held_total = 0
 
     @property
@@ -36,6 +39,25 @@ class Backpressure(StepExtension):
 
     def hold(self, sequence: SequenceState) -> None:
         """Pause `sequence` until it is released."""
+        self._of_stopped.pop(sequence.request.request_id, None)
+        self._hold(sequence)
+
+    def hold_client(self, sequences: Iterable[SequenceState]) -> None:
+        """Pause the requests of a client until that is released, or they are."""
+        for sequence in sequences:
+            if not sequence.is_held:
+                self._hold(sequence)
+                if sequence.is_held:
+                    self._of_stopped[sequence.request.request_id] = sequence
+
+    def release_client(self, prefix: str) -> None:
+        """Let the requests go on that hold_client has paused. prefix: of their ids."""
+        for request_id in [one for one in self._of_stopped if one.startswith(prefix)]:
+            sequence = self._of_stopped.pop(request_id)
+            if sequence.alive:
+                self.release(sequence)
+
+    def _hold(self, sequence: SequenceState) -> None:
         if sequence.is_held or sequence.group is not None:
             return
         sequence.is_held = True
@@ -53,6 +75,7 @@ class Backpressure(StepExtension):
         if not sequence.is_held:
             return
         sequence.is_held = False
+        self._of_stopped.pop(sequence.request.request_id, None)
         del self._held[sequence.request.request_id]
         self._leaving.pop(sequence.request.request_id, None)
         if sequence.slot == NO_SLOT:
@@ -62,6 +85,8 @@ class Backpressure(StepExtension):
     def begin_step(self, step: Step) -> None:
         """Take held requests out of their slots; pause those in flight until they have landed."""
         self._held = {name: one for name, one in self._held.items() if one.alive}
+        if self._of_stopped:
+            self._of_stopped = {name: one for name, one in self._of_stopped.items() if one.alive}
         in_flight = {}
         for name, sequence in self._leaving.items():
             if sequence.slot == NO_SLOT:  # it has ended, or was preempted

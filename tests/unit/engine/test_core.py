@@ -25,6 +25,7 @@ from quire.engine.process.messages import (
     Abort,
     FromEngine,
     Hold,
+    HoldClient,
     Join,
     Outputs,
     QueryTimelines,
@@ -290,10 +291,26 @@ def test_the_loop_waits_for_more_requests_where_the_scheduler_says_so() -> None:
 
 
 def test_a_new_client_gets_the_counters_at_once() -> None:
-    sent = _served(Rig(), Inbox([Join(client=3)]))
+    sent = _served(Rig(), Inbox([Join(client=3, process_id=1)]))
     assert [type(message) for message in sent] == [Outputs]
     assert isinstance(sent[0], Outputs)
     assert sent[0].stats.blocks_total > 0
+
+
+def test_requests_of_a_stopped_client_wait_and_the_loop_looks_for_its_return() -> None:
+    rig = Rig()
+    alive = [request("1/a", output=4), request("1/b", output=4)]
+    stop: list[ToEngine] = [HoldClient(prefix="1/", is_held=True)]
+    goes_on: list[ToEngine] = [HoldClient(prefix="1/", is_held=False)]
+    work: list[list[ToEngine]] = [[Submit(requests=(one,)) for one in alive], [], stop, [], [], []]
+    inbox = Inbox(*work, goes_on, *([[]] * 6))
+    sent = _served(rig, inbox)
+    assert inbox.waits[3:7] == [RETRY_AFTER_S] * 4
+    stats = [message.stats for message in sent if isinstance(message, Outputs)]
+    assert max(one.held for one in stats) == 2
+    assert stats[-1].held == 0
+    steps = [message.outputs for message in sent if isinstance(message, Outputs)]
+    assert sum(len(output.token_ids) for one in steps for output in one or ()) == 8
 
 
 def test_the_loop_does_not_wait_while_busy_and_audits_once_afterwards() -> None:

@@ -262,11 +262,12 @@ def test_what_an_engine_process_has_loaded_is_left_out_of_its_collections() -> N
         "    return True\n"
         "main.run_engine = run_engine\n"
         "end = types.SimpleNamespace(emit=lambda message: None, close=lambda: None)\n"
-        "main.EngineSide = lambda folder: end\n"
+        "main.EngineSide = lambda folder, starter_id: end\n"
         "main.main()\n"
     )
+    flags = ["--endpoint", "unused", "--starter", "1", "--failure-fd", "2"]
     with subprocess.Popen(
-        [sys.executable, "-c", script, "--endpoint", "unused", "--failure-fd", "2"],
+        [sys.executable, "-c", script, *flags],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -154,3 +154,42 @@ def test_drawn_cases_hold_requests_and_preempt_held_ones() -> None:
         preempted += stats.preemptions_total
     assert held > cases
     assert preempted > cases / 2
+
+
+def test_requests_of_a_stopped_client_pause_and_those_of_others_go_on() -> None:
+    harness = Harness(Setup(max_num_seqs=3))
+    begun(harness, "1/a", "1/b", "2/a")
+    harness.add(make_request("1/waits", [7, 8], max_tokens=4))
+    harness.scheduler.hold_client("1/", is_held=True, now_ms=harness.now_ms)
+    made = {name: len(harness.tokens[name]) for name in ("1/a", "1/b")}
+    while "2/a" not in harness.ends:
+        harness.step()
+    assert {name: len(harness.tokens[name]) for name in made} == made
+    assert harness.tokens["1/waits"] == []
+    assert not harness.step()
+    assert harness.scheduler.stats().held == 3
+    harness.abort("1/b")
+    harness.scheduler.hold_client("2/", is_held=False, now_ms=harness.now_ms)
+    assert not harness.step()
+    harness.scheduler.hold_client("1/", is_held=False, now_ms=harness.now_ms)
+    harness.drain()
+    harness.check_end()
+    assert harness.scheduler.stats().held == 0
+
+
+def test_a_client_that_goes_on_keeps_those_paused_that_its_readers_do_not_read() -> None:
+    harness = Harness(Setup())
+    begun(harness, "before", "meanwhile", "stopped")
+    scheduler = harness.scheduler
+    scheduler.hold("before", is_held=True)
+    scheduler.hold_client("", is_held=True, now_ms=harness.now_ms)
+    scheduler.hold("meanwhile", is_held=True)
+    scheduler.hold_client("", is_held=False, now_ms=harness.now_ms)
+    while "stopped" not in harness.ends:
+        harness.step()
+    assert not harness.step()
+    assert scheduler.stats().held == 2
+    for name in ("before", "meanwhile"):
+        scheduler.hold(name, is_held=False)
+    harness.drain()
+    harness.check_end()
