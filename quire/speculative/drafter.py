@@ -262,7 +262,7 @@ class Drafter:
             return self._joined(drafts) if pays else (drafts.counts, NO_INTS)
         is_computed = may_compute > 0
         limits = drafts.counts + may_compute
-        counts = choice.chosen(tokens, index, limits, drafts.matches, is_computed, cost)
+        counts = choice.chosen(tokens, index, limits, drafts.matches, is_computed, predicted, cost)
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]

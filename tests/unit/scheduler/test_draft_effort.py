@@ -374,7 +374,7 @@ class Eager(AdaptiveControl):
         slots: NDArray[np.intp],
         limits: Int32s,
         cost: StepCost | None,
-        are_long: NDArray[np.bool_] | None = None,
+        kinds: NDArray[np.intp] | None = None,
     ) -> Int32s:
         return limits
 

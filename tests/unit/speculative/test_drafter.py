@@ -294,7 +294,7 @@ def test_predictions_do_not_rest_beside_a_request_that_does() -> None:
 
 def test_many_refusals_by_the_last_costs_are_put_to_the_test() -> None:
     class Refuses(FixedControl):
-        def limits(self, slots: Any, limits: Int32s, cost: Any, are_long: Any = None) -> Int32s:
+        def limits(self, slots: Any, limits: Int32s, cost: Any, kinds: Any = None) -> Int32s:
             return limits if cost is not None else np.zeros_like(limits)
 
     case = Case(ScriptedProposer(), Refuses(MAX_DRAFTS))
