@@ -56,7 +56,7 @@ class PredictedCost(Protocol):
 class DraftChoice:
     """Of drafts of `proposers`. own, predictions: accounts of the engine's proposer, which has the
     rests and the balance of `control`, and of predictions. step_ms: of the step for which the
-    control was asked last."""
+    control was asked last, 0 before."""
 
     def __init__(
         self,

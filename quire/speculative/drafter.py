@@ -59,6 +59,7 @@ class Drafter:
     ) -> None:
         self.max_drafts, self.drafting_ms, self.notes_plain_steps = max_drafts, 0.0, False
         self.num_proposer_errors = self.num_errors = 0
+        self.plain_ms = 0.0
         self.proposer, self.proposer_name = proposer, proposer.name
         self._control, self._report = control, report
         self._proposers = proposers = GuardedProposers(
@@ -199,8 +200,9 @@ class Drafter:
                 rests.left -= 1
                 rests.until_look -= 1
                 return True
-            return self._own.skips_step(tokens, able_slots, self._choice.step_ms)
-        proposers, given = self._proposers, (tokens, able_slots, self._choice.step_ms)
+            return self._own.skips_step(tokens, able_slots, self._choice.step_ms or self.plain_ms)
+        proposers, step_ms = self._proposers, self._choice.step_ms or self.plain_ms
+        given = tokens, able_slots, step_ms
         proposers.mutes_predictions = self._predictions.skips_step(*given)
         proposers.mutes_proposer = not proposers.num_asking or self._own.skips_step(*given)
         return proposers.mutes_predictions and proposers.mutes_proposer

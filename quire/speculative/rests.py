@@ -98,10 +98,10 @@ class DraftRests:
         return True
 
     def note_miss(self, step_ms: float) -> None:
-        """Note a step in which lookups find nothing."""
+        """Note a step in which lookups find nothing. step_ms: what it takes; 0: that is unknown."""
         self._num_misses += 1
         num_steps = self._kept // MISS_PART
-        if self._num_misses >= MANY_MISSES:
+        if self._num_misses >= MANY_MISSES and step_ms:
             num_steps = max(num_steps, min(int(MISS_MS / max(step_ms, 1e-3)), MAX_MISS_STEPS))
         if self.looks:
             if self._num_misses < MANY_MISSES:

@@ -26,8 +26,8 @@ class TokenHistory {
     static size_t num_bytes(size_t max_tokens);
     // Add a text; its last tokens if there are too many. The oldest tokens make room.
     void add(const int32_t* tokens, size_t num);
-    // Return the longest match of the last tokens of `tail` that something follows. The place `next`
-    // is compared first, and wins among equal ones: that where the last match goes on; 0: none.
+    // Return the longest match of the last tokens of `tail` that something follows. The place
+    // `next` is compared first, and wins among equal ones: where the last match goes on; 0: none.
     Match longest_match(const int32_t* tail, int32_t tail_length, int64_t next) const;
     // Return whether longest_match finds any.
     bool knows(const int32_t* tail, int32_t tail_length, int64_t next) const;
