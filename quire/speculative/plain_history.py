@@ -43,9 +43,8 @@ class PlainTokenHistory:
         """Add a text; its last tokens if there are too many. The oldest make room."""
         kept = tokens[-self.max_tokens :].tolist()
         if kept:
-            tokens = [*self._tokens, BETWEEN, *kept]
-            self._tokens = tokens[-self.max_tokens :]
-            self._num_left += len(tokens) - len(self._tokens)
+            self._num_left += max(len(self._tokens) + 1 + len(kept) - self.max_tokens, 0)
+            self._tokens = [*self._tokens, BETWEEN, *kept][-self.max_tokens :]
 
     def longest_match(self, tail: list[int], following: int = 0) -> Match:
         """Return the longest match of the last tokens of `tail` that something follows.
