@@ -82,7 +82,11 @@ class Drafter:
         rests = control.rests.another(looks=isinstance(prediction, LookupProposer))
         self._predictions = DraftAccount(prediction, proposers.asks_prediction, rests, balance)
         self._choice = DraftChoice(control, proposers, self._own, self._predictions)
-        self._predicted_shares: PredictedShares | None = None  # of the drafts verified last
+        # Which slots had their last drafts to learn; known where from_prediction is.
+        self._was_trial: Bools = np.zeros(num_slots, np.bool_)
+        # Of the drafts verified last: what part is of predictions, and whether they were a trial.
+        self._predicted_shares: PredictedShares | None = None
+        self._verified_trial = False
 
     def close(self) -> None:
         """Free what the proposers hold."""
@@ -137,7 +141,7 @@ class Drafter:
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms, num_steps)
-        elif gained_ms > 0.0 or not self._control.probes:
+        elif gained_ms > 0.0 or not self._verified_trial:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not (
             balance.is_settled and (predictions is None or predictions.is_settled)
@@ -158,7 +162,7 @@ class Drafter:
             balance.plain(step_ms, num_steps)
             return gained_ms
         part_ms = shares.gained_ms(gained_ms, added_ms)
-        if part_ms > 0.0 or not self._control.probes:
+        if part_ms > 0.0 or not self._verified_trial:
             balance.drafted(part_ms, step_ms)
         return gained_ms - part_ms if shares.of_drafted < 1.0 else None
 
@@ -238,7 +242,10 @@ class Drafter:
     ) -> tuple[Int32s, Int32s]:
         """See DraftSource."""
         try:
-            return self._proposed(tokens, index, limits, cost)
+            found = self._proposed(tokens, index, limits, cost)
+            if self.from_prediction is not None:
+                self._was_trial[index] = self._control.probes
+            return found
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  no draft, no harm
@@ -308,10 +315,13 @@ class Drafter:
         try:
             self._control.verified(index, drafted, accepted)
             self._predicted_shares = predicted = None
+            self._verified_trial = self._control.probes
             if self._proposers.num_predicting and self.from_prediction is not None:
                 predicted = self.from_prediction[index]
                 self._predicted_shares = PredictedShares.of(predicted, drafted, accepted)
-            if self._control.probes:
+                # While one plan is computed, the control may choose for the next.
+                self._verified_trial = bool(np.logical_or.reduce(self._was_trial[index]))
+            if self._verified_trial:
                 self._choice.note_success(2 * accepted >= drafted, predicted)
         except Exception as error:  # noqa: BLE001  the tokens are known
             self.fail(error)
