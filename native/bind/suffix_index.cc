@@ -36,6 +36,22 @@ using Ids = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>, nb::c_contig>;
 struct SlotTexts {
     SuffixIndex own;
     std::shared_ptr<TokenHistory> others;
+    // Where the last match in these ended, 0 before one, and for how many tokens it was found.
+    int64_t kept_end = 0;
+    int32_t kept_length = 0;
+
+    // The longest match of a text in the others, where there are any.
+    Match in_others(const int32_t* text, int32_t length) const {
+        return others->longest_match(text, length, next_in_others(length));
+    }
+    // Where the last match in the others goes on; 0: nowhere.
+    int64_t next_in_others(int32_t length) const {
+        return kept_end && length >= kept_length ? kept_end + length - kept_length : 0;
+    }
+    void share(std::shared_ptr<TokenHistory> texts) {
+        others = std::move(texts);
+        kept_end = 0;
+    }
 };
 
 // Of all slots.
@@ -52,7 +68,7 @@ class Indexes {
 
     void forget(int64_t slot) {
         at(slot).own.forget();
-        at(slot).others.reset();
+        at(slot).share(nullptr);
     }
 
   private:
@@ -77,7 +93,8 @@ int32_t continuation(SlotTexts& texts, const int32_t* text, int32_t length, int3
     texts.own.keep(own, length);
     match_length = own.length;
     if (texts.others && own.length < SuffixIndex::kMaxMatch) {
-        const Match other = texts.others->longest_match(text, length);
+        const Match other = texts.in_others(text, length);
+        if (other.end) texts.kept_end = other.end, texts.kept_length = length;
         if (other.length > own.length) {
             match_length = other.length;
             return texts.others->continuation(other, limit, ids);
@@ -125,11 +142,10 @@ bool finds_any(Indexes& indexes, const Texts& tokens, const Slots& slots, const 
         texts.own.learn(text, length);
         if (least > SuffixIndex::kMinMatch) {
             if (texts.own.longest_match(text, text, length, length).length >= least) return true;
-            if (texts.others && texts.others->longest_match(text, length).length >= least) {
-                return true;
-            }
+            if (texts.others && texts.in_others(text, length).length >= least) return true;
         } else if (texts.own.repeats(text, length) ||
-                   (texts.others && texts.others->knows(text, length))) {
+                   (texts.others &&
+                    texts.others->knows(text, length, texts.next_in_others(length)))) {
             return true;
         }
     }
@@ -208,7 +224,7 @@ void bind_suffix_index(nb::module_& module) {
         .def("forget", &Indexes::forget, nb::arg("slot"))
         .def("share",
              [](Indexes& indexes, int64_t slot, std::shared_ptr<TokenHistory> others) {
-                 indexes.at(slot).others = std::move(others);
+                 indexes.at(slot).share(std::move(others));
              },
              nb::arg("slot"), nb::arg("others"))
         .def("propose", &propose, nb::arg("tokens"), nb::arg("slots"), nb::arg("lengths"),

@@ -52,37 +52,48 @@ void TokenHistory::add(const int32_t* tokens, size_t num) {
 }
 
 template <typename Found>
-void TokenHistory::each_match(const int32_t* tail, int32_t tail_length, Found found) const {
+void TokenHistory::each_match(const int32_t* tail, int32_t tail_length, int64_t next,
+                              Found found) const {
     if (tail_length < kMinMatch || tokens_.empty()) return;
     const int32_t* tail_end = tail + tail_length;
     const int64_t begin = std::max<int64_t>(end_ - static_cast<int64_t>(tokens_.size()), 0);
-    const size_t bucket = static_cast<size_t>(hash_of_pair(tail_end)) & (heads_.size() - 1);
-    int32_t steps = 0, candidates = 0;
-    for (int64_t end = heads_[bucket]; end > begin && steps < kMaxSteps;
-         end = previous_[static_cast<size_t>(end - 1) % tokens_.size()]) {
-        ++steps, ++num_compared_;
-        if (end == end_ || token(end) == kBetween) continue;  // nothing follows
+    const auto match_length = [this, tail_end, tail_length, begin](int64_t end) {
+        ++num_compared_;
+        if (end == end_ || token(end) == kBetween) return 0;  // nothing follows
         const auto most = static_cast<int32_t>(std::min<int64_t>(
             {SuffixIndex::kMaxMatch, end - begin, static_cast<int64_t>(tail_length)}));
         int32_t length = 0;
         while (length < most && token(end - 1 - length) == tail_end[-1 - length]) ++length;
+        return length;
+    };
+    int32_t steps = 0, candidates = 0;
+    if (next > begin && next < end_) {
+        ++steps;
+        const int32_t length = match_length(next);
+        if (length >= kMinMatch && !found(Match{next, length})) return;
+    }
+    const size_t bucket = static_cast<size_t>(hash_of_pair(tail_end)) & (heads_.size() - 1);
+    for (int64_t end = heads_[bucket]; end > begin && steps < kMaxSteps;
+         end = previous_[static_cast<size_t>(end - 1) % tokens_.size()]) {
+        ++steps;
+        const int32_t length = match_length(end);
         if (length < kMinMatch) continue;
         if (!found(Match{end, length}) || ++candidates == SuffixIndex::kMaxCandidates) return;
     }
 }
 
-Match TokenHistory::longest_match(const int32_t* tail, int32_t tail_length) const {
+Match TokenHistory::longest_match(const int32_t* tail, int32_t tail_length, int64_t next) const {
     Match best;
-    each_match(tail, tail_length, [&best](Match match) {
+    each_match(tail, tail_length, next, [&best](Match match) {
         if (match.length > best.length) best = match;
         return best.length < SuffixIndex::kMaxMatch;
     });
     return best;
 }
 
-bool TokenHistory::knows(const int32_t* tail, int32_t tail_length) const {
+bool TokenHistory::knows(const int32_t* tail, int32_t tail_length, int64_t next) const {
     bool any = false;
-    each_match(tail, tail_length, [&any](Match) {
+    each_match(tail, tail_length, next, [&any](Match) {
         any = true;
         return false;
     });

@@ -68,7 +68,8 @@ class DraftSource(Protocol):
     some bring predictions, and none asks the engine's proposer: a rest is of predictions alone.
     num_proposer_errors, num_errors: errors of proposers, and of other parts; after one of the
     latter nothing is proposed. from_prediction: by slot, whether its last drafts are of the text
-    that its request predicts; None: none ever were.
+    that its request predicts; None: none ever were. plain_ms: is set to what a step without drafts
+    and prompts took, after the first ones and some later ones; 0: before.
     """
 
     proposer_name: str
@@ -82,6 +83,7 @@ class DraftSource(Protocol):
     num_proposer_errors: int
     num_errors: int
     from_prediction: Bools | None
+    plain_ms: float
 
     @property
     def rest_steps(self) -> int: ...

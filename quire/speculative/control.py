@@ -4,10 +4,11 @@ Drafts are worth verifying if the tokens expected from them cost less than token
 them: if P / ms exceeds step_tokens / step_ms, where P is the probability that a draft and all
 before it are accepted (counts: DraftCounts), and ms what it adds to the step, with the time to
 compute it where a draft model does. What a number of drafts adds is no multiple of one, so the
-numbers are compared. Drafts that follow a long match are counted apart. Where drafts lost time
-lately, as it was measured, none are made for a while. Where none pays, one is tried at times,
-sooner after drafts that gained much, and so is one of a request that has none beside others, so
-that a better regime is noticed soon. A function of counts and times that are given: no clock.
+numbers are compared. Drafts of predictions, and those that follow a long match, are counted apart,
+also those of one request. Where drafts lost time lately, as it was measured, none are made for a
+while. Where none pays, one is tried at times, sooner after drafts that gained much, and so is one
+of a request that has none beside others, so that a better regime is noticed soon. A function of
+counts and times that are given: no clock.
 Always holds: no choice changes an answer; what is tried against the prices takes, as predicted, at
 most FIRST_PROBE_STEPS and NEW_PROBE_SHARE of the time, and some steps each time that drafts stop
 paying.
@@ -23,13 +24,19 @@ from numpy.typing import NDArray
 
 from quire._native import DraftCounts, draft_lengths
 from quire.speculative.draft_balance import DraftBalance
-from quire.speculative.plain_counts import FADE, LONG_MATCHES, MAX_TRIALS, OF_TEXT, PREDICTED
+from quire.speculative.plain_counts import (
+    FADE,
+    LONG_MATCHES,
+    MAX_TRIALS,
+    NUM_KINDS,
+    OF_TEXT,
+    PREDICTED,
+)
 from quire.speculative.rests import DraftRests
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
 Float64s = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 # From so many drafts on, tried lately, their acceptance is known.
 INFORMED_TRIALS = 16.0
@@ -104,7 +111,8 @@ class Control(Protocol):
     """Chooses lengths of drafts, by slot.
 
     balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
-    is_informed: enough drafts were tried lately to know how many are accepted. probes: the last
+    is_informed: enough drafts of the engine's proposer were tried lately to know how many are
+    accepted. probes: the last
     choice was made to learn, and pays for itself. speedup: that it promises.
     """
 
@@ -120,12 +128,12 @@ class Control(Protocol):
         """Note that another request runs in `slot`; predicts: it brings a prediction."""
 
     def limits(
-        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+        self, slots: Index, limits: Int32s, cost: StepCost | None, kinds: Index | None = None
     ) -> Int32s:
         """Return how many drafts each of `slots` should get, at most limits[i].
 
-        cost: None where it is not known: about as in the last step. are_long: which of them have
-        drafts that follow a long match; None: none.
+        cost: None where it is not known: about as in the last step. kinds: of their drafts, as in
+        plain_counts; None: all are of texts.
         """
 
     def verified(self, slots: Index, drafted: Int32s, accepted: Int32s) -> None:
@@ -147,7 +155,7 @@ class FixedControl:
         """Do nothing."""
 
     def limits(
-        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+        self, slots: Index, limits: Int32s, cost: StepCost | None, kinds: Index | None = None
     ) -> Int32s:
         """See Control."""
         return np.minimum(limits, self._num_drafts)
@@ -161,17 +169,18 @@ class AdaptiveControl:
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._max_drafts, self._num_slots = max_drafts, num_slots
-        # What is known of a slot's drafts has a line for short matches and one for long ones: its
-        # number is that of the slot, or follows those of all slots. _lines: of the last drafts.
-        self._counts = DraftCounts(2 * num_slots, max_drafts)
+        # What is known of a slot's drafts has a line for each kind of them: its number is that of
+        # the slot, after those of all slots for each kind before. _lines: of the last drafts.
+        self._counts = DraftCounts(NUM_KINDS * num_slots, max_drafts)
         self._lines: Index = np.arange(num_slots, dtype=np.intp)
+        self._has_predicted = False  # a request brought a prediction
         self._last_cost: StepCost | None = None
-        self._num_tried = 0.0  # drafts of all requests that fade as the counts do
+        self._num_tried = 0.0  # rows with drafts of the engine's proposer; fades as the counts do
         self.probes, self.speedup = False, 1.0
         self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
         self._probe_share = PROBE_SHARE  # and so many are added by a step
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
-        self._failures: Int32s = np.zeros(2 * num_slots, np.int32)  # of first drafts, by line
+        self._failures: Int32s = np.zeros(NUM_KINDS * num_slots, np.int32)  # of first ones, by line
         self._has_new = True  # a request may be new
         self.balance: DraftBalance | None = DraftBalance()
         self.rests = DraftRests()
@@ -183,15 +192,17 @@ class AdaptiveControl:
 
     def begin(self, slot: int, *, predicts: bool) -> None:
         """See Control."""
-        long_line = slot + self._num_slots
-        self._counts.begin(slot, PREDICTED if predicts else OF_TEXT)
-        self._counts.begin(long_line, PREDICTED if predicts else LONG_MATCHES)
-        self._trials[slot] = self._failures[slot] = self._failures[long_line] = 0
+        for kind in (OF_TEXT, LONG_MATCHES, PREDICTED)[: 2 + predicts]:
+            line = slot + self._num_slots * kind
+            self._counts.begin(line, kind)
+            self._failures[line] = 0
+        self._trials[slot] = 0
         self._lines[slot] = slot
+        self._has_predicted |= predicts
         self._has_new = True
 
     def limits(
-        self, slots: Index, limits: Int32s, cost: StepCost | None, are_long: Bools | None = None
+        self, slots: Index, limits: Int32s, cost: StepCost | None, kinds: Index | None = None
     ) -> Int32s:
         """See Control."""
         if cost is not None:
@@ -205,7 +216,7 @@ class AdaptiveControl:
             )
         self._num_tried *= FADE**cost.num_steps
         chances = np.empty((len(slots), self._max_drafts))
-        lines = slots if are_long is None else slots + self._num_slots * are_long
+        lines = slots if kinds is None else slots + self._num_slots * kinds
         self._counts.chances(lines, cost.num_steps, chances)
         failing = self._failures[lines] >= MANY_FAILURES
         if np.logical_or.reduce(failing):
@@ -280,7 +291,10 @@ class AdaptiveControl:
         failures = self._failures[lines]
         more = np.minimum(failures + 1, MAX_FAILURES)
         self._failures[lines] = np.where(accepted > 0, failures // 2, more)
-        self._num_tried = min(self._num_tried + len(slots), MAX_TRIALS)
+        num_tried = len(slots)
+        if self._has_predicted:  # they say nothing of what the engine's proposer drafts
+            num_tried -= int(np.count_nonzero(lines // self._num_slots == PREDICTED))
+        self._num_tried = min(self._num_tried + num_tried, MAX_TRIALS)
         self._counts.verified(lines, drafted, accepted)
 
 

@@ -20,6 +20,7 @@ from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
 from quire.speculative.draft_account import DraftAccount
 from quire.speculative.guarded_proposers import GuardedProposers
+from quire.speculative.plain_counts import LONG_MATCHES, OF_TEXT, PREDICTED
 from quire.speculative.proposer import LONG_MATCH, Drafts
 
 Index = NDArray[np.intp]
@@ -55,7 +56,7 @@ class PredictedCost(Protocol):
 class DraftChoice:
     """Of drafts of `proposers`. own, predictions: accounts of the engine's proposer, which has the
     rests and the balance of `control`, and of predictions. step_ms: of the step for which the
-    control was asked last."""
+    control was asked last, 0 before."""
 
     def __init__(
         self,
@@ -84,8 +85,12 @@ class DraftChoice:
         some = limits.nonzero()[0]
         if not len(some):
             return pay
-        are_long = matches[some] >= LONG_MATCH if self._control.rests.looks else None
-        pay[some] = self._control.limits(index[some], limits[some], None, are_long) > 0
+        kinds = None
+        if self._control.rests.looks:
+            kinds = LONG_MATCHES * (matches[some] >= LONG_MATCH)
+        if predicted is not None:
+            kinds = np.where(predicted[some], PREDICTED, OF_TEXT if kinds is None else kinds)
+        pay[some] = self._control.limits(index[some], limits[some], None, kinds) > 0
         if predicted is not None:
             pay |= (limits > 0) & (np.where(predicted, self._predictions.rests.last, last) > 0)
         self._num_refused = 0 if np.logical_or.reduce(pay) else self._num_refused + 1
@@ -98,14 +103,16 @@ class DraftChoice:
         limits: Int32s,
         matches: Int32s,
         is_computed: Bools | None,
+        predicted: Bools | None,
         cost: Cost,
     ) -> Int32s:
         """Return how many of limits[i] drafts pay, those of rows `is_computed` with their making;
-        None: a lookup makes all. matches: see Drafts. Raises ProposerFailed."""
+        None: a lookup makes all. matches: see Drafts. predicted: see `would_pay`. Raises
+        ProposerFailed."""
         some = limits.nonzero()[0]
         if not len(some):
             return limits
-        passes, predicted, once_ms = None, cost(), 0.0
+        passes, price, once_ms = None, cost(), 0.0
         if is_computed is None:
             draft_ms = np.zeros(len(some))
         else:
@@ -115,23 +122,27 @@ class DraftChoice:
             pass_ms, behind_ms, once_ms = making
             passes = Passes(pass_ms, rows)
             draft_ms = rows * behind_ms / DRAFTS_PER_CATCH_UP
-        self.step_ms, self._asked_ms = predicted.step_ms, predicted.asked_ms
+        self.step_ms, self._asked_ms = price.step_ms, price.asked_ms
         num_steps = self._control.rests.num_steps
         if self._proposers.num_predicting:
             num_steps = self._steps_since_asked()
         of_some = StepCost(
-            predicted.step_ms,
-            predicted.step_tokens,
+            price.step_ms,
+            price.step_tokens,
             draft_ms,
             passes,
             num_steps,
             once_ms,
-            predicted.row_ms,
-            predicted.added_ms,
+            price.row_ms,
+            price.added_ms,
         )
         counts = np.zeros(len(index), np.int32)
-        are_long = matches[some] >= LONG_MATCH if self._control.rests.looks else None
-        counts[some] = self._control.limits(index[some], limits[some], of_some, are_long)
+        kinds = None
+        if self._control.rests.looks:
+            kinds = LONG_MATCHES * (matches[some] >= LONG_MATCH)
+        if predicted is not None:
+            kinds = np.where(predicted[some], PREDICTED, OF_TEXT if kinds is None else kinds)
+        counts[some] = self._control.limits(index[some], limits[some], of_some, kinds)
         return counts
 
     def _steps_since_asked(self) -> int:
@@ -167,7 +178,8 @@ class DraftChoice:
         if not np.logical_or.reduce(drafts.counts):
             return False
         is_own = None if predicted is None else (drafts.counts > 0) & ~predicted
-        drafts.counts[:] = self.chosen(tokens, index, drafts.counts, drafts.matches, None, cost)
+        found = drafts.counts, drafts.matches
+        drafts.counts[:] = self.chosen(tokens, index, *found, None, predicted, cost)
         pays = bool(np.logical_or.reduce(drafts.counts))
         if is_own is None or np.logical_or.reduce(is_own):
             counts = drafts.counts if is_own is None else drafts.counts * is_own

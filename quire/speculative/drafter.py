@@ -59,6 +59,7 @@ class Drafter:
     ) -> None:
         self.max_drafts, self.drafting_ms, self.notes_plain_steps = max_drafts, 0.0, False
         self.num_proposer_errors = self.num_errors = 0
+        self.plain_ms = 0.0
         self.proposer, self.proposer_name = proposer, proposer.name
         self._control, self._report = control, report
         self._proposers = proposers = GuardedProposers(
@@ -82,7 +83,11 @@ class Drafter:
         rests = control.rests.another(looks=isinstance(prediction, LookupProposer))
         self._predictions = DraftAccount(prediction, proposers.asks_prediction, rests, balance)
         self._choice = DraftChoice(control, proposers, self._own, self._predictions)
-        self._predicted_shares: PredictedShares | None = None  # of the drafts verified last
+        # Which slots had their last drafts to learn; known where from_prediction is.
+        self._was_trial: Bools = np.zeros(num_slots, np.bool_)
+        # Of the drafts verified last: what part is of predictions, and whether they were a trial.
+        self._predicted_shares: PredictedShares | None = None
+        self._verified_trial = False
 
     def close(self) -> None:
         """Free what the proposers hold."""
@@ -137,7 +142,7 @@ class Drafter:
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms, num_steps)
-        elif gained_ms > 0.0 or not self._control.probes:
+        elif gained_ms > 0.0 or not self._verified_trial:
             balance.drafted(gained_ms, step_ms, computed_ms - caught_up_ms)
         self.notes_plain_steps = not (
             balance.is_settled and (predictions is None or predictions.is_settled)
@@ -158,7 +163,7 @@ class Drafter:
             balance.plain(step_ms, num_steps)
             return gained_ms
         part_ms = shares.gained_ms(gained_ms, added_ms)
-        if part_ms > 0.0 or not self._control.probes:
+        if part_ms > 0.0 or not self._verified_trial:
             balance.drafted(part_ms, step_ms)
         return gained_ms - part_ms if shares.of_drafted < 1.0 else None
 
@@ -207,8 +212,9 @@ class Drafter:
                 rests.left -= 1
                 rests.until_look -= 1
                 return True
-            return self._own.skips_step(tokens, able_slots, self._choice.step_ms)
-        proposers, given = self._proposers, (tokens, able_slots, self._choice.step_ms)
+            return self._own.skips_step(tokens, able_slots, self._choice.step_ms or self.plain_ms)
+        proposers, step_ms = self._proposers, self._choice.step_ms or self.plain_ms
+        given = tokens, able_slots, step_ms
         proposers.mutes_predictions = self._predictions.skips_step(*given)
         proposers.mutes_proposer = not proposers.num_asking or self._own.skips_step(*given)
         return proposers.mutes_predictions and proposers.mutes_proposer
@@ -244,7 +250,10 @@ class Drafter:
     ) -> tuple[Int32s, Int32s]:
         """See DraftSource."""
         try:
-            return self._proposed(tokens, index, limits, cost)
+            found = self._proposed(tokens, index, limits, cost)
+            if self.from_prediction is not None:
+                self._was_trial[index] = self._control.probes
+            return found
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  no draft, no harm
@@ -270,7 +279,7 @@ class Drafter:
             return self._joined(drafts) if pays else (drafts.counts, NO_INTS)
         is_computed = may_compute > 0
         limits = drafts.counts + may_compute
-        counts = choice.chosen(tokens, index, limits, drafts.matches, is_computed, cost)
+        counts = choice.chosen(tokens, index, limits, drafts.matches, is_computed, predicted, cost)
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]
@@ -311,10 +320,13 @@ class Drafter:
         try:
             self._control.verified(index, drafted, accepted)
             self._predicted_shares = predicted = None
+            self._verified_trial = self._control.probes
             if self._proposers.num_predicting and self.from_prediction is not None:
                 predicted = self.from_prediction[index]
                 self._predicted_shares = PredictedShares.of(predicted, drafted, accepted)
-            if self._control.probes:
+                # While one plan is computed, the control may choose for the next.
+                self._verified_trial = bool(np.logical_or.reduce(self._was_trial[index]))
+            if self._verified_trial:
                 self._choice.note_success(2 * accepted >= drafted, predicted)
         except Exception as error:  # noqa: BLE001  the tokens are known
             self.fail(error)

@@ -26,8 +26,10 @@ STEPS_PER_PLAIN, MIN_STEPS_PER_PLAIN, PLAIN_SHARE = 64, 8, 0.0075
 STEPS_BEFORE_PLAIN = 1
 # A lookup that finds nothing is followed by a rest of such a part of the one before; after so many
 # in turn, by one of so many milliseconds, in so many steps at most: it takes some microseconds,
-# which is much of the step of a small model only.
+# which is much of the step of a small model only. Once so many more found nothing it is twice as
+# long, so many times at most.
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
+MORE_MISSES, MAX_DOUBLINGS = 8, 2
 # During a rest, long matches are looked for after so many steps, then twice as many, up to so many
 # milliseconds: drafts that follow one are right far more often than those that did not pay.
 LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 8.0, 64
@@ -98,11 +100,15 @@ class DraftRests:
         return True
 
     def note_miss(self, step_ms: float) -> None:
-        """Note a step in which lookups find nothing."""
+        """Note a step in which lookups find nothing. step_ms: what it takes; 0: that is unknown."""
         self._num_misses += 1
         num_steps = self._kept // MISS_PART
-        if self._num_misses >= MANY_MISSES:
-            num_steps = max(num_steps, min(int(MISS_MS / max(step_ms, 1e-3)), MAX_MISS_STEPS))
+        if self._num_misses >= MANY_MISSES and step_ms:
+            doublings = (self._num_misses - MANY_MISSES) // MORE_MISSES
+            most = min(
+                int(MISS_MS / max(step_ms, 1e-3)) << min(doublings, MAX_DOUBLINGS), MAX_MISS_STEPS
+            )
+            num_steps = max(num_steps, most)
         if self.looks:
             if self._num_misses < MANY_MISSES:
                 num_steps = min(num_steps, self._look_steps)

@@ -33,13 +33,14 @@ class PlainSuffixIndex:
         self._others: list[PlainTokenHistory | None] = [None] * num_slots
         # Where the last match ended, and for how many tokens of the tail it was found.
         self._kept: list[tuple[int, int]] = [(0, 0)] * num_slots
+        self._kept_in_others: list[tuple[int, int]] = [(0, 0)] * num_slots  # likewise
 
     def forget(self, slot: int) -> None:
         """Begin another text."""
         self._known[slot] = 0
         self._ends[slot] = {}
-        self._others[slot] = None
         self._kept[slot] = 0, 0
+        self.share(slot, None)
 
     def share(self, slot: int, others: PlainTokenHistory | None) -> None:
         """Propose from `others` as well, where these have a longer match than the text of `slot`.
@@ -47,6 +48,7 @@ class PlainSuffixIndex:
         None: from its own text only.
         """
         self._others[slot] = others
+        self._kept_in_others[slot] = 0, 0
 
     def finds_any(
         self, tokens: Int32s, slots: NDArray[np.intp], lengths: Int32s, least: int
@@ -56,9 +58,9 @@ class PlainSuffixIndex:
         for slot in slots.tolist():
             text = tokens[slot, : lengths[slot]].tolist()
             self._learn(slot, text)
-            kept = self._kept[slot]
+            kept = self._kept[slot], self._kept_in_others[slot]
             drafts, match = self._continuation(slot, text, 1)
-            self._kept[slot] = kept  # a question changes nothing
+            self._kept[slot], self._kept_in_others[slot] = kept  # a question changes nothing
             if drafts and match >= least:
                 return True
         return False
@@ -124,8 +126,13 @@ class PlainSuffixIndex:
         if end:
             self._kept[slot] = end, len(text)
         others = self._others[slot]
-        if others is not None:
-            match = others.longest_match(text)
+        if others is not None and length < MAX_MATCH:
+            kept_end, kept_length = self._kept_in_others[slot]
+            goes_on = kept_end and len(text) >= kept_length
+            following = kept_end + len(text) - kept_length if goes_on else 0
+            match = others.longest_match(text, following)
+            if match.end:
+                self._kept_in_others[slot] = match.end, len(text)
             if match.length > length:
                 return others.continuation(match, limit), match.length
         if not end:

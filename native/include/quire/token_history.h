@@ -26,16 +26,17 @@ class TokenHistory {
     static size_t num_bytes(size_t max_tokens);
     // Add a text; its last tokens if there are too many. The oldest tokens make room.
     void add(const int32_t* tokens, size_t num);
-    // Return the longest match of the last tokens of `tail` that something follows.
-    Match longest_match(const int32_t* tail, int32_t tail_length) const;
+    // Return the longest match of the last tokens of `tail` that something follows. The place
+    // `next` is compared first, and wins among equal ones: where the last match goes on; 0: none.
+    Match longest_match(const int32_t* tail, int32_t tail_length, int64_t next) const;
     // Return whether longest_match finds any.
-    bool knows(const int32_t* tail, int32_t tail_length) const;
+    bool knows(const int32_t* tail, int32_t tail_length, int64_t next) const;
     // Copy the tokens that follow a match to `ids`, at most `limit`; return how many there are.
     int32_t continuation(Match match, int32_t limit, int32_t* ids) const;
 
   private:
     template <typename Found>
-    void each_match(const int32_t* tail, int32_t tail_length, Found found) const;
+    void each_match(const int32_t* tail, int32_t tail_length, int64_t next, Found found) const;
     int32_t token(int64_t at) const { return tokens_[static_cast<size_t>(at) % tokens_.size()]; }
     void push(int32_t token);
 

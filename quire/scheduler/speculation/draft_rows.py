@@ -130,6 +130,7 @@ class DraftRows(StepExtension):
                 is_timed = self._plain.num_untimed and plan.layers is None
                 if is_timed and plan.num_tokens == len(plan.slots):
                     self._plain.note(plan, ms, follows=follows)
+                    source.plain_ms = ms
                 if computed_ms or source.notes_plain_steps:
                     each_ms, num_steps = self._plain_since(plan, ms)
                     source.note_step(each_ms, None, computed_ms, num_steps)

@@ -19,7 +19,8 @@ BUCKETS_PER_OCTAVE = 4
 KEEP, TRUST_KEEP = 0.97, 0.997
 MAX_WEIGHT = 32.0
 # A time counts as at most so many times what is known, and at least as such a share; but not if
-# so many in a row are beyond that.
+# so many in a row are beyond that on the same side: then all are as slow or fast as the least of
+# them, since what disturbs a machine may hold up any of them far longer.
 MAX_TIMES, MANY_OUTLIERS = 1.25, 4
 # Where a curve learns fast, while a bucket has few times, the next ones may differ so many times.
 MAX_FEW_TIMES = 4.0
@@ -41,11 +42,13 @@ class Point(NamedTuple):
 
 class Pace:
     """Shared by curves. times: how much slower steps are than as they are kept. num_noted: times of
-    all curves, by which what is known ages. num_outliers: of these, the last ones in a row."""
+    all curves, by which what is known ages. num_outliers: of these, the last ones in a row on the
+    same side of what is known."""
 
     def __init__(self) -> None:
         self.times = 1.0
         self.num_noted = self.num_outliers = 0
+        self._least = 1.0  # of these: the time nearest to what is known, in times of it
         self.curves: list[Buckets] = []
 
     def bounded(self, ms: float, known_ms: float) -> float:
@@ -54,11 +57,16 @@ class Pace:
         if known_ms / MAX_TIMES <= ms <= known_ms * MAX_TIMES:
             self.num_outliers = 0
             return ms
+        times = ms / known_ms
+        if (times > 1.0) != (self._least > 1.0):
+            self.num_outliers = 0
+        nearer = min(times, self._least) if times > 1.0 else max(times, self._least)
+        self._least = nearer if self.num_outliers else times
         self.num_outliers += 1
         if self.num_outliers < MANY_OUTLIERS:
             return min(max(ms, known_ms / MAX_TIMES), known_ms * MAX_TIMES)
         self.num_outliers = 0
-        self.times *= ms / known_ms
+        self.times *= self._least
         since = self.num_noted - MANY_OUTLIERS
         for buckets in self.curves:  # what was first noted meanwhile has the new pace already
             for bucket in [key for key, known in buckets.items() if known[3] > since]:

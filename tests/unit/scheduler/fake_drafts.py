@@ -24,6 +24,7 @@ class FakeDrafts:
     from_prediction = None
     asks_predictions_only = False
     num_proposer_errors = num_errors = 0
+    plain_ms = 0.0
 
     def __init__(
         self,

@@ -374,7 +374,7 @@ class Eager(AdaptiveControl):
         slots: NDArray[np.intp],
         limits: Int32s,
         cost: StepCost | None,
-        are_long: NDArray[np.bool_] | None = None,
+        kinds: NDArray[np.intp] | None = None,
     ) -> Int32s:
         return limits
 
@@ -541,3 +541,29 @@ def test_an_error_in_prices_ends_drafts_and_changes_no_answer(
         case.turn()
     assert case.num_drafts == 0
     assert case.num_rows == 2 * 64
+
+
+class Missing(Repeats):
+    """Finds nothing, in `num_looked` steps so far."""
+
+    num_looked = 0
+
+    def may_find(self, tokens: TokenTable) -> bool:
+        self.num_looked += 1
+        return False
+
+
+@pytest.mark.parametrize(("step_ms", "steps_per_look"), [(0.2, 32), (4.0, 9), (100.0, 1)])
+def test_before_any_ask_lookups_in_vain_rest_for_some_milliseconds(
+    step_ms: float, steps_per_look: int
+) -> None:
+    """Not for as many steps whatever these take: a text may repeat itself from the next one on."""
+    proposer = Missing(finds=False)
+    case = Case(1, proposer, step_ms=step_ms)
+    case.counts = False
+    for _ in range(160):
+        case.turn()
+    proposer.num_looked = 0
+    for _ in range(192):
+        case.turn()
+    assert abs(proposer.num_looked - 192 / steps_per_look) <= 2

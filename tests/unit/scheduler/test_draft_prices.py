@@ -188,6 +188,40 @@ def test_all_of_a_curve_follows_a_machine_that_becomes_slower() -> None:
     assert 1.1 * true_ms(32) < found[32.0] <= 1.45 * true_ms(32)
 
 
+def known_steps(ms: float) -> tuple[Pace, StepCurve]:
+    """Return a curve that knows well that steps of one position take `ms`, and its pace."""
+    pace = Pace()
+    curve = StepCurve(pace)
+    for _ in range(32):
+        curve.note(1, ms, ms)
+    return pace, curve
+
+
+@pytest.mark.parametrize("times", [(20.0, 1.5, 9.0, 20.0), (1.5, 20.0, 20.0, 20.0)])
+def test_steps_that_are_held_up_in_turn_are_as_slow_as_the_least_of_them(
+    times: tuple[float, ...],
+) -> None:
+    _, curve = known_steps(0.2)
+    for one in times:
+        curve.note(1, one * 0.2, 0.2)
+    assert curve.ms(1) <= 1.5 * 1.25**3 * 0.2
+
+
+def test_a_pace_is_no_other_one_where_steps_are_too_slow_and_too_fast_by_turns() -> None:
+    pace, curve = known_steps(0.2)
+    for number in range(32):
+        curve.note(1, 0.2 * (4.0 if number % 2 else 0.25), 0.2)
+        assert 0.7 <= pace.times <= 1.4
+
+
+@pytest.mark.parametrize("times", [0.1, 10.0])
+def test_a_pace_is_followed_after_few_steps(times: float) -> None:
+    _, curve = known_steps(1.0)
+    for number in range(16):
+        curve.note(1, times * (1.0 + 0.1 * (number % 3 - 1)), 1.0)
+    assert curve.ms(1) == pytest.approx(times, rel=0.2)
+
+
 def test_the_first_steps_of_a_slower_machine_are_not_scaled_twice() -> None:
     prices = DraftPrices()
     for _ in range(2):

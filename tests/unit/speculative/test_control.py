@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from quire.speculative.control import (
     FIRST_PROBE_STEPS,
+    INFORMED_TRIALS,
     PROBE_SHARE,
     AdaptiveControl,
     Passes,
@@ -15,7 +16,14 @@ from quire.speculative.control import (
     best_lengths,
 )
 from quire.speculative.pass_times import PassTimes
-from quire.speculative.plain_counts import Trials, upper_bounds
+from quire.speculative.plain_counts import (
+    LONG_MATCHES,
+    NUM_KINDS,
+    OF_TEXT,
+    PREDICTED,
+    Trials,
+    upper_bounds,
+)
 
 MAX_DRAFTS = 4
 SLOT = np.array([1])
@@ -102,10 +110,10 @@ def test_rejected_drafts_are_tried_again_seldom() -> None:
 def test_a_new_request_begins_with_the_experience_of_all() -> None:
     control = AdaptiveControl(2, MAX_DRAFTS)
     verify(control, 0, 200)
-    control.begin(1, predicts=False)
+    control.begin(1, predicts=True)
     assert chosen(control, 0.5) == 0
-    control.begin(1, predicts=True)  # of which nothing is known
-    assert chosen(control, 0.5) == 1
+    predicted = np.array([PREDICTED])  # of which nothing is known
+    assert control.limits(SLOT, ints(MAX_DRAFTS), cost(0.5), predicted).tolist() == [1]
 
 
 def test_where_requests_differ_each_is_tried_and_where_they_are_alike_few_are() -> None:
@@ -256,19 +264,43 @@ def test_where_a_single_draft_never_pays_longer_ones_are_tried() -> None:
     assert 0.0 < tried_steps <= FIRST_PROBE_STEPS + 2000 * PROBE_SHARE
 
 
-def test_drafts_of_long_matches_are_counted_apart() -> None:
-    control, long, short = AdaptiveControl(2, MAX_DRAFTS), np.array([True]), np.array([False])
-    control.begin(1, predicts=False)
+@pytest.mark.parametrize("right", range(NUM_KINDS))
+def test_the_kinds_of_drafts_of_a_request_are_counted_apart(right: int) -> None:
+    """Those of one kind are right."""
+    control, kinds = AdaptiveControl(2, MAX_DRAFTS), np.arange(NUM_KINDS)[:, None]
+    control.begin(1, predicts=True)
     for _ in range(30):
-        for are_long, accepted in ((long, MAX_DRAFTS), (short, 0)):
-            drafted = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), are_long)
+        for kind in kinds:
+            drafted = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), kind)
+            accepted = MAX_DRAFTS * (kind[0] == right)
             control.verified(SLOT, drafted, np.minimum(drafted, np.int32(accepted)))
-    assert control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), long).tolist() == [MAX_DRAFTS]
-    assert control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), short).tolist() == [0]
+    found = [control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), kind)[0] for kind in kinds]
+    assert found == [MAX_DRAFTS * (kind == right) for kind in range(NUM_KINDS)]
+
+
+def test_of_a_slot_that_has_another_request_nothing_is_known_of_any_kind() -> None:
+    control, kinds = AdaptiveControl(2, MAX_DRAFTS), np.arange(NUM_KINDS)[:, None]
+    control.begin(1, predicts=True)
+    for kind in kinds:
+        for _ in range(20):
+            control.limits(SLOT, ints(MAX_DRAFTS), cost(0.3), kind)
+            verify(control, 0, 1)
+    assert control._failures[1::2].all()
+    control.begin(1, predicts=True)
+    assert not control._failures.any()
+
+
+def test_verified_drafts_of_predictions_say_nothing_of_a_draft_model() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    control.begin(1, predicts=True)
+    for kind, is_informed in ((PREDICTED, False), (OF_TEXT, True)):
+        control.limits(SLOT, ints(MAX_DRAFTS), cost(0.1), np.array([kind]))
+        verify(control, MAX_DRAFTS, 2 * int(INFORMED_TRIALS))
+        assert control.is_informed == is_informed
 
 
 def test_drafts_of_a_first_long_match_are_all_tried() -> None:
     control = AdaptiveControl(2, MAX_DRAFTS)
     control.begin(1, predicts=False)
-    found = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.2), np.array([True]))
+    found = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.2), np.array([LONG_MATCHES]))
     assert found.tolist() == [MAX_DRAFTS]

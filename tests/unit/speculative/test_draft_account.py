@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from quire.scheduler.interfaces import DraftCost
-from quire.speculative.control import AdaptiveControl, FixedControl
+from quire.speculative.control import AdaptiveControl, Control, FixedControl
 from quire.speculative.draft_account import UNTIL_EARNED, PredictedShares
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.ngram import NgramProposer
@@ -25,9 +27,11 @@ BOTH = np.array([0, 1])
 LIMITS = ints(MAX_DRAFTS, MAX_DRAFTS)
 
 
-def beside(proposer: object, *, text: tuple[int, ...] = (1, 2, 3)) -> Case:
+def beside(
+    proposer: object, control: Control | None = None, *, text: tuple[int, ...] = (1, 2, 3)
+) -> Case:
     """Return a case of which slot 1 brings a prediction."""
-    case = Case(proposer, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    case = Case(proposer, control or AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
     case.begin(0, list(text), 3)
     case.begin(1, list(text), 3, prediction_ids=ints(30, 31, 32, 33))
     return case
@@ -164,6 +168,40 @@ def test_each_account_has_its_own_part_of_a_step(monkeypatch: pytest.MonkeyPatch
     case.drafter.verified(BOTH[:1], ints(2), ints(2))
     case.drafter.note_step(10.0, 1.0, 0.0, added_ms=2.0)
     assert noted == [("own", 1.0)]
+
+
+class Tries(AdaptiveControl):
+    """Takes all drafts, as a trial where it `tries`."""
+
+    tries = False
+
+    def limits(self, slots: Any, limits: Any, cost: Any, kinds: Any = None) -> Any:
+        self.probes = self.tries
+        return limits
+
+
+def test_a_trial_is_no_loss_though_drafts_of_the_next_plan_were_chosen_since() -> None:
+    case = beside(ScriptedProposer(), control := Tries(NUM_SLOTS, MAX_DRAFTS))
+    own, predictions = control.balance, case.drafter._predictions.balance
+    assert own is not None
+    assert predictions is not None
+    for tries, slot, balance, other in ((True, 0, own, predictions), (False, 1, predictions, own)):
+        before = balance._steps, other._steps
+        control.tries = tries
+        assert case.propose(slot)[0]
+        control.tries = not tries
+        assert case.propose(1 - slot)[0]
+        case.drafter.verified(BOTH[slot : slot + 1], ints(1), ints(0))
+        case.drafter.note_step(10.0, -5.0, 0.0, added_ms=5.0)
+        assert balance._steps == before[0] - 0.5 * (not tries)
+        assert other._steps == before[1]
+
+
+def test_drafts_of_which_no_request_is_left_are_verified() -> None:
+    case = beside(ScriptedProposer(), Tries(NUM_SLOTS, MAX_DRAFTS))
+    case.propose(0, 1)
+    case.drafter.verified(BOTH[:0], ints(), ints())
+    assert not case.drafter.num_errors
 
 
 def test_steps_without_drafts_earn_trials_of_predictions_too() -> None:

@@ -13,6 +13,7 @@ from quire.speculative.control import FixedControl, StepCost
 from quire.speculative.draft_balance import DraftBalance
 from quire.speculative.draft_choice import DRAFTS_PER_CATCH_UP
 from quire.speculative.ngram import NgramProposer
+from quire.speculative.plain_counts import LONG_MATCHES, OF_TEXT, PREDICTED
 from quire.speculative.prediction import PredictionProposer
 from tests.unit.speculative.test_drafter import (
     MAX_DRAFTS,
@@ -32,12 +33,14 @@ class Noting(FixedControl):
     def __init__(self) -> None:
         super().__init__(MAX_DRAFTS)
         self.asked: list[tuple[list[int], StepCost | None]] = []
+        self.kinds: Any = None
 
     def limits(
-        self, slots: NDArray[np.intp], limits: Int32s, cost: StepCost | None, are_long: Any = None
+        self, slots: NDArray[np.intp], limits: Int32s, cost: StepCost | None, kinds: Any = None
     ) -> Int32s:
         self.asked.append((slots.tolist(), cost))
-        return super().limits(slots, limits, cost, are_long)
+        self.kinds = kinds
+        return super().limits(slots, limits, cost, kinds)
 
 
 @pytest.mark.parametrize("proposer", [NgramProposer(NUM_SLOTS), PredictionProposer(NUM_SLOTS)])
@@ -73,6 +76,29 @@ def test_the_control_is_asked_for_rows_with_drafts_with_what_making_them_takes()
     assert cost.passes.ms.tolist() == [2.0, 2.0, 2.0]
     assert cost.draft_ms.tolist() == [32.0 / DRAFTS_PER_CATCH_UP] * 2 + [0.0]
     assert (cost.step_ms, cost.step_tokens) == (10.0, 4)
+
+
+def test_the_control_knows_which_drafts_are_of_predictions_and_which_of_long_matches() -> None:
+    case = Case(NgramProposer(NUM_SLOTS), control := Noting())
+    case.begin(0, [1, 2, 5, 1, 2], 5)
+    assert case.propose(0) == [[5, 1, 2]]
+    assert control.kinds.tolist() == [OF_TEXT]
+    case.begin(1, [1, 2, 3, 4, 5, 1, 2, 3, 4], 9, prediction_ids=ints(30, 31), uses_proposer=False)
+    case.begin(2, [1, 2, 3, 4, 5, 1, 2, 3, 4], 9)
+    index, limits = np.arange(3), np.full(3, MAX_DRAFTS, np.int32)
+    assert case.drafter.would_propose(case.tokens, index, limits).all()
+    assert control.kinds.tolist() == [OF_TEXT, PREDICTED, LONG_MATCHES]
+    control.kinds = None
+    assert case.propose(0, 1, 2) == [[5, 1, 2], [30, 31], [5, 1, 2]]
+    assert control.kinds.tolist() == [OF_TEXT, PREDICTED, LONG_MATCHES]
+
+
+def test_the_control_knows_which_drafts_of_several_are_computed() -> None:
+    case = Case(CountedModel(), control := Noting())
+    case.begin(0, [1, 2, 3], 3)
+    case.begin(1, [1, 2, 3], 3, prediction_ids=ints(30, 31))
+    case.propose(0, 1)
+    assert control.kinds.tolist() == [OF_TEXT, PREDICTED]
 
 
 def test_whether_drafts_would_pay_is_asked_without_a_cost() -> None:

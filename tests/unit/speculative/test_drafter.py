@@ -294,7 +294,7 @@ def test_predictions_do_not_rest_beside_a_request_that_does() -> None:
 
 def test_many_refusals_by_the_last_costs_are_put_to_the_test() -> None:
     class Refuses(FixedControl):
-        def limits(self, slots: Any, limits: Int32s, cost: Any, are_long: Any = None) -> Int32s:
+        def limits(self, slots: Any, limits: Int32s, cost: Any, kinds: Any = None) -> Int32s:
             return limits if cost is not None else np.zeros_like(limits)
 
     case = Case(ScriptedProposer(), Refuses(MAX_DRAFTS))
@@ -348,6 +348,7 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
 
     case = Case(Misses(), FixedControl(3))
     case.begin(0, [1, 2, 3], 3)
+    case.drafter.plain_ms = 0.2
     assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(MANY_MISSES + 96))
     assert len(asked) == MANY_MISSES + 96 // (1 + MAX_MISS_STEPS)
     case.drafter.skips_step(case.tokens, of_none)
@@ -356,6 +357,25 @@ def test_after_many_lookups_in_vain_some_steps_pass_to_the_next() -> None:
         asked.clear()
         assert all(case.drafter.skips_step(case.tokens, of_none) for _ in range(8))
         assert len(asked) == num_asked
+
+
+@pytest.mark.parametrize(("timed_ms", "num_asked"), [(0.0, 96), (4.0, 20), (100.0, 96)])
+def test_before_any_ask_a_rest_after_misses_has_as_many_steps_as_they_take_time(
+    timed_ms: float, num_asked: int
+) -> None:
+    asked: list[int] = []
+
+    class Misses(ScriptedProposer, LookupProposer):
+        def may_find(self, tokens: TokenTable) -> bool:
+            asked.append(len(asked))
+            return False
+
+    case = Case(Misses(), FixedControl(3))
+    case.begin(0, [1, 2, 3], 3)
+    case.drafter.plain_ms = timed_ms
+    for _ in range(MANY_MISSES - 1 + 96):
+        case.drafter.skips_step(case.tokens, of_none)
+    assert len(asked) == MANY_MISSES - 1 + num_asked
 
 
 def test_lookups_are_asked_only_where_the_last_tokens_occurred_before() -> None:

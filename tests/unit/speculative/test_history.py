@@ -110,6 +110,75 @@ def test_native_and_plain_propose_the_same(
         assert drafts_after(native, text) == drafts_after(plain, text)
 
 
+def rows(num: int = 100) -> list[int]:
+    """Return rows that begin alike, with a token of their own at the end."""
+    return [token for row in range(num) for token in (1, 2, 3, 4, 5, 100 + row)]
+
+
+@both
+def test_an_answer_goes_on_where_its_last_match_went_on(kinds: Kinds) -> None:
+    """It repeats the first rows of an earlier one, of which the last ones are compared else."""
+    index, history, answer = kinds[0](2), kinds[1](1024), rows()
+    history.add(ints(*answer))
+    index.share(1, history)  # type: ignore[arg-type]
+    tokens = np.zeros((2, 1024), np.int32)
+    tokens[1, :120] = answer[:120]
+    for length in range(6, 110):  # from the first row's own token on
+        ids, counts, matches = np.zeros((1, MAX_DRAFTS), np.int32), ints(0), ints(0)
+        assert index.finds_any(tokens, np.array([1]), ints(0, length), 4)
+        of_step = (np.array([1]), ints(length), ints(3), ids, counts, matches)
+        index.propose(tokens, *of_step)
+        assert ids[0, :3].tolist() == answer[length : length + 3]
+
+
+@both
+def test_a_place_in_earlier_answers_is_forgotten_with_the_request(kinds: Kinds) -> None:
+    index, history, answer = kinds[0](2), kinds[1](1024), rows()
+    history.add(ints(*answer))
+    index.share(1, history)  # type: ignore[arg-type]
+    assert drafts_after(index, answer[:6])[:2] == answer[6:8]
+    index.forget(1)
+    index.share(1, history)  # type: ignore[arg-type]
+    assert drafts_after(index, [9, *answer[:5]])[:1] == [199]  # the latest row
+
+
+@both
+def test_a_place_that_has_left_the_ring_is_none(kinds: Kinds) -> None:
+    index, history = kinds[0](2), kinds[1](16)
+    history.add(ints(*range(100, 112)))
+    index.share(1, history)  # type: ignore[arg-type]
+    text = [100, 101, 102, 103]
+    assert drafts_after(index, text) == list(range(104, 110))
+    history.add(ints(*range(200, 212)))
+    assert drafts_after(index, [*text, 104]) == []
+
+
+@given(
+    answers=st.lists(
+        st.lists(st.integers(0, 2), min_size=60, max_size=200), min_size=1, max_size=4
+    ),
+    steps=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=20),
+    start=st.integers(0, 50),
+    max_tokens=st.integers(60, 400),
+)
+def test_native_and_plain_keep_the_same_places_in_earlier_answers(
+    answers: list[list[int]], steps: list[tuple[int, int]], start: int, max_tokens: int
+) -> None:
+    """The text follows the first answer with changes, while others are added."""
+    native, plain = SuffixIndex(2), PlainSuffixIndex(2)
+    history, twin = TokenHistory(max_tokens), PlainTokenHistory(max_tokens)
+    native.share(1, history)
+    plain.share(1, twin)
+    first, at, text = answers[0], start, list[int]()
+    for number, (num, wrong) in enumerate(steps):
+        if number % 4 == 0 and number // 4 < len(answers):
+            history.add(ints(*answers[number // 4]))
+            twin.add(ints(*answers[number // 4]))
+        text = [*text, *first[at : at + num], wrong][:128]
+        at += num + wrong
+        assert drafts_after(native, text) == drafts_after(plain, text)
+
+
 def test_a_lookup_compares_few_places_however_often_a_text_repeats() -> None:
     history, index = TokenHistory(1 << 14), SuffixIndex(2)
     history.add(np.zeros(1 << 14, np.int32))

@@ -14,6 +14,7 @@ from quire.speculative.rests import (
     MAX_REST_MS,
     MIN_REST_MS,
     MISS_PART,
+    MORE_MISSES,
     STEPS_PER_PLAIN,
     DraftRests,
 )
@@ -120,6 +121,22 @@ def test_lookups_that_find_nothing_rest_too() -> None:
     rests.forget_misses()
     assert (rests.left, rests.num_steps) == (0, MANY_MISSES + 1)
     rests.note_miss(0.1)
+    assert not rests.left
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "steps"), [(0.1, [31, 31, 31]), (2.0, [4, 8, 16]), (5.0, [1, 2, 4]), (9.0, [0] * 3)]
+)
+def test_rests_after_lookups_in_vain_become_longer(step_ms: float, steps: list[int]) -> None:
+    rests = DraftRests()
+    for _ in range(MANY_MISSES - 1):
+        rests.note_miss(step_ms)
+    for num in (*steps, steps[-1]):
+        for _ in range(MORE_MISSES):
+            rests.note_miss(step_ms)
+            assert rest(rests) == num
+    rests.forget_misses()
+    rests.note_miss(step_ms)
     assert not rests.left
 
 
