@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from quire.router.faults import Refusal
 from quire.router.routed_request import RoutedRequest
 
 
-@asynccontextmanager
-async def before_deadline(request: RoutedRequest) -> AsyncIterator[None]:
+_UNLIMITED = nullcontext()
+
+
+def before_deadline(request: RoutedRequest) -> AbstractAsyncContextManager[None]:
     """Run a block that waits; raise Refusal once the deadline of the request has passed."""
+    deadline_s = request.deadline_s
+    return _UNLIMITED if deadline_s is None else _until(deadline_s)
+
+
+@asynccontextmanager
+async def _until(deadline_s: float) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout_at(request.deadline_s) as limit:
+        async with asyncio.timeout_at(deadline_s) as limit:
             yield
     except TimeoutError:
         if not limit.expired():
