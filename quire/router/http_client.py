@@ -123,6 +123,14 @@ class Exchange:
         if connection is not None and not self.is_complete:
             connection.abort()
 
+    def leave(self) -> None:
+        """Read no more of a response that is whole but for the end of its body. Its connection is
+        kept for a request that comes after that end."""
+        connection, self._connection = self._connection, None
+        self.is_complete = True
+        if connection is not None:
+            connection.leave(has_rest=bool(self._pieces) or self.is_paused)
+
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -174,7 +182,8 @@ class Exchange:
 
 class _Connection(asyncio.Protocol):
     """One connection of a pool. process: of the server, that has accepted it; b"" while that is not
-    known, or where a server has only one."""
+    known, or where a server has only one. is_ending: only the end of a body is to come before the
+    next request."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -186,6 +195,7 @@ class _Connection(asyncio.Protocol):
         self._keeps_alive = False
         self.kept_s = 0.0
         self.process = b""
+        self.is_ending = False
         self._loop = asyncio.get_running_loop()
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -203,8 +213,16 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    def leave(self, *, has_rest: bool) -> None:
+        """Keep it without its exchange, unless more has come than the end of the body."""
+        if has_rest:
+            self.abort()
+            return
+        self._exchange, self.is_ending = None, True
+        self._pool.keep(self)
+
     def abort(self) -> None:
-        self._exchange = None
+        self._exchange, self.is_ending = None, False
         if self._transport is not None:
             self._transport.abort()
 
@@ -241,20 +259,21 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         exchange, parser = self._exchange, self._parser
-        if exchange is None or parser is None:
+        if parser is None or (exchange is None and not self.is_ending):
             self.abort()  # a kept connection has nothing to say
             return
-        exchange.last_s = self._loop.time()
+        if exchange is not None:
+            exchange.last_s = self._loop.time()
         try:
             parser.feed_data(received)
-            if not exchange.status:
+            if exchange is not None and not exchange.status:
                 self._head_bytes += len(received)
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     raise httptools.HttpParserError("the head is too long")
         except httptools.HttpParserError as error:
-            self._exchange = None
             self.abort()
-            exchange.lost(f"the server sent what is no HTTP response ({error})")
+            if exchange is not None:
+                exchange.lost(f"the server sent what is no HTTP response ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.dropped(self)
@@ -285,11 +304,17 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         exchange = self._exchange
-        if exchange is not None and exchange.got(body) and self._transport is not None:
+        if exchange is None:
+            self.abort()  # the body was to end
+        elif exchange.got(body) and self._transport is not None:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
         exchange = self._exchange
+        if exchange is None and self.is_ending:
+            self.is_ending = False
+            if not self._keeps_alive:
+                self.abort()
         if exchange is None or not exchange.status:
             return
         self._exchange = None
@@ -335,7 +360,9 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         while self._idle and not is_fresh:
             connection = self._idle.pop()
-            if connection.is_open:
+            if connection.is_ending:
+                connection.abort()  # its body may never end
+            elif connection.is_open:
                 is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
                 exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)

@@ -65,6 +65,7 @@ class StreamRelay:
                     shown = self._choice.shown_event(shown)
                 if delta.is_last:
                     self._state.continuation.has_event(self._loop.time())
+                    exchange.leave()
                     await client.finish(shown)
                     return
                 # The journal first: a client that leaves in between needs no journal.
