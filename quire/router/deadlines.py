@@ -14,7 +14,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from quire.router.faults import Refusal
 from quire.router.routed_request import RoutedRequest
 
-
 _UNLIMITED = nullcontext()
 
 

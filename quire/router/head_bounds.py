@@ -60,7 +60,7 @@ class _HeldHead:
         head, self._head = self._head, b""
         if head:
             self._cycle.transport = self._transport
-            self._transport.write(head + piece)
+            self._transport.writelines([head, piece])
 
     def close(self) -> None:
         """Close the connection."""

@@ -118,7 +118,12 @@ def test_a_request_before_the_end_of_a_body_gets_a_connection_of_its_own() -> No
 
 @pytest.mark.parametrize(
     ("headers", "rest"),
-    [(b"", b"4\r\nmore\r\n"), (b"", b"no chunk"), (b"connection: close\r\n", END), (b"", END + END)],
+    [
+        (b"", b"4\r\nmore\r\n"),
+        (b"", b"no chunk"),
+        (b"connection: close\r\n", END),
+        (b"", END + END),
+    ],
 )
 def test_what_is_no_end_of_a_body_ends_the_connection(headers: bytes, rest: bytes) -> None:
     async def story(server: Server, pool: ConnectionPool) -> None:
