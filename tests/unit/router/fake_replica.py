@@ -38,7 +38,8 @@ class FakeReplica:
     seed: that the first comment reports. num_choices: tokens are of one choice after the other.
     answer_id: in its cursors. health_gate: /health answers
     once it is set. has_beats: whether it sends beats, and then until its `beats` are cleared.
-    process: the one of several that accepts connections now; 0: one only.
+    process: the one of several that accepts connections now; 0: one only. ends_late_s: from the
+    last event of a stream to the end of its body.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -55,6 +56,7 @@ class FakeReplica:
         self.fails_after: int | None = None
         self.says = b""
         self.silent_after: int | None = None
+        self.ends_late_s = 0.0
         self.event_end = b"\n\n"
         self.seed: int | None = None
         self.num_choices = 1
@@ -233,6 +235,8 @@ class FakeReplica:
             await writer.drain()
             await asyncio.sleep(0)
         _chunk(writer, b'%b[DONE]%b: {"ended":null}%b' % (data, end, end))
+        if self.ends_late_s:
+            await asyncio.sleep(self.ends_late_s)
         _chunk(writer, b"")
         return True
 

@@ -10,6 +10,7 @@ import pytest
 from quire.base.server_url import server_url
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import ConnectionPool, Exchange
+from tests.unit.router.fake_replica import FakeReplica, Router, run
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n%b\r\n"
 LAST, END = b"6\r\nlast\n\n\r\n", b"0\r\n\r\n"
@@ -170,3 +171,19 @@ def test_a_connection_that_was_kept_before_the_end_of_a_body_can_fail() -> None:
             await exchange.head()
 
     serving(story)
+
+
+def test_streams_one_after_the_other_use_one_connection() -> None:
+    replica = FakeReplica()
+    replica.ends_late_s = 0.02
+
+    async def story(router: Router) -> None:
+        await asyncio.sleep(0.1)
+        before = replica.num_closed  # one without beats
+        for _ in range(3):
+            status, _, body = await router.post("/generate", {"tokens": [1], "stream": True})
+            assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+            await asyncio.sleep(0.1)
+        assert (len(replica.requests), replica.num_closed) == (3, before)
+
+    run([replica], story)
