@@ -358,12 +358,14 @@ class ConnectionPool:
         """
         head = self._head(method, path, headers, len(body))
         loop = asyncio.get_running_loop()
-        while self._idle and not is_fresh:
+        for _ in range(0 if is_fresh else len(self._idle)):
             connection = self._idle.pop()
-            if connection.is_ending:
-                connection.abort()  # its body may never end
+            is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
+            if connection.is_ending and not is_old:
+                self._idle.appendleft(connection)  # for a later request
+            elif connection.is_ending:
+                connection.abort()  # its body has no end
             elif connection.is_open:
-                is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
                 exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)
                 return exchange

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from quire.base.server_url import server_url
+from quire.router import http_client
 from quire.router.faults import ReplicaFault
 from quire.router.http_client import ConnectionPool, Exchange
 from tests.unit.router.fake_replica import FakeReplica, Router, run
@@ -103,16 +104,29 @@ def test_the_end_of_a_body_may_come_in_pieces() -> None:
 
 
 def test_a_request_before_the_end_of_a_body_gets_a_connection_of_its_own() -> None:
-    """And so does one where the body never ends."""
+    async def story(server: Server, pool: ConnectionPool) -> None:
+        await left(server, pool)
+        await left(server, pool)
+        assert len(server.writers) == 2
+        server.writers[0].write(END)
+        await asyncio.sleep(0.05)
+        await asked(server, pool)
+        assert (len(server.writers), server.ended) == (2, 0)
+
+    serving(story)
+
+
+def test_a_connection_with_a_body_that_does_not_end_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_client, "_STALE_AFTER_S", 0.05)
 
     async def story(server: Server, pool: ConnectionPool) -> None:
         await left(server, pool)
-        exchange = await asked(server, pool)
-        assert len(server.writers) == 2
-        server.writers[1].write(HEAD % b"" + LAST + END)
-        await exchange.head()
-        assert await exchange.body() == b"last\n\n"
+        await asyncio.sleep(0.1)
+        await asked(server, pool)
         await until(lambda: server.ended == 1)
+        assert len(server.writers) == 2
 
     serving(story)
 
