@@ -25,6 +25,7 @@ from quire.router.dispatcher import Dispatcher, HandOver, LookUp
 from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.head_bounds import WRITER
 from quire.router.model_lists import ModelLists
 from quire.router.output_rate import OutputRate
 from quire.router.quotas import Reservation
@@ -131,7 +132,8 @@ class RouterApp:
         self, scope: dict[str, Any], receive: Receive, send: Send
     ) -> tuple[ClientResponse, str | None]:
         """Return the response to a request, and its Origin if that is one of --cors-origin."""
-        client = ClientResponse(receive, send, form_of(served_path(scope["path"])))
+        form = form_of(served_path(scope["path"]))
+        client = ClientResponse(receive, send, form, scope.get(WRITER))
         if self._cors is None:
             return client, None
         origin = self._cors.origin_of(scope["headers"])

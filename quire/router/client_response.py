@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from quire.base.cors import without_cors
 from quire.base.http_apis import PROCESS_HEADER
@@ -21,6 +21,18 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
+
+
+class PieceWriter(Protocol):
+    """The server's part of ClientResponse.write_now (head_bounds.py)."""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a piece of a body can be written without a wait."""
+
+    def write_piece(self, body: bytes) -> None:
+        """Write a piece, as the message `http.response.body` does."""
+
 
 # Of a replica that keeps the events of a stream: a router has no route to it.
 _RESUMABLE = b"x-quire-resume-seconds"
@@ -37,9 +49,12 @@ HOP_BY_HOP = frozenset(
 class ClientResponse:
     """form: of errors. started: whether status and headers were sent. added: headers beside the
     replica's. cors: those of CORS, in place of a replica's; None: a replica's are passed on.
-    on_gone: what is called once the client has left."""
+    on_gone: what is called once the client has left. writer: of pieces of the body that need not
+    wait; None without one."""
 
-    def __init__(self, receive: Receive, send: Send, form: ApiForm) -> None:
+    def __init__(
+        self, receive: Receive, send: Send, form: ApiForm, writer: PieceWriter | None = None
+    ) -> None:
         self._form = form
         self.started = False
         self.status = 0
@@ -49,6 +64,7 @@ class ClientResponse:
         self.is_gone = False
         self._receive = receive
         self._send = send
+        self._writer = writer
         self._watch: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
@@ -85,6 +101,16 @@ class ClientResponse:
         if self.is_gone:
             raise ClientGone("the client has closed its connection")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a piece would be written now, by write_now."""
+        return self._writer is not None and not self.is_gone and self._writer.can_write
+
+    def write_now(self, body: bytes) -> None:
+        """Write a piece as `write` does, where can_write is true."""
+        assert self._writer is not None
+        self._writer.write_piece(body)
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece."""

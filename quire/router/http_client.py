@@ -12,7 +12,7 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -66,6 +66,8 @@ class Exchange:
         self._has_rest = False
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
+        self._is_refused = False  # by what takes pieces, which needs to wait
 
     async def head(self) -> None:
         """Wait for status and headers. Raises ReplicaFault."""
@@ -81,6 +83,33 @@ class Exchange:
             if self.is_complete:
                 return b""
             await self._wait()
+        return self._next()
+
+    async def hand_over(self, take: Callable[[bytes], bool]) -> bool:
+        """Call `take` with what arrives of the body, at once, until it returns False; return False
+        where the body ends before. Raises ReplicaFault, and what `take` raises.
+
+        So a piece costs no turn of the event loop and wakes no task. Of much that comes at once,
+        about READ_BYTES are taken in each turn, as `read` returns them.
+        """
+        while not self._is_refused:
+            if self._has_rest:
+                await asyncio.sleep(0)
+            if self._pieces:
+                self._is_refused = not take(self._next())
+            elif self.is_complete:
+                return False
+            else:
+                self._take = take
+                try:
+                    await self._wait()
+                finally:
+                    self._take = None
+        self._is_refused = False
+        return True
+
+    def _next(self) -> bytes:
+        """Return the next of the pieces."""
         pieces = self._pieces
         piece = pieces.popleft()
         if pieces:
@@ -155,10 +184,19 @@ class Exchange:
         self.status, self.headers = status, headers
         self._wake()
 
-    def got(self, piece: bytes) -> bool:
-        """Take a piece of the body; return whether to pause reading."""
-        self._pieces.append(piece)
-        self._num_unread += len(piece)
+    def got(self, *body: bytes) -> bool:
+        """Take pieces of the body; return whether to pause reading."""
+        waiting, take = self._waiting, self._take
+        if take is not None and len(body) == 1 and waiting is not None and not waiting.done():
+            try:
+                self._is_refused = not take(body[0])
+            except Exception as error:  # noqa: BLE001 (of the task that waits)
+                waiting.set_exception(error)
+            if self._is_refused:
+                self._wake()
+            return False
+        self._pieces.extend(body)
+        self._num_unread += sum(map(len, body))
         self._wake()
         self.is_paused = self._num_unread > _MAX_UNREAD_BYTES
         return self.is_paused
@@ -192,6 +230,7 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._headers: Headers = []
         self._head_bytes = 0
+        self._body: list[bytes] = []  # of what was received last
         self._keeps_alive = False
         self.kept_s = 0.0
         self.process = b""
@@ -203,7 +242,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._exchange = exchange
         self._parser = httptools.HttpResponseParser(self)
-        self._headers, self._head_bytes = [], 0
+        self._headers, self._head_bytes, self._body = [], 0, []
         exchange.began(self)
         self._transport.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
@@ -266,11 +305,15 @@ class _Connection(asyncio.Protocol):
             exchange.last_s = self._loop.time()
         try:
             parser.feed_data(received)
+            if self._body:
+                self._pass_body()
             if exchange is not None and not exchange.status:
                 self._head_bytes += len(received)
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     raise httptools.HttpParserError("the head is too long")
         except httptools.HttpParserError as error:
+            if self._body:
+                self._pass_body()
             self.abort()
             if exchange is not None:
                 exchange.lost(f"the server sent what is no HTTP response ({error})")
@@ -303,13 +346,22 @@ class _Connection(asyncio.Protocol):
         self._headers = []
 
     def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def _pass_body(self) -> None:
+        """Give the exchange what has come of its body: as one piece, unless that is much."""
+        body, self._body = self._body, []
+        if len(body) > 1 and sum(map(len, body)) <= READ_BYTES:
+            body = [b"".join(body)]
         exchange = self._exchange
         if exchange is None:
             self.abort()  # the body was to end
-        elif exchange.got(body) and self._transport is not None:
+        elif exchange.got(*body) and self._transport is not None:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
+        if self._body:
+            self._pass_body()
         exchange = self._exchange
         if exchange is None and self.is_ending:
             self.is_ending = False

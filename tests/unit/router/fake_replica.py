@@ -20,6 +20,7 @@ from quire.router.app import RouterApp
 from quire.router.discovery import Unwatched
 from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.head_bounds import WRITER
 from quire.router.prober import Prober
 from quire.router.router_metrics import RouterMetrics
 from quire.router.settings import RouterSettings
@@ -274,6 +275,23 @@ class Listed(Unwatched):
         return self.urls
 
 
+class PieceWriter:
+    """Takes pieces of a response's body at once, until one of them makes the client wait."""
+
+    def __init__(self, took: Callable[[bytes], Any]) -> None:
+        self._took = took
+        self.can_write = True
+
+    def write_piece(self, body: bytes) -> None:
+        waits = self._took(body)
+        if waits is not None:
+            self.can_write = False
+            asyncio.ensure_future(waits).add_done_callback(self._resume)
+
+    def _resume(self, _: object) -> None:
+        self.can_write = True
+
+
 class Router:
     """A router's application over fake replicas, and a client of it without sockets."""
 
@@ -345,15 +363,20 @@ class Router:
                 status[0] = message["status"]
                 got_headers.update(message["headers"])
                 return
-            pieces.append(message["body"])
-            waits = on_piece(message["body"])
+            waits = took(message["body"])
             if waits is not None:
                 await waits
-            if leaves_after is not None and sum(map(len, pieces)) >= leaves_after:
-                left.set()
+            if left.is_set():
                 await asyncio.sleep(0)
 
+        def took(piece: bytes) -> Any:
+            pieces.append(piece)
+            if leaves_after is not None and sum(map(len, pieces)) >= leaves_after:
+                left.set()
+            return on_piece(piece)
+
         scope = {
+            WRITER: PieceWriter(took),
             "type": "http",
             "method": method or ("POST" if body is not None else "GET"),
             "path": path,
