@@ -20,9 +20,14 @@ def router_rows(result: dict[str, Any]) -> list[str]:
     """Return the router's own cost, its decisions, hedging, hits by policy, and the cascade."""
     rows = []
     if cost := result.get("cost"):
+        what, each = "per request; per streamed token", [cost["us_per_request"]]
+        if (lone_us := cost.get("us_per_lone_request")) is not None:
+            what = "per request of eight at a time; of one at a time; per streamed token"
+            each.append(lone_us)
+        goals = ["600 us"] * len(each)
+        shown = "; ".join(f"{one:.0f} us" for one in [*each, cost["us_per_token"]])
         rows += [
-            f"| `quire route`, processor time per request; per streamed token "
-            f"| {cost['us_per_request']:.0f} us; {cost['us_per_token']:.0f} us | 600 us; 60 us |"
+            f"| `quire route`, processor time {what} | {shown} | {'; '.join([*goals, '60 us'])} |"
         ]
     if decision := result.get("decision"):
         rows += [

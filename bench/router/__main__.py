@@ -1,6 +1,6 @@
 """python -m bench.router: the router's own cost, and what hedging gains and costs.
 
-    python -m bench.router --part cost       processor time per token and per request
+    python -m bench.router --part cost       processor time per token, and per request, also alone
     python -m bench.router --part hedging    first tokens with one slow replica of four
     python -m bench.router --part decision   a choice among 100 replicas of 1,000,000 known blocks
     python -m bench.router --part prefixes   hit rates and first tokens of shared prefixes by policy
@@ -94,27 +94,33 @@ class Fleet:
 
 
 def cost(rounds: int, seconds: float) -> dict[str, Any]:
-    """Return microseconds of processor time per token and per request."""
+    """Return microseconds of processor time per token and per request: requests are measured
+    eight at a time, and one at a time: then the router sleeps before each of its steps."""
     with ExitStack() as stack:
         fleet = Fleet(stack, [("--first-ms", "0", "--token-ms", "1")] * 2, "")
         pid, port = fleet.router.pid, fleet.router.port
         asyncio.run(load(port, streams=8, rounds=2, num_tokens=20, seconds=seconds))  # warm
 
-        def cpu_us(num_tokens: int, rounds: int) -> tuple[float, int]:
+        def cpu_us(streams: int, num_tokens: int, rounds: int) -> tuple[float, int]:
             start_s = cpu_s_of(pid)
             times = asyncio.run(
-                load(port, streams=8, rounds=rounds, num_tokens=num_tokens, seconds=seconds / 2)
+                load(
+                    port, streams=streams, rounds=rounds, num_tokens=num_tokens, seconds=seconds / 3
+                )
             )
             return (cpu_s_of(pid) - start_s) * 1e6 / len(times), len(times)
 
         # Tokens come in their own time, so a long stream takes as long as many short ones.
-        request_us, num_requests = cpu_us(1, rounds)
-        stream_us, num_streams = cpu_us(1 + LONG_TOKENS, max(rounds // 10, 1))
+        request_us, num_requests = cpu_us(8, 1, rounds)
+        stream_us, num_streams = cpu_us(8, 1 + LONG_TOKENS, max(rounds // 10, 1))
+        lone_us, num_lone = cpu_us(1, 1, 4 * rounds)
         return {
             "requests": num_requests,
             "streams": num_streams,
+            "lone_requests": num_lone,
             "tokens_of_a_stream": 1 + LONG_TOKENS,
             "us_per_request": request_us,
+            "us_per_lone_request": lone_us,
             "us_per_token": (stream_us - request_us) / LONG_TOKENS,
         }
 

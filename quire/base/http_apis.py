@@ -7,11 +7,12 @@ no body. Always holds: each path belongs to one API; a served path is its own se
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cache
 
 OPENAI, RESPONSES = "openai", "responses"
 MODELS = "models"  # of OpenAI and of Anthropic, at the same paths
 ANTHROPIC, OLLAMA, LLAMA_CPP = "anthropic", "ollama", "llama.cpp"
-# By path or prefix of paths; all other paths are OpenAI's.
+# By path or prefix of paths, of one part or two; all other paths are OpenAI's.
 API_PATHS: dict[str, str] = {
     "/v1/messages": ANTHROPIC,
     "/v1/models": MODELS,
@@ -47,10 +48,8 @@ KEY_HEADERS: dict[str, tuple[bytes, ...]] = {
 
 def api_of(path: str) -> str:
     """Return the API of a path."""
-    for top, api in API_PATHS.items():
-        if path == top or path.startswith(f"{top}/"):
-            return api
-    return OPENAI
+    parts = path.split("/", 3)[:3]
+    return API_PATHS.get("/".join(parts)) or API_PATHS.get("/".join(parts[:2]), OPENAI)
 
 
 def served_path(path: str) -> str:
@@ -61,6 +60,7 @@ def served_path(path: str) -> str:
     return path
 
 
+@cache
 def any_key_headers(api: str = OPENAI) -> tuple[bytes, ...]:
     """Return the headers with keys of all APIs, those of `api` first."""
     return tuple(dict.fromkeys([*KEY_HEADERS[api], *sum(KEY_HEADERS.values(), ())]))

@@ -26,6 +26,7 @@ from quire.router.dispatcher import Dispatcher, HandOver, LookUp
 from quire.router.faults import ClientGone, Refusal
 from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.head_bounds import WRITER
 from quire.router.model_lists import ModelLists
 from quire.router.output_rate import OutputRate
 from quire.router.quotas import Reservation
@@ -67,6 +68,8 @@ class RouterApp:
         origins = fleet.settings.cors_origin
         self._cors = Cors(origins, _SHOWN) if origins else None
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.cut.add_done_callback(self._end_open)
+        self._limits: set[asyncio.Timeout] = set()  # of the requests that are open
 
     def _watch_features(self) -> None:
         lanes, is_down = self._features.lanes, self._features.is_redis_down
@@ -129,7 +132,7 @@ class RouterApp:
     ) -> tuple[ClientResponse, str | None]:
         """Return the response to a request, and its Origin if that is one of --cors-origin."""
         form, abort = form_of(served_path(scope["path"])), scope.get("quire.abort")
-        client = ClientResponse(receive, send, form, abort)
+        client = ClientResponse(receive, send, form, abort, scope.get(WRITER))
         if self._cors is None:
             return client, None
         origin = self._cors.origin_of(scope["headers"])
@@ -171,33 +174,52 @@ class RouterApp:
         headers = _forwarded(scope, origin)
         sent = form_of(path).key_in(headers)
         key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
-        answering: asyncio.Task[None] | None = None
         reservation: Reservation | None = None
         request: RoutedRequest | None = None
+        limit = asyncio.timeout(BODY_TIME_S)
+        self._limits.add(limit)
         try:
-            raw = await self._body_in_time(scope, receive, client)
-            client.watch()
-            request = RoutedRequest(
-                path,
-                headers,
-                raw,
-                method=scope["method"].encode(),
-                query=scope["query_string"],
-            )
-            order = read_order(request, self._features.summaries)
-            reservation = await self._reserve(sent, request)
-            answering = asyncio.ensure_future(self._dispatcher.answer(request, client, key, order))
-            await asyncio.wait({answering, self.cut}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                raise _stopped("the answer")
-            answering.result()
+            async with limit:
+                raw = await self._body(scope, receive)
+                if self.cut.done():
+                    raise _stopped("the answer")
+                limit.reschedule(None)
+                client.watch()
+                request = RoutedRequest(
+                    path,
+                    headers,
+                    raw,
+                    method=scope["method"].encode(),
+                    query=scope["query_string"],
+                )
+                order = read_order(request, self._features.summaries)
+                reservation = await self._reserve(sent, request)
+                await self._dispatcher.answer(request, client, key, order)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._out_of_time(client, is_read=request is not None) from None
         finally:
-            if answering is not None and not answering.done():
-                answering.cancel()
-                await asyncio.gather(answering, return_exceptions=True)
+            self._limits.discard(limit)
             self._admission.leave(key)
             if reservation is not None and request is not None:
                 await self._settle(reservation, request, client)
+
+    def _end_open(self, _: object) -> None:
+        """End what is open: the router stops."""
+        for limit in self._limits:
+            with contextlib.suppress(RuntimeError):  # it has expired just now
+                limit.reschedule(0.0)
+
+    def _out_of_time(self, client: ClientResponse, *, is_read: bool) -> Refusal:
+        """Return the error of a request that ends before its answer. The connection of one with a
+        body that does not come is closed."""
+        if is_read:
+            return _stopped("the answer")
+        client.added.append((b"connection", b"close"))
+        if self.cut.done():
+            return _stopped("the request")
+        return Refusal(408, "timeout", late_body(BODY_TIME_S))
 
     async def _reserve(self, key: bytes, request: RoutedRequest) -> Reservation | None:
         """Take the tokens that a request may use from its key's quota. Raises Refusal."""
@@ -225,28 +247,6 @@ class RouterApp:
             used += request.left_tokens(now_s, self._rate)
         await reservation.settle(used)
         self._metrics.quota_tokens.labels("used").inc(used)
-
-    async def _body_in_time(
-        self, scope: dict[str, Any], receive: Receive, client: ClientResponse
-    ) -> bytes:
-        """Read the body; the connection of one that does not come is closed. Raises Refusal."""
-        try:
-            async with asyncio.timeout(BODY_TIME_S) as timer:
-
-                def on_cut(_: object) -> None:
-                    with contextlib.suppress(RuntimeError):  # the body was read meanwhile
-                        timer.reschedule(0.0)
-
-                self.cut.add_done_callback(on_cut)
-                try:
-                    return await self._body(scope, receive)
-                finally:
-                    self.cut.remove_done_callback(on_cut)
-        except TimeoutError:
-            client.added.append((b"connection", b"close"))
-            if self.cut.done():
-                raise _stopped("the request") from None
-            raise Refusal(408, "timeout", late_body(BODY_TIME_S)) from None
 
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body. One that is announced to be too large is not read; of another one no more

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from quire.base.cors import without_cors
 from quire.base.http_apis import ERROR_CODE_HEADER, PROCESS_HEADER
@@ -37,11 +37,23 @@ HOP_BY_HOP = frozenset(
 )
 
 
+class PieceWriter(Protocol):
+    """The server's part of ClientResponse.write_now (head_bounds.py)."""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a piece of a body can be written without a wait."""
+
+    def write_piece(self, body: bytes) -> None:
+        """Write a piece, as the message `http.response.body` does."""
+
+
 class ClientResponse:
     """form: of errors. started: whether status and headers were sent. added: headers beside the
     replica's. cors: those of CORS, in place of a replica's; None: a replica's are passed on.
     on_gone: what is called once the client has left. abort: closes its connection; None where that
-    is the listener's affair. was_given_up: whether it was closed, since the client read nothing."""
+    is the listener's affair. was_given_up: whether it was closed, since the client read nothing.
+    writer: of pieces of the body that need not wait; None without one."""
 
     def __init__(
         self,
@@ -49,6 +61,7 @@ class ClientResponse:
         send: Send,
         form: ApiForm,
         abort: Callable[[], None] | None = None,
+        writer: PieceWriter | None = None,
     ) -> None:
         self._form = form
         self.started = False
@@ -59,6 +72,7 @@ class ClientResponse:
         self.is_gone = False
         self._receive = receive
         self._send = send
+        self._writer = writer
         self._watch: asyncio.Task[None] | None = None
         self._abort = abort
         self._check_timer: asyncio.TimerHandle | None = None
@@ -115,6 +129,16 @@ class ClientResponse:
         self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
         self._sends_since_s = None
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a piece would be written now, by write_now."""
+        return self._writer is not None and not self.is_gone and self._writer.can_write
+
+    def write_now(self, body: bytes) -> None:
+        """Write a piece as `write` does, where can_write is true."""
+        assert self._writer is not None
+        self._writer.write_piece(body)
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece."""

@@ -1,7 +1,8 @@
 """BoundedHeads: uvicorn's HTTP connection, with bounds on size and time of a request's head.
 
 uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
-know them: here streams to these end with the connection. Always holds: a client that sends a head
+know them: here streams to these end with the connection. A response's head is one write with the
+first bytes of its body. Always holds: a client that sends a head
 without an end is refused and closed after 64 KiB; one that sends none is closed after HEAD_TIME_S,
 or sooner where the process has no room for more connections.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import sys
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -20,6 +21,8 @@ from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
+# In a scope: what writes pieces of the response's body without a message.
+WRITER = "quire.writer"
 _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
     b"content-type: text/plain\r\ncontent-length: 55\r\n\r\n"
@@ -37,6 +40,49 @@ def max_connections() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit // 2
 
 
+class _Response:
+    """A transport for the start of one response: uvicorn writes the head by itself, and here it is
+    held until the bytes after it. Both are one write, and the client wakes up once. Pieces of the
+    body can be written without a message (PieceWriter)."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._transport, self._cycle, self._head = cycle.transport, cycle, b""
+        self.is_closing = cycle.transport.is_closing
+
+    @property
+    def can_write(self) -> bool:
+        """Whether pieces are chunks of a response that has begun, and the client reads."""
+        cycle = self._cycle
+        is_open = not (cycle.disconnected or cycle.response_complete or cycle.flow.write_paused)
+        return is_open and bool(cycle.chunked_encoding) and not self._head
+
+    def write_piece(self, body: bytes) -> None:
+        """Write a chunk."""
+        if body:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+    def write(self, piece: bytes) -> None:
+        """Hold the head, or write it with what follows."""
+        if not self._cycle.response_started:  # an interim response
+            self._transport.write(piece)
+        elif self._head:
+            self.end(piece)
+        else:
+            self._head = piece
+
+    def end(self, piece: bytes = b"") -> None:
+        """Write a head that is held, and hold nothing more."""
+        head, self._head = self._head, b""
+        if head:
+            self._cycle.transport = self._transport
+            self._transport.write(head + piece)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.end()
+        self._transport.close()
+
+
 class BoundedHeads(HttpToolsProtocol):
     """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
     was accepted."""
@@ -49,6 +95,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._response: _Response | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept those that wait behind it."""
@@ -94,10 +141,16 @@ class BoundedHeads(HttpToolsProtocol):
         if cycle.scope["http_version"] in ("0.9", "1.0"):
             cycle.keep_alive = False
             app = CloseDelimited(app, cycle)
+        self._response = _Response(cycle)
+        scope: dict[str, Any] = cast(dict[str, Any], cycle.scope)
+        scope[WRITER] = self._response
+        cycle.transport = cast(asyncio.Transport, self._response)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         """Note that it has no request, unless the next one was sent already."""
+        if self._response is not None:
+            self._response.end()
         has_next = bool(self.pipeline)
         super().on_response_complete()
         if not (has_next or self.transport.is_closing()):

@@ -76,6 +76,8 @@ class Exchange:
         self._was_slow = False  # the reader: a server may have given it up
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
+        self._is_refused = False  # by what takes pieces, which needs to wait
 
     async def head(self) -> None:
         """Wait for status and headers. Raises ReplicaFault."""
@@ -91,6 +93,33 @@ class Exchange:
             if self.is_complete:
                 return b""
             await self._wait()
+        return self._next()
+
+    async def hand_over(self, take: Callable[[bytes], bool]) -> bool:
+        """Call `take` with what arrives of the body, at once, until it returns False; return False
+        where the body ends before. Raises ReplicaFault, and what `take` raises.
+
+        So a piece costs no turn of the event loop and wakes no task. Of much that comes at once,
+        about READ_BYTES are taken in each turn, as `read` returns them.
+        """
+        while not self._is_refused:
+            if self._has_rest:
+                await asyncio.sleep(0)
+            if self._pieces:
+                self._is_refused = not take(self._next())
+            elif self.is_complete:
+                return False
+            else:
+                self._take = take
+                try:
+                    await self._wait()
+                finally:
+                    self._take = None
+        self._is_refused = False
+        return True
+
+    def _next(self) -> bytes:
+        """Return the next of the pieces."""
         pieces = self._pieces
         piece = pieces.popleft()
         if pieces:
@@ -134,6 +163,14 @@ class Exchange:
         if connection is not None and not self.is_complete:
             connection.abort()
 
+    def leave(self) -> None:
+        """Read no more of a response that is whole but for the end of its body. Its connection is
+        kept for a request that comes after that end."""
+        connection, self._connection = self._connection, None
+        self.is_complete = True
+        if connection is not None:
+            connection.leave(has_rest=bool(self._pieces) or self.is_paused)
+
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -158,10 +195,19 @@ class Exchange:
         self.status, self.headers = status, headers
         self._wake()
 
-    def got(self, piece: bytes) -> bool:
-        """Take a piece of the body; return whether to pause reading."""
-        self._pieces.append(piece)
-        self._num_unread += len(piece)
+    def got(self, *body: bytes) -> bool:
+        """Take pieces of the body; return whether to pause reading."""
+        waiting, take = self._waiting, self._take
+        if take is not None and len(body) == 1 and waiting is not None and not waiting.done():
+            try:
+                self._is_refused = not take(body[0])
+            except Exception as error:  # noqa: BLE001 (of the task that waits)
+                waiting.set_exception(error)
+            if self._is_refused:
+                self._wake()
+            return False
+        self._pieces.extend(body)
+        self._num_unread += sum(map(len, body))
         self._wake()
         if self._num_unread > _MAX_UNREAD_BYTES and not self.is_paused:
             self.is_paused, self._paused_s = True, self._loop.time()
@@ -188,7 +234,8 @@ class Exchange:
 
 class _Connection(asyncio.Protocol):
     """One connection of a pool. process: of the server, that has accepted it; b"" while that is not
-    known, or where a server has only one."""
+    known, or where a server has only one. is_ending: only the end of a body is to come before the
+    next request."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -197,9 +244,11 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._headers: Headers = []
         self._head_bytes = 0
+        self._body: list[bytes] = []  # of what was received last
         self._keeps_alive = False
         self.kept_s = 0.0
         self.process = b""
+        self.is_ending = False
         self._loop = asyncio.get_running_loop()
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -207,7 +256,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._exchange = exchange
         self._parser = httptools.HttpResponseParser(self)
-        self._headers, self._head_bytes = [], 0
+        self._headers, self._head_bytes, self._body = [], 0, []
         exchange.began(self)
         self._transport.write(head + body if len(body) < 65536 else head)
         if len(body) >= 65536:
@@ -217,8 +266,16 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    def leave(self, *, has_rest: bool) -> None:
+        """Keep it without its exchange, unless more has come than the end of the body."""
+        if has_rest:
+            self.abort()
+            return
+        self._exchange, self.is_ending = None, True
+        self._pool.keep(self)
+
     def abort(self) -> None:
-        self._exchange = None
+        self._exchange, self.is_ending = None, False
         if self._transport is not None:
             self._transport.abort()
 
@@ -255,20 +312,25 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, received: bytes) -> None:
         exchange, parser = self._exchange, self._parser
-        if exchange is None or parser is None:
+        if parser is None or (exchange is None and not self.is_ending):
             self.abort()  # a kept connection has nothing to say
             return
-        exchange.last_s = self._loop.time()
+        if exchange is not None:
+            exchange.last_s = self._loop.time()
         try:
             parser.feed_data(received)
-            if not exchange.status:
+            if self._body:
+                self._pass_body()
+            if exchange is not None and not exchange.status:
                 self._head_bytes += len(received)
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     raise httptools.HttpParserError("the head is too long")
         except httptools.HttpParserError as error:
-            self._exchange = None
+            if self._body:
+                self._pass_body()
             self.abort()
-            exchange.lost(f"the server sent what is no HTTP response ({error})")
+            if exchange is not None:
+                exchange.lost(f"the server sent what is no HTTP response ({error})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.dropped(self)
@@ -298,12 +360,27 @@ class _Connection(asyncio.Protocol):
         self._headers = []
 
     def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def _pass_body(self) -> None:
+        """Give the exchange what has come of its body: as one piece, unless that is much."""
+        body, self._body = self._body, []
+        if len(body) > 1 and sum(map(len, body)) <= READ_BYTES:
+            body = [b"".join(body)]
         exchange = self._exchange
-        if exchange is not None and exchange.got(body) and self._transport is not None:
+        if exchange is None:
+            self.abort()  # the body was to end
+        elif exchange.got(*body) and self._transport is not None:
             self._transport.pause_reading()
 
     def on_message_complete(self) -> None:
+        if self._body:
+            self._pass_body()
         exchange = self._exchange
+        if exchange is None and self.is_ending:
+            self.is_ending = False
+            if not self._keeps_alive:
+                self.abort()
         if exchange is None or not exchange.status:
             return
         self._exchange = None
@@ -349,10 +426,14 @@ class ConnectionPool:
         """
         head = self._head(method, path, headers, len(body))
         loop = asyncio.get_running_loop()
-        while self._idle and not is_fresh:
+        for _ in range(0 if is_fresh else len(self._idle)):
             connection = self._idle.pop()
-            if connection.is_open:
-                is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
+            is_old = loop.time() - connection.kept_s > _STALE_AFTER_S
+            if connection.is_ending and not is_old:
+                self._idle.appendleft(connection)  # for a later request
+            elif connection.is_ending:
+                connection.abort()  # its body has no end
+            elif connection.is_open:
                 exchange = Exchange(loop, may_be_stale=is_old)
                 connection.send(exchange, head, body)
                 return exchange

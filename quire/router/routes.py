@@ -90,6 +90,8 @@ ROUTES: dict[str, Route] = {
     "/infill": Route(),
     "/embedding": _VECTORS,
 }
+# The rows without braces: a path is its row's.
+_PLAIN = {name: FoundRoute(name, one, None) for name, one in ROUTES.items() if "{" not in name}
 # Lists of the models that replicas serve, each put together from those of all replicas.
 LISTS = ("/api/tags", "/api/ps")
 
@@ -114,8 +116,8 @@ NOT_ROUTED = {
 
 def find_route(path: str) -> FoundRoute | None:
     """Return the route of a path; None for a path that is not sent to replicas."""
-    if (route := ROUTES.get(path)) is not None and "{" not in path:
-        return FoundRoute(path, route, None)
+    if (found := _PLAIN.get(path)) is not None:
+        return found
     for name, route in ROUTES.items():
         if "{" in name and (match := _pattern(name).fullmatch(path)) is not None:
             return FoundRoute(name, route, match.groupdict().get("model"))

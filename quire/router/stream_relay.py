@@ -41,39 +41,67 @@ class StreamRelay:
 
     async def stream(self, attempt: Attempt) -> None:
         """Pass a stream on to its end. Raises ReplicaFault."""
-        request, client, exchange = self._request, self._client, attempt.exchange
+        request, exchange = self._request, attempt.exchange
         if request.why_not:
             await self._pass_on(attempt)
             return
-        stores = request.route.stores
         blocks = EventBlocks(request.form.event_end, shows_comments=request.shows_comments)
         resumes = self._state.parts.fleet.resumes
-        received = attempt.early or await exchange.read()
-        while received:
+        deltas = deque(blocks.push(attempt.early))
+
+        def take(received: bytes) -> bool:
+            """Pass on what needs no wait; return whether that is all."""
+            deltas.extend(blocks.push(received))
+            while deltas and not resumes.holds_events and self._pass_now(attempt, deltas[0]):
+                deltas.popleft()
+            return not deltas
+
+        while deltas or await exchange.hand_over(take):
             if resumes.holds_events:
                 await resumes.wait_for_sends()
-            for delta in blocks.push(received):
-                self._note(attempt, delta)
-                if stores and self._stored_by is not attempt:
-                    self._note_response(attempt, delta)
-                if not client.started:
-                    await client.start(200, exchange.headers)
-                is_first = not self._state.has_events
-                if is_first and not is_heartbeat(delta.blocks, request.form.event_end):
-                    self._state.note_event(attempt.replica)
-                shown = delta.blocks
-                if self._choice.adds_event:
-                    shown = self._choice.shown_event(shown)
-                if delta.is_last:
-                    self._state.continuation.has_event(self._loop.time())
-                    await client.finish(shown)
+            while deltas:
+                if await self._pass(attempt, deltas.popleft()):
                     return
-                # The journal first: a client that leaves in between needs no journal.
-                if delta.cursor is not None:
-                    request.delivered(delta.cursor)
-                await client.write(shown)
-            received = await exchange.read()
         raise _ended_early(attempt)
+
+    async def _pass(self, attempt: Attempt, delta: Delta) -> bool:
+        """Pass on a delta; return whether it is the last. Raises ReplicaFault, ClientGone."""
+        request, client, exchange = self._request, self._client, attempt.exchange
+        self._note(attempt, delta)
+        if request.route.stores and self._stored_by is not attempt:
+            self._note_response(attempt, delta)
+        if not client.started:
+            await client.start(200, exchange.headers)
+        is_first = not self._state.has_events
+        if is_first and not is_heartbeat(delta.blocks, request.form.event_end):
+            self._state.note_event(attempt.replica)
+        shown = delta.blocks
+        if self._choice.adds_event:
+            shown = self._choice.shown_event(shown)
+        if delta.is_last:
+            self._state.continuation.has_event(self._loop.time())
+            exchange.leave()
+            await client.finish(shown)
+            return True
+        # The journal first: a client that leaves in between needs no journal.
+        if delta.cursor is not None:
+            request.delivered(delta.cursor)
+        await client.write(shown)
+        return False
+
+    def _pass_now(self, attempt: Attempt, delta: Delta) -> bool:
+        """Pass on a delta with tokens as `_pass` does, unless more is to be done; return whether it
+        was. Raises ReplicaFault."""
+        state, client = self._state, self._client
+        is_plain = state.has_events and delta.cursor is not None and not self._choice.adds_event
+        is_noted = self._stored_by is attempt or not self._request.route.stores
+        if not (is_plain and is_noted and client.can_write):
+            return False
+        self._note(attempt, delta)
+        if delta.cursor is not None:
+            self._request.delivered(delta.cursor)
+        client.write_now(delta.blocks)
+        return True
 
     async def judged(self, attempt: Attempt) -> bool:
         """Hold a stream until it is complete; return whether it was passed on, and False where

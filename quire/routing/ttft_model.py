@@ -22,6 +22,9 @@ _MAX_SURPRISE = 8.0
 # Made-up samples that divide the time between the coefficients where the real ones do not.
 _PRIOR_WEIGHT, _PRIOR_TOKENS = 0.5, 1024.0
 _MAX_RATIO = 4.0
+# The upper half of the normal equations' matrix; their right side, and what they are solved for.
+_Products = tuple[float, float, float, float, float, float]
+_Moments = tuple[float, float, float]
 
 
 class TTFTCosts(NamedTuple):
@@ -43,8 +46,8 @@ class TTFTModel:
         self.num_samples = 0
         # Upper half of the weighted normal equations of 1, new and queued tokens; products with
         # the seconds; and those of all tokens as one.
-        self._products = [0.0] * 6
-        self._moments = [0.0] * 3
+        self._products: _Products = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._moments: _Moments = (0.0, 0.0, 0.0)
         self._all_tokens = self._all_moments = 0.0
         self._costs: TTFTCosts | None = None
 
@@ -54,14 +57,25 @@ class TTFTModel:
         if known is not None:
             usual_s = known.seconds(new_tokens, queued_tokens)
             seconds = min(seconds, _MAX_SURPRISE * usual_s) if usual_s > 0 else seconds
-        self._products = [_KEEP * one for one in self._products]
-        self._moments = [_KEEP * one for one in self._moments]
-        self._all_tokens *= _KEEP
-        self._all_moments *= _KEEP
-        _add(self._products, self._moments, 1.0, (1.0, new_tokens, queued_tokens), seconds)
-        tokens, weight = new_tokens + queued_tokens, _weight(new_tokens + queued_tokens)
-        self._all_tokens += weight * tokens * tokens
-        self._all_moments += weight * tokens * seconds
+        tokens = new_tokens + queued_tokens
+        weight = _weight(tokens)
+        a, b, c, d, e, f = self._products
+        self._products = (
+            _KEEP * a + weight,
+            _KEEP * b + weight * new_tokens,
+            _KEEP * c + weight * queued_tokens,
+            _KEEP * d + weight * (new_tokens * new_tokens),
+            _KEEP * e + weight * (new_tokens * queued_tokens),
+            _KEEP * f + weight * (queued_tokens * queued_tokens),
+        )
+        x, y, z = self._moments
+        self._moments = (
+            _KEEP * x + weight * seconds,
+            _KEEP * y + weight * new_tokens * seconds,
+            _KEEP * z + weight * queued_tokens * seconds,
+        )
+        self._all_tokens = _KEEP * self._all_tokens + weight * tokens * tokens
+        self._all_moments = _KEEP * self._all_moments + weight * tokens * seconds
         self.num_samples = min(self.num_samples + 1, MIN_SAMPLES)
         self._costs = None
 
@@ -76,11 +90,13 @@ class TTFTModel:
 
     def _fitted(self) -> TTFTCosts:
         each = self._all_moments / self._all_tokens  # where all tokens cost the same
-        products, moments = list(self._products), list(self._moments)
-        for made_up in ((1.0, 0.0, 0.0), (0.0, _PRIOR_TOKENS, 0.0), (0.0, 0.0, _PRIOR_TOKENS)):
-            seconds = each * (made_up[1] + made_up[2])
-            _add(products, moments, _PRIOR_WEIGHT, made_up, seconds)
-        fixed, new, queued = _solved(products, moments)
+        a, b, c, d, e, f = self._products
+        x, y, z = self._moments
+        made_up = _PRIOR_ROW * _PRIOR_TOKENS
+        fixed, new, queued = _solved(
+            (a + _PRIOR_FIXED, b, c, d + made_up * _PRIOR_TOKENS, e, f + made_up * _PRIOR_TOKENS),
+            (x, y + made_up * each * _PRIOR_TOKENS, z + made_up * each * _PRIOR_TOKENS),
+        )
         low, high = each / _MAX_RATIO, each * _MAX_RATIO
         return TTFTCosts(max(fixed, 0.0), min(max(new, low), high), min(max(queued, low), high))
 
@@ -89,25 +105,12 @@ def _weight(tokens: float) -> float:
     return 1.0 / (_SHORT_TOKENS + tokens) ** 2
 
 
-def _add(
-    products: list[float],
-    moments: list[float],
-    weight: float,
-    row: tuple[float, float, float],
-    seconds: float,
-) -> None:
-    """Add a sample to the normal equations."""
-    one, new, queued = row
-    weight *= _weight(new + queued)
-    for at, product in enumerate(
-        (one * one, one * new, one * queued, new * new, new * queued, queued * queued)
-    ):
-        products[at] += weight * product
-    for at, value in enumerate(row):
-        moments[at] += weight * value * seconds
+# Of the made-up samples: one of the fixed time, and one of each kind of tokens.
+_PRIOR_FIXED = _PRIOR_WEIGHT * _weight(0.0)
+_PRIOR_ROW = _PRIOR_WEIGHT * _weight(_PRIOR_TOKENS)
 
 
-def _solved(products: list[float], moments: list[float]) -> tuple[float, float, float]:
+def _solved(products: _Products, moments: _Moments) -> _Moments:
     """Solve the equations. Their matrix is symmetric and, with the made-up rows, definite."""
     a, b, c, d, e, f = products
     x, y, z = moments

@@ -1,10 +1,16 @@
-"""bench.router: its percentiles, that a load ends on a slow machine, and its virtual replicas."""
+"""bench.router: its percentiles, that a load ends on a slow machine, its costs, and its virtual
+replicas."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from bench.measured.fleet_rows import router_rows
+from bench.router import __main__ as router_bench
 from bench.router.__main__ import first_tokens, load
 from bench.router.backlog import LOADS, compared
 from bench.router.scripted_replica import ScriptedReplica, Times
@@ -30,6 +36,29 @@ def test_percentiles_are_of_the_times_in_milliseconds() -> None:
         **{"requests": 101, "mean_ms": 50.0, "p50_ms": 50.0, "p95_ms": 95.0},
         **{"p99_ms": 99.0, "max_ms": 100.0},
     }
+
+
+def test_costs_are_of_eight_requests_of_one_and_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that take 500 us of eight, 700 us alone, and 40 us more for each further token."""
+    cpu_us = 0.0
+
+    async def of(port: int, *, streams: int, rounds: int, num_tokens: int, seconds: float) -> Any:
+        nonlocal cpu_us
+        cpu_us += streams * rounds * ((500 if streams == 8 else 700) + 40 * (num_tokens - 1))
+        return [0.0] * (streams * rounds)
+
+    fleet = SimpleNamespace(router=SimpleNamespace(pid=1, port=2))
+    monkeypatch.setattr(router_bench, "Fleet", lambda *_: fleet)
+    monkeypatch.setattr(router_bench, "load", of)
+    monkeypatch.setattr(router_bench, "cpu_s_of", lambda pid: cpu_us / 1e6)
+    found = router_bench.cost(10, 9.0)
+    counts = {"requests": 80, "streams": 8, "lone_requests": 40, "tokens_of_a_stream": 257}
+    costs = {"us_per_request": 500.0, "us_per_lone_request": 700.0, "us_per_token": 40.0}
+    assert found == pytest.approx({**counts, **costs})
+    assert router_rows({"cost": found}) == [
+        "| `quire route`, processor time per request of eight at a time; of one at a time; per "
+        "streamed token | 500 us; 700 us; 40 us | 600 us; 600 us; 60 us |"
+    ]
 
 
 def test_a_measured_backlog_keeps_the_hits_and_waits_less_than_a_fixed_one() -> None:

@@ -24,6 +24,7 @@ from quire.router.app import RouterApp
 from quire.router.discovery import Unwatched
 from quire.router.features import Features
 from quire.router.fleet import Fleet
+from quire.router.head_bounds import WRITER
 from quire.router.prober import Prober
 from quire.router.router_metrics import RouterMetrics
 from quire.router.settings import RouterSettings
@@ -42,7 +43,8 @@ class FakeReplica:
     seed: that the first comment reports. num_choices: tokens are of one choice after the other.
     answer_id: in its cursors. health_gate: /health answers
     once it is set. has_beats: whether it sends beats, and then until its `beats` are cleared.
-    process: the one of several that accepts connections now; 0: one only.
+    process: the one of several that accepts connections now; 0: one only. ends_late_s: from the
+    last event of a stream to the end of its body.
     """
 
     def __init__(self, fingerprint: str = "fp_a", *models: str) -> None:
@@ -59,6 +61,7 @@ class FakeReplica:
         self.fails_after: int | None = None
         self.says = b""
         self.silent_after: int | None = None
+        self.ends_late_s = 0.0
         self.event_end = b"\n\n"
         self.seed: int | None = None
         self.num_choices = 1
@@ -237,6 +240,8 @@ class FakeReplica:
             await writer.drain()
             await asyncio.sleep(0)
         _chunk(writer, b'%b[DONE]%b: {"ended":null}%b' % (data, end, end))
+        if self.ends_late_s:
+            await asyncio.sleep(self.ends_late_s)
         _chunk(writer, b"")
         return True
 
@@ -288,6 +293,23 @@ class Listed(Unwatched):
 
     def poll(self) -> tuple[ServerUrl, ...]:
         return self.urls
+
+
+class PieceWriter:
+    """Takes pieces of a response's body at once, until one of them makes the client wait."""
+
+    def __init__(self, took: Callable[[bytes], Any]) -> None:
+        self._took = took
+        self.can_write = True
+
+    def write_piece(self, body: bytes) -> None:
+        waits = self._took(body)
+        if waits is not None:
+            self.can_write = False
+            asyncio.ensure_future(waits).add_done_callback(self._resume)
+
+    def _resume(self, _: object) -> None:
+        self.can_write = True
 
 
 class Router:
@@ -361,15 +383,20 @@ class Router:
                 status[0] = message["status"]
                 got_headers.update(message["headers"])
                 return
-            pieces.append(message["body"])
-            waits = on_piece(message["body"])
+            waits = took(message["body"])
             if waits is not None:
                 await waits
-            if leaves_after is not None and sum(map(len, pieces)) >= leaves_after:
-                left.set()
+            if left.is_set():
                 await asyncio.sleep(0)
 
+        def took(piece: bytes) -> Any:
+            pieces.append(piece)
+            if leaves_after is not None and sum(map(len, pieces)) >= leaves_after:
+                left.set()
+            return on_piece(piece)
+
         scope = {
+            WRITER: PieceWriter(took),
             "type": "http",
             "method": method or ("POST" if body is not None else "GET"),
             "path": path,

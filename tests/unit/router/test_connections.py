@@ -162,3 +162,79 @@ def test_where_there_is_no_room_the_connections_without_a_request_are_closed(
         assert not head_bounds._IDLE
 
     serving(slow, story)
+
+
+def test_a_head_is_sent_with_the_first_bytes_of_its_body() -> None:
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await gate.wait()
+        for piece, more in ((b"first", True), (b"", False)):
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        reading = asyncio.ensure_future(reader.read(65536))
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+        gate.set()
+        found = await reading
+        assert found.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"\r\n\r\n5\r\nfirst\r\n" in found
+        writer.close()
+
+    serving(slow, story)
+
+
+@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
+@pytest.mark.parametrize("status", [200, 204])
+def test_a_head_without_a_body_is_sent_at_once(ends: bytes, status: int) -> None:
+    """To a HEAD request and with 204, on a connection that is kept or not."""
+
+    async def empty(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(1 if ends else 3):
+            writer.write(
+                HEAD.replace(b"GET", b"HEAD" if status == 200 else b"GET") + ends + b"\r\n"
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+        writer.write(b"" if ends else HEAD + b"Connection: close\r\n\r\n")
+        assert (await reader.read()).count(b"HTTP/1.1") == (not ends)
+        writer.close()
+
+    serving(empty, story)
+
+
+def test_an_interim_response_is_not_held() -> None:
+    """And an application that fails after the head has its head sent before the end."""
+
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"12"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("after the head")
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = HEAD.replace(b"GET", b"POST") + b"content-length: 2\r\n"
+        writer.write(head + b"expect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"12")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.close()
+
+    serving(fails, story)
+
+
+def test_pipelined_requests_are_answered_in_order() -> None:
+    async def story(port: int) -> None:
+        found = await answer(port, HEAD + b"\r\n" + HEAD + b"Connection: close\r\n\r\n")
+        assert found.count(b"\r\n\r\nok") == 2
+
+    serving(is_whole, story)
