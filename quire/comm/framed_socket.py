@@ -8,7 +8,6 @@ it at most; a message above the limit is refused before it is read. Bytes are no
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import socket
@@ -50,22 +49,20 @@ class FramedSocket:
     @property
     def is_closed(self) -> bool:
         """Whether the other end has closed the connection, as far as is known here."""
-        before = self._socket.gettimeout()
-        try:
-            self._socket.setblocking(False)
-            return not self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        finally:
-            self._socket.settimeout(before)
+        return self.closes_within(0.0)
 
     def closes_within(self, seconds: float) -> bool:
         """Return whether the other end has closed the connection, or does so meanwhile."""
-        with contextlib.suppress(OSError, ValueError):  # a closed end is seen below
-            select.select([self._socket], [], [], seconds)
-        return self.is_closed
+        try:
+            waiting = select.poll()
+            waiting.register(self._socket, select.POLLIN)
+            if not waiting.poll(1000.0 * seconds):
+                return False
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError):  # closed here, too
+            return True
 
     def prove(self, key: bytes, *, is_server: bool) -> None:
         """Prove the key and check the other end's proof. Raises WrongKey, OSError."""

@@ -188,11 +188,12 @@ class _Rendezvous:
         self._is_closed = False
 
     def wait(self, ranks: range, *, lost: Callable[[], str] = str) -> None:
-        """Take connections until all of `ranks` are there. Raises WorkerError."""
-        deadline = time.monotonic() + self._point.timeout_s
+        """Take connections until all of `ranks` are there, and none has left again. Raises
+        WorkerError."""
+        deadline, known = time.monotonic() + self._point.timeout_s, self.connections.sockets
         while True:
             with self._lock:
-                missing = [rank for rank in ranks if rank not in self.connections.sockets]
+                missing = [rank for rank in ranks if rank not in known or known[rank].is_closed]
                 if self._refused:
                     raise WorkerError(self._refused)
             if not missing:

@@ -160,6 +160,28 @@ def test_a_second_process_of_a_rank_is_refused_until_the_first_has_died() -> Non
     zero[0].close()
 
 
+def test_a_rank_that_died_before_the_others_came_is_waited_for() -> None:
+    listener, point = meeting(3)
+    zero: list[RankConnections] = []
+    waiting = threading.Thread(target=lambda: zero.append(meet_as_rank_zero(point, listener)))
+    waiting.start()
+    dead, _ = introduce(point, 1)
+    dead.close()
+    others = Ranks({2: point})
+    waiting.join(0.5)  # rank 2 is known by now, and all ranks have come once
+    assert waiting.is_alive()
+    successor = Ranks({1: point})
+    for ranks in (others, successor):
+        ranks.end(closes=False)
+    waiting.join()
+    assert not others.errors
+    assert not successor.errors
+    everyone = [*zero, *others.found.values(), *successor.found.values()]
+    assert sorted(zero[0].sockets) == [1, 2]
+    for one in everyone:
+        one.close()
+
+
 def test_strangers_hold_up_nothing() -> None:
     listener, point = meeting(2)
     silent = socket.create_connection((point.host, point.port))
