@@ -120,7 +120,9 @@ def test_queued_requests_of_disconnected_clients_are_removed(server: RunningServ
             server.until(lambda: server.metric("quire_waiting_requests") == 1, "one waits")
             assert waiting.connection.fileno() > 0
         server.until(lambda: server.metric("quire_waiting_requests") == 0, "it is forgotten")
-        assert server.metric("quire_running_requests") == 8
+        # Those that are read too slowly, on a busy machine, stand aside.
+        kept = ("quire_running_requests", "quire_held_requests")
+        server.until(lambda: sum(map(server.metric, kept)) == 8, "the eight go on")
         filling.connection.shutdown(socket.SHUT_RDWR)
         reading.join()
     wait_until_free(server)
