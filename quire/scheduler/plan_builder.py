@@ -82,6 +82,11 @@ class PlanBuilder:
         return bool(self._rows) or self._layers is not None
 
     @property
+    def admitted(self) -> list[int]:
+        """Return the slots of the requests that the plan admits."""
+        return [admission.slot for admission in self._admissions]
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do: branches and copies may go without rows."""
         return not self.has_rows and not self._branches and self._tier_copies is None
