@@ -306,7 +306,8 @@ class DraftRows(StepExtension):
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - ends)
         can: Bools = (ends == self._batch.tokens.lengths[index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
-        if self._source.notes_rests and (admitted := step.builder.admitted):
+        if self._source.notes_rests and step.builder.admissions:
+            admitted = [one.slot for one in step.builder.admissions]
             can &= ~np.isin(index, admitted)  # none of their steps has left anything behind
         return can, limits
 
