@@ -93,7 +93,7 @@ class _TappedRun(StepRun):
     def begin(self) -> None:
         """Run the trunk, and keep the tapped layers."""
         super().begin()
-        self._keeps = not (self.rows.is_decode and self._taps.ring.pauses())
+        self._keeps = self._taps.ring.keeps(self._plan.step, is_decode=self.rows.is_decode)
         if not (self._taps.of_layers and self._keeps):
             return
         slots, tenancies = self.rows.slots, self.rows.tenancy

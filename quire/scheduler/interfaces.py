@@ -59,9 +59,10 @@ class DraftSource(Protocol):
 
     proposer_name: of the engine's proposer, in metrics. max_drafts: most drafts of a request in one
     step. drafting_ms: milliseconds that computing them took so far, inside `propose`. learns,
-    uses_cache, notes_rests: whether `learn`, `note_kv` and `note_rest` are called. may_begin_late:
-    `begin` and `end` may come when drafts are asked for next, and not at all for a request that has
-    ended by then.
+    uses_cache: whether `learn` and `note_kv` are called. notes_rests: `note_rest` is called, and
+    nothing is asked for a request in the step that admits it: drafts follow from what its steps
+    left behind. may_begin_late: `begin` and `end` may come when drafts are asked for next, and not
+    at all for a request that has ended by then.
     notes_plain_steps: whether `note_step` is called for steps without drafts, for several at once
     where they are short. rest_steps: in so many further steps nothing is proposed, unless a request
     begins, or `note_step` changes that. asks_predictions_only: of the requests that have begun,

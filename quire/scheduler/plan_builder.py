@@ -67,7 +67,7 @@ class PlanBuilder:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._admissions: list[Admission] = []
+        self.admissions: list[Admission] = []
         self.deltas: list[TableDeltas] = []
         self._copies: list[tuple[Int32s, Int32s]] = []
         self._rows: list[_Rows] = []
@@ -110,7 +110,7 @@ class PlanBuilder:
 
     def add_admission(self, admission: Admission) -> None:
         """Add a request that takes a slot."""
-        self._admissions.append(admission)
+        self.admissions.append(admission)
 
     def add_deltas(self, deltas: TableDeltas) -> None:
         """Add new table entries."""
@@ -136,7 +136,7 @@ class PlanBuilder:
         plan = StepPlan(
             step=self.step,
             retired=np.array(retired, np.int32) if retired else NO_INTS,
-            admissions=tuple(self._admissions),
+            admissions=tuple(self.admissions),
             table_slots=deltas.slots,
             table_columns=deltas.columns,
             table_blocks=deltas.blocks,

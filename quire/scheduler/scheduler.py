@@ -201,11 +201,7 @@ class Scheduler:
         """Pause the requests of a client that reads nothing, or let those that this has paused go
         on. prefix: of their ids."""
         self._requests.now_ms = now_ms
-        if is_held:
-            found = map(self._requests.sequences.__getitem__, self.ids_that_begin(prefix))
-            self._backpressure.hold_client(found)
-        else:
-            self._backpressure.release_client(prefix)
+        self._backpressure.hold_client(prefix, self._requests.sequences, is_held=is_held)
 
     def expire(self, now_ms: float) -> list[Expired]:
         """End requests that waited too long for their first step, or missed their deadline.

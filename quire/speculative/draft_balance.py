@@ -36,6 +36,8 @@ FIRST_STEPS = 12.0
 # without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
 PLAIN_STEPS = 8
+# Of how far a step's time is from the mean of those before, the mean follows so much.
+MEAN_SHARE = 1 / 8
 
 
 class DraftBalance:
@@ -55,7 +57,7 @@ class DraftBalance:
         self._share = FIRST_SHARE
         self._tried_from = FIRST_STEPS  # steps when drafts were allowed last
         self._until_change = 0  # steps until a change is a reason to try
-        self._step_ms = 1e-9  # of the steps before the last change
+        self._step_ms = self._mean_ms = 1e-9  # of a step when it changed last, and lately
         self._plain_ms, self._num_plain = 0.0, 0  # not counted yet
 
     @property
@@ -66,8 +68,8 @@ class DraftBalance:
     @property
     def steps_to_earn(self) -> int:
         """Return about how many steps without drafts earn the next trial."""
-        missing = max(self.retry_steps, self._needed_ms / self._step_ms) - self._steps
-        return max(int((missing + self._unpaid_ms / self._step_ms) / self._earned_share), 0)
+        missing = max(self.retry_steps, self._needed_ms / self._mean_ms) - self._steps
+        return max(int((missing + self._unpaid_ms / self._mean_ms) / self._earned_share), 0)
 
     @property
     def _earned_share(self) -> float:
@@ -136,8 +138,9 @@ class DraftBalance:
     def _add(self, gained_ms: float, step_ms: float, num_steps: int = 1) -> None:
         step_ms = max(step_ms, 1e-9)
         if not 1.0 / CHANGED_TIMES < step_ms / self._step_ms < CHANGED_TIMES:  # another batch
-            self._step_ms = step_ms
+            self._step_ms = self._mean_ms = step_ms
             self._note_change()
+        self._mean_ms += MEAN_SHARE * (step_ms - self._mean_ms)
         due_ms = num_steps * PAID_PER_STEP * self._unpaid_ms
         self._unpaid_ms = self._unpaid_ms - due_ms if due_ms > 1e-3 * num_steps * step_ms else 0.0
         needed = self._needed_ms / step_ms

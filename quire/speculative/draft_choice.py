@@ -195,19 +195,22 @@ class DraftChoice:
         return pays
 
     def note_computed(
-        self, index: Index, predicted: Bools | None, counts: Int32s, *, pays: bool
+        self, index: Index, predicted: Bools | None, counts: Int32s, *, pays: bool, possible: bool
     ) -> None:
-        """Note whether drafts pay that a model computes. predicted: see `would_pay`. counts: of
-        these, how many are verified."""
-        proposers = self._proposers
-        if predicted is None:
-            self._note(self._own, pays=pays)
-            return
-        if not proposers.mutes_proposer and np.logical_or.reduce(
-            proposers.asks_proposer[index] & ~predicted
+        """Note whether drafts pay that a model computes, or that none were possible. predicted: see
+        `would_pay`. counts: of these, how many are verified."""
+        proposers, rests = self._proposers, self._own.rests
+        if predicted is None or (
+            not proposers.mutes_proposer
+            and np.logical_or.reduce(proposers.asks_proposer[index] & ~predicted)
         ):
-            self._note(self._own, pays=pays)
-        self._note_predictions(predicted, counts)
+            # Heads may lack hidden states that the next step leaves behind: ask soon, but once.
+            if possible or rests.has_missed:
+                self._note(self._own, pays=pays)
+            else:
+                rests.note_miss(self.step_ms)
+        if predicted is not None:
+            self._note_predictions(predicted, counts)
 
     def note_success(self, is_right: Bools, predicted: Bools | None) -> None:
         """Note of which rows drafts were right that were tried. predicted: see `would_pay`."""

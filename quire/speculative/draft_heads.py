@@ -70,7 +70,7 @@ class HeadProposer(ComputingProposer, PausingProposer):
 
     def note_rest(self, num_steps: int) -> None:
         """See PausingProposer: hidden states are kept again some steps before the end of a rest."""
-        self._ring.num_paused = max(num_steps - self.kept_steps, 0)
+        self._ring.pause(max(num_steps - self.kept_steps, 0))
 
     def _pass(self, head: int, rows: HeadRows) -> tuple[Int32s, Float32s]:
         """Compute a pass and learn its time."""

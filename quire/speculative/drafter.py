@@ -284,7 +284,8 @@ class Drafter:
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
-        choice.note_computed(index, predicted, drafts.counts, pays=len(some) > 0)
+        possible = bool(np.logical_or.reduce(is_computed))
+        choice.note_computed(index, predicted, drafts.counts, pays=len(some) > 0, possible=possible)
         if len(some):
             step = cost()
             is_alone = step.step_tokens <= 1  # then it delays no other request

@@ -80,7 +80,11 @@ class EagleProposer(HeadProposer):
         lengths = tokens.lengths[slots]
         room = np.where(self._ring.find(slots, lengths - 2) >= 0, limits, 0)
         if not self.blocks.num_free:
-            held = self.blocks.capacity[slots] - (lengths - 2 - self._origin[slots])
+            ends = lengths - 1
+            rows, kept = ends - self._origin[slots], self._ring.num_kept(slots)
+            # A slot with a gap begins at a new origin.
+            rows = np.where(rows - self._computed[slots] > kept, kept, rows)
+            held = self.blocks.capacity[slots] + 1 - rows
             room = np.minimum(room, held)
         return np.maximum(room, 0).astype(np.int32)
 
@@ -88,7 +92,10 @@ class EagleProposer(HeadProposer):
         """See CostlyProposer: of rows beyond those that a pass for drafts computes anyway, at most
         those that hidden states are kept of."""
         next_ = self._origin[slots] + self._computed[slots]
-        behind = np.clip(tokens.lengths[slots] - next_ - 3, 0, len(self._ring.rows))
+        missing = tokens.lengths[slots] - 1 - next_
+        if int(np.maximum.reduce(missing, initial=0)) > self.kept_steps:
+            missing = np.minimum(missing, self._ring.num_kept(slots))
+        behind = np.maximum(missing - 2, 0)
         behind_ms: Float64s = behind * self.pass_times.token_ms
         return behind_ms
 

@@ -26,8 +26,7 @@ class HiddenStateRing:
     """At most `num_rows` rows of `width` columns. Two threads may use it.
 
     tenancy: of each slot now, a number that changes whenever the slot is given to a request or
-    given back (SlotTables of the runner that puts rows in). num_paused: in so many further steps
-    of decoding no rows are put in.
+    given back (SlotTables of the runner that puts rows in).
     """
 
     def __init__(self, num_rows: int, width: int, num_slots: int) -> None:
@@ -38,8 +37,10 @@ class HiddenStateRing:
         # The newest row of a slot at the positions that are equal modulo R.
         self._places = np.full((num_slots, num_rows), -1, np.int32)
         self.tenancy: Int64s = np.zeros(num_slots, np.int64)
-        self.num_paused = 0
         self._num_put = self._num_indexed = 0
+        # Steps are those of plans. Each of these is written by one thread.
+        self._step = self._paused_until = 0  # the last that was begun, and that of a pause
+        self._first_kept = 0  # the first row that was put since a step of decoding put none
         self._lock = threading.Lock()
 
     def put(self, slots: Index, tenancies: Int64s, positions: Int32s, rows: Float32s) -> None:
@@ -64,12 +65,29 @@ class HiddenStateRing:
             self._positions[at], self._tenancies[at] = positions, tenancies
             self._num_put += len(rows)
 
-    def pauses(self) -> bool:
-        """Return whether rows of this step are not needed; asked once in each step of decoding."""
-        if self.num_paused <= 0:
-            return False
-        self.num_paused -= 1
-        return True
+    def pause(self, num_steps: int) -> None:
+        """Let steps of decoding put no rows, in so many further steps of any kind; 0: in none."""
+        self._paused_until = self._step + num_steps
+
+    def keeps(self, step: int, *, is_decode: bool) -> bool:
+        """Return whether the rows of `step` are put in: all but those of decoding during a pause.
+        Called once in each step."""
+        self._step = step
+        if step > self._paused_until or not is_decode:
+            return True
+        self._first_kept = self._num_put
+        return False
+
+    def num_kept(self, slots: Index) -> Index:
+        """Return how many rows at most follow each other up to the newest one of slots[i]: those of
+        its request since a step of decoding put none."""
+        with self._lock:
+            first = max(self._num_put - len(self.rows), self._first_kept)
+            at = np.arange(first, self._num_put) % len(self.rows)
+            of_slots = self._slots[at]
+            of_slots = of_slots[self._tenancies[at] == self.tenancy[of_slots]]
+            counts: Index = np.bincount(of_slots, minlength=len(self.tenancy))[slots]
+        return counts
 
     def find(self, slots: Index, positions: Int32s) -> Index:
         """Return the places of the rows of slots[i] at positions[i]; -1 where there is none."""

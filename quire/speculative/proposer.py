@@ -109,7 +109,8 @@ class LearningProposer(Proposer):
 
 
 class PausingProposer(Proposer):
-    """A Proposer that takes part in steps without being asked, which a long rest makes needless."""
+    """A Proposer that takes part in steps without being asked, which a long rest makes needless. It
+    is asked for no request in the step that admits it."""
 
     @abstractmethod
     def note_rest(self, num_steps: int) -> None:

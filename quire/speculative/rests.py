@@ -62,6 +62,11 @@ class DraftRests:
         return self._since - self.left
 
     @property
+    def has_missed(self) -> bool:
+        """Return whether the last lookup found nothing, or nothing could be computed."""
+        return self._num_misses > 0
+
+    @property
     def quiet(self) -> int:
         """Return how many of the steps of the rest pass before anything is looked for."""
         return min(self.left, max(self.until_look, 0)) if self.looks else self.left
@@ -100,7 +105,8 @@ class DraftRests:
         return True
 
     def note_miss(self, step_ms: float) -> None:
-        """Note a step in which lookups find nothing. step_ms: what it takes; 0: that is unknown."""
+        """Note a step in which lookups find nothing, or nothing can be computed. step_ms: what it
+        takes; 0: that is unknown."""
         self._num_misses += 1
         num_steps = self._kept // MISS_PART
         if self._num_misses >= MANY_MISSES and step_ms:

@@ -9,7 +9,7 @@ in the queue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -42,20 +42,22 @@ class Backpressure(StepExtension):
         self._of_stopped.pop(sequence.request.request_id, None)
         self._hold(sequence)
 
-    def hold_client(self, sequences: Iterable[SequenceState]) -> None:
-        """Pause the requests of a client until that is released, or they are."""
-        for sequence in sequences:
-            if not sequence.is_held:
+    def hold_client(
+        self, prefix: str, sequences: Mapping[str, SequenceState], *, is_held: bool
+    ) -> None:
+        """Pause the requests of a client, of those that live, until it is released, or they are; or
+        let those go on that this has paused. prefix: of their ids."""
+        among = sequences if is_held else self._of_stopped
+        for request_id in [one for one in among if one.startswith(prefix)]:
+            sequence = among[request_id]
+            if not is_held:
+                del self._of_stopped[request_id]
+                if sequence.alive:
+                    self.release(sequence)
+            elif not sequence.is_held:
                 self._hold(sequence)
                 if sequence.is_held:
-                    self._of_stopped[sequence.request.request_id] = sequence
-
-    def release_client(self, prefix: str) -> None:
-        """Let the requests go on that hold_client has paused. prefix: of their ids."""
-        for request_id in [one for one in self._of_stopped if one.startswith(prefix)]:
-            sequence = self._of_stopped.pop(request_id)
-            if sequence.alive:
-                self.release(sequence)
+                    self._of_stopped[request_id] = sequence
 
     def _hold(self, sequence: SequenceState) -> None:
         if sequence.is_held or sequence.group is not None:

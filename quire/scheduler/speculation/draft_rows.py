@@ -11,6 +11,7 @@ and which requests came and went is found out afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,7 +185,6 @@ class DraftRows(StepExtension):
         self._may_predict |= predicts
         if self.is_resting:
             is_alone = not self._requests.sequences
-            # A rest of predictions says nothing of the engine's proposer.
             wakes = predicts or (source.asks_predictions_only and _uses_proposer(sequence))
             if not (wakes or is_alone):
                 return
@@ -239,7 +239,7 @@ class DraftRows(StepExtension):
         is_due = self._source.takes_plain_step()
         if self._plain.begin_if_due(rows.counts, rows.ends, step.builder.step, is_due=is_due):
             return
-        can, limits = self._able(rows)
+        can, limits = self._able(rows, step)
         if not (num_able := int(np.add.reduce(can))):
             return
         index, ends, places = rows.slot_index, rows.ends, None
@@ -299,13 +299,16 @@ class DraftRows(StepExtension):
             self._plain.prompts_ms,
         )
 
-    def _able(self, rows: Rows) -> tuple[Bools, Int32s]:
-        """Return which of `rows` may have drafts, and these how many: those that sample one token
-        after all known ones, and may have another."""
+    def _able(self, rows: Rows, step: Step) -> tuple[Bools, Int32s]:
+        """Return which of `rows` of a step may have drafts, and these how many: those that sample
+        one token after all known ones, and may have another."""
         index, ends = rows.slot_index, rows.ends
         limits: Int32s = np.minimum(self._max_drafts[index], self._batch.ceiling[index] - ends)
         can: Bools = (ends == self._batch.tokens.lengths[index]) & (limits > 0)
         can &= (rows.counts == 1) & (rows.sample_counts == 1)
+        if self._source.notes_rests and step.builder.admissions:
+            admitted = [one.slot for one in step.builder.admissions]
+            can &= ~np.isin(index, admitted)  # none of their steps has left anything behind
         return can, limits
 
     def _able_slots(self, step: Step) -> Index:
@@ -313,7 +316,7 @@ class DraftRows(StepExtension):
         if step.budget.spent or not step.builder.has_rows:
             return self._waiting
         rows = Rows(*step.builder.joined_rows())
-        can, _ = self._able(rows)
+        can, _ = self._able(rows, step)
         able = rows.slot_index[can]
         return np.concatenate((self._waiting, able)) if self._overlaps else able
 
@@ -324,9 +327,10 @@ class DraftRows(StepExtension):
         if num_steps < 2 or not self._source.may_begin_late:
             return
         if self._may_predict:
-            live, entered = self._requests.sequences.values(), set(map(id, self._sequences))
-            self._may_predict = any(_predicts(one) and id(one) not in entered for one in live)
-        if not self._may_predict:
+            self._may_predict = self._awaits(_predicts)
+        # A rest of predictions says nothing of the engine's proposer.
+        wakes = self._source.asks_predictions_only and self._awaits(_uses_proposer)
+        if not (self._may_predict or wakes):
             self.is_active, self.is_resting, self._rest_from = False, True, step
             self._rest_active = self._batch.active
             self._rest_sequences = self._batch.sequences.copy()
@@ -335,6 +339,11 @@ class DraftRows(StepExtension):
                 self._source.note_rest(num_steps)
             if self._rest_until < self.noted_from:
                 self.noted_from = self._rest_until
+
+    def _awaits(self, is_such: Callable[[SequenceState], bool]) -> bool:
+        """Return whether such a request lives that the source does not know yet."""
+        live, entered = self._requests.sequences.values(), set(map(id, self._sequences))
+        return any(is_such(one) and id(one) not in entered for one in live)
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""

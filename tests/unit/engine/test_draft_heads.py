@@ -328,8 +328,9 @@ def test_while_drafts_rest_for_long_steps_of_decoding_keep_no_hidden_states(
     monkeypatch.setattr(EagleProposer, "note_rest", lambda *given: None)
     own = {"draft_model": str(eagle), "plans_in_flight": plans_in_flight}
     with LLM(deep_model, speculate="eagle", **SETTINGS, **own) as llm:
+        llm.generate([PROMPTS[1]], SAMPLING[0], terms=OFF)
         kept.clear()
-        rings[0].num_paused = 9
+        rings[0].pause(2 + 9)  # the prompt takes two steps
         llm.generate([PROMPTS[0]], SAMPLING[0], terms=OFF)
         num_prompt, num = len(PROMPTS[0]), len(PROMPTS[0]) + 40
         assert sorted(kept)[:num_prompt] == list(range(num_prompt))

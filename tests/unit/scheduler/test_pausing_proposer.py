@@ -7,14 +7,16 @@ import pytest
 from numpy.typing import NDArray
 
 from quire.base.token_table import TokenTable
-from quire.speculative.control import Control
+from quire.scheduler.speculation.plain_steps import PlainSteps
+from quire.speculative.control import Control, FixedControl
 from quire.speculative.draft_balance import MAX_STEPS
 from quire.speculative.draft_heads import HeadProposer
 from quire.speculative.eagle import EagleProposer
 from quire.speculative.hidden_states import HiddenStateRing
 from quire.speculative.medusa import MedusaProposer
 from quire.speculative.proposer import PausingProposer
-from tests.unit.scheduler.test_draft_effort import Case, InDebt, Int32s, Model
+from quire.speculative.rests import NoRests
+from tests.unit.scheduler.test_draft_effort import MAX_DRAFTS, Case, InDebt, Int32s, Model
 
 NUM_TURNS = 3000
 
@@ -102,6 +104,29 @@ def test_a_request_that_begins_alone_ends_a_pause_before_its_prompt() -> None:
     assert [num for _, num in proposer.rests] == [0]
 
 
+def test_a_request_has_no_drafts_in_the_step_that_admits_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though all but its last token is cached: for the runner, its slot is still the last one's, of
+    which hidden states are there."""
+    monkeypatch.setattr(PlainSteps, "begin_if_due", lambda *_, **__: False)
+    proposer = Pausing()
+    case = Case(1, proposer, FixedControl(MAX_DRAFTS, NoRests()))
+    case.counts = False
+    for _ in range(2):
+        case.scheduler.abort(f"r{case.num_added}")
+        case.add([*range(20, 20 + 2 * 16 + 1)], max_total_tokens=60)
+        proposer.asks.clear()
+        plan = case.scheduler.schedule(case.now_ms)
+        assert plan is not None
+        assert len(plan.admissions) == 1
+        assert not proposer.asks
+        case.compute(plan)
+        case.turn()
+        assert proposer.asks
+    assert plan.counts.tolist() == [1]
+
+
 class Failing(Pausing):
     def note_rest(self, num_steps: int) -> None:
         raise ValueError("cannot pause")
@@ -124,11 +149,11 @@ def test_heads_need_hidden_states_some_steps_before_the_end_of_a_rest(
     heads._ring = ring
     heads.note_rest(1000)
     num_paused = 0
-    while ring.pauses():
+    while not ring.keeps(num_paused + 1, is_decode=True):
         num_paused += 1
     assert num_paused == 1000 - kind.kept_steps
     heads.note_rest(1000)
     heads.note_rest(0)
-    assert not ring.pauses()
+    assert ring.keeps(1002, is_decode=True)
     heads.note_rest(kind.kept_steps)
-    assert not ring.pauses()
+    assert ring.keeps(1003, is_decode=True)

@@ -52,11 +52,13 @@ class Beside(Case):
         self.num_drafts += plan.draft_ids.size
         self.num_tokens += int(counts.sum())
 
-    def predict(self, prediction: list[int], *, uses_proposer: bool = True) -> None:
+    def predict(
+        self, prediction: list[int], *, uses_proposer: bool = True, name: str = "predicts"
+    ) -> None:
         self.scheduler.add(
             Request(
-                request_id="predicts",
-                group_id="predicts",
+                request_id=name,
+                group_id=name,
                 stream=0,
                 prompt_ids=np.array([5, 6], np.int32),
                 sampling=SamplingParams(seed=1),
@@ -235,6 +237,24 @@ def test_a_rest_of_predictions_keeps_no_request_from_the_proposer() -> None:
     assert case.scheduler._drafts.is_resting
     assert not proposer.asked
     case.add([3, TOKEN, TOKEN], max_total_tokens=LENGTH)
+    for _ in range(40):
+        case.turn()
+    assert proposer.asked
+
+
+def test_nor_does_one_that_begins_while_such_a_request_waits_for_a_slot() -> None:
+    proposer = Repeats(finds=True)
+    case = alone(USELESS, proposer)
+    case.predict(USELESS, uses_proposer=False, name="other")
+    case.turn()
+    case.add([3, TOKEN, TOKEN], max_total_tokens=LENGTH)
+    balance = case.source._predictions.balance
+    while balance.allows_drafts:
+        balance.drafted(-64.0, 10.0)
+    for _ in range(8):
+        case.turn()
+    assert not proposer.asked
+    case.scheduler.abort("other")
     for _ in range(40):
         case.turn()
     assert proposer.asked

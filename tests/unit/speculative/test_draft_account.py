@@ -239,3 +239,24 @@ def test_steps_without_drafts_earn_the_time_for_a_text_that_cannot_be_afforded()
     assert case.propose(0) == [[7]]
     case.drafter.note_step(10.0, 30.0, 1.0)
     assert not case.drafter.notes_plain_steps
+
+
+def test_a_model_that_can_compute_nothing_is_asked_again_soon_but_once() -> None:
+    """Heads may lack hidden states after a rest, which the next step leaves behind."""
+    case = Case(model := CountedModel(), FixedControl(0))
+    case.begin(0, [1, 2, 3], 3)
+    rests = case.drafter._control.rests
+
+    def lengths() -> list[int]:
+        found = []
+        for _ in range(5):
+            rests.left = 0
+            assert case.propose(0) == [[]]
+            found.append(rests.left)
+        return found
+
+    assert lengths() == [1, 2, 4, 8, 10]
+    model.possible = lambda tokens, slots, limits: 0 * limits  # type: ignore[method-assign]
+    assert lengths() == [0, 10, 0, 10, 0]
+    rests.note_choice(pays=True, step_ms=10.0, asked_ms=0.0)
+    assert not rests.has_missed

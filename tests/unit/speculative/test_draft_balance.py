@@ -167,3 +167,15 @@ def test_many_changes_cost_no_more_than_two_percent() -> None:
             balance.reconsider()
             num_plain += 1
     assert 0 < 2 * num_lost <= 0.02 * num_plain
+
+
+def test_how_many_steps_earn_a_trial_follows_how_long_they_take() -> None:
+    balance = DraftBalance()
+    balance.drafted(0.0, STEP_MS)
+    assert not balance.affords(STEP_MS * np.array([2.0 * FIRST_STEPS]), STEP_MS).any()
+    said: list[int] = []
+    while not balance.allows_drafts:
+        said.append(balance.steps_to_earn)
+        balance.plain(1.4 * STEP_MS)
+    assert len(said) > 512
+    assert all(abs(at + num - len(said)) <= 64 for at, num in enumerate(said) if at >= 256)

@@ -283,3 +283,46 @@ def test_a_request_never_drafts_from_rows_of_the_one_before_it_in_its_slot() -> 
     rig.append(0, [5])
     assert rig.propose([0]).counts.tolist() == [3]
     assert rig.head.passes[-3][1] == {0: (0, 1)}
+
+
+def paused(rig: Rig, slot: int, num_lacking: int, num_kept: int) -> None:
+    """Append tokens of which the target's hidden states are not kept, and then some of which they
+    are."""
+    rig.ring.pause(1)
+    assert not rig.ring.keeps(rig.ring._step + 1, is_decode=True)
+    length = int(rig.known.lengths[slot])
+    positions = np.arange(length, length + num_lacking, dtype=np.int32)
+    rig.known.put(np.full(num_lacking, slot), positions, np.full(num_lacking, 5, np.int32))
+    for _ in range(num_kept):
+        rig.append(slot, [6])
+
+
+def test_after_a_pause_no_more_rows_are_behind_than_hidden_states_were_kept_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(EagleProposer, "kept_steps", 4)
+    rig = Rig()
+    rig.begin(0, 6)
+    rig.begin(1, 6)
+    rig.propose([0, 1])
+    paused(rig, 0, num_lacking=20, num_kept=6)
+    rig.append(1, [5, 6, 7, 8])
+    token_ms = rig.proposer.pass_times.token_ms
+    behind_ms = rig.proposer.behind_ms(rig.known, np.array([0, 1]))
+    assert behind_ms.tolist() == [(6 - 2) * token_ms, (4 - 2) * token_ms]
+    rig.head.passes.clear()
+    assert rig.propose([0, 1]).counts.tolist() == [3, 3]
+    assert rig.head.passes[0] == (FROM_TARGET, {0: (0, 6), 1: (5, 4)})
+
+
+def test_without_free_blocks_a_slot_with_a_gap_drafts_in_those_that_it_has() -> None:
+    rig = Rig(num_blocks=4)
+    rig.begin(0, 9)
+    rig.begin(1, 3)
+    assert rig.propose([0, 1]).counts.tolist() == [3, 3]
+    assert not rig.proposer.blocks.num_free
+    paused(rig, 0, num_lacking=12, num_kept=4)
+    assert rig.possible(0) == 3
+    assert rig.propose([0]).counts.tolist() == [3]
+    paused(rig, 1, num_lacking=2, num_kept=6)  # more than its block holds
+    assert rig.possible(1) == 0

@@ -67,15 +67,48 @@ def test_runs_end_at_the_position_asked_for() -> None:
     assert ring.find(np.empty(0, np.intp), np.empty(0, np.int32)).tolist() == []
 
 
-def test_a_pause_ends_after_so_many_steps_of_decoding() -> None:
+def test_steps_of_decoding_put_no_rows_during_a_pause() -> None:
     ring = HiddenStateRing(8, 2, 2)
-    assert [ring.pauses() for _ in range(2)] == [False, False]
-    ring.num_paused = 3
-    assert [ring.pauses() for _ in range(5)] == [True, True, True, False, False]
-    ring.num_paused = 3
-    assert ring.pauses()
-    ring.num_paused = 0
-    assert not ring.pauses()
+    assert [ring.keeps(step, is_decode=True) for step in (1, 2)] == [True, True]
+    ring.pause(4)
+    decodes = [(3, True), (4, False), (5, True), (6, True), (7, True)]
+    assert [ring.keeps(step, is_decode=one) for step, one in decodes] == [
+        *(False, True, False, False, True)
+    ]
+    ring.pause(3)
+    assert not ring.keeps(8, is_decode=True)
+    ring.pause(0)
+    assert ring.keeps(9, is_decode=True)
+
+
+def test_steps_without_rows_count_for_a_pause() -> None:
+    """Such as those that compute layers of a prompt only: the runner is not asked in these."""
+    ring = HiddenStateRing(8, 2, 2)
+    ring.keeps(1, is_decode=True)
+    ring.pause(4)
+    assert not ring.keeps(2, is_decode=True)
+    assert ring.keeps(6, is_decode=True)
+
+
+def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_none() -> None:
+    ring, slots = HiddenStateRing(8, 2, 3), np.arange(3)
+    put(ring, 0, [0, 1, 2], 1.0)
+    put(ring, 1, [0, 1], 1.0)
+    assert ring.num_kept(slots).tolist() == [3, 2, 0]
+    ring.pause(1)
+    ring.keeps(1, is_decode=False)
+    put(ring, 1, [2], 1.0)
+    assert ring.num_kept(slots).tolist() == [3, 3, 0]
+    ring.pause(1)
+    ring.keeps(2, is_decode=True)
+    assert ring.num_kept(slots).tolist() == [0, 0, 0]
+    put(ring, 0, [4, 5], 1.0)
+    put(ring, 2, [7], 1.0)
+    assert ring.num_kept(slots).tolist() == [2, 0, 1]
+    ring.tenancy[2] += 1
+    assert ring.num_kept(slots).tolist() == [2, 0, 0]
+    put(ring, 1, list(range(7)), 1.0)  # which displace others
+    assert ring.num_kept(slots).tolist() == [0, 7, 0]
 
 
 def test_it_does_not_matter_when_rows_are_looked_for() -> None:
