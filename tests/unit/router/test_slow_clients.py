@@ -13,7 +13,8 @@ from quire.router import client_response
 from tests.unit.router.fake_replica import FakeReplica, Router, _chunk, run
 from tests.unit.router.test_connections import LARGE_BYTES, serving
 
-NUM_EVENTS, PAD = 40, "x" * 65536
+# More than the kernel keeps for a reader that does not read.
+NUM_EVENTS, PAD = 160, "x" * 65536
 # After which a replica gives up a reader, and how long the client reads nothing.
 GIVEN_UP_S, PAUSE_S = 0.3, 2.0
 
@@ -80,7 +81,7 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(client_response, "UNREAD_S", 1.5)
     monkeypatch.setattr(client_response, "_CHECK_S", 0.05)
     routers, replica = list[Router](), Impatient()
-    replica.num_events = 10 * NUM_EVENTS  # more than the kernel keeps for a client
+    replica.num_events = 400
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await routers[0].app(scope, receive, send)
