@@ -125,7 +125,10 @@ class RouterApp:
     ) -> None:
         """Answer a request with an error, and look at nothing else of it."""
         client, _ = self._client(scope, receive, send)
-        await client.refuse(refusal)
+        try:
+            await client.refuse(refusal)
+        finally:
+            client.unwatch()
 
     def _client(
         self, scope: dict[str, Any], receive: Receive, send: Send
@@ -193,7 +196,9 @@ class RouterApp:
                     query=scope["query_string"],
                 )
                 order = read_order(request, self._features.summaries)
-                reservation = await self._reserve(sent, request)
+                reservation = await self._reserve(sent, request, limit)
+                if self.cut.done():
+                    raise _stopped("the answer")
                 await self._dispatcher.answer(request, client, key, order)
         except TimeoutError:
             if not limit.expired():
@@ -221,12 +226,17 @@ class RouterApp:
             return _stopped("the request")
         return Refusal(408, "timeout", late_body(BODY_TIME_S))
 
-    async def _reserve(self, key: bytes, request: RoutedRequest) -> Reservation | None:
-        """Take the tokens that a request may use from its key's quota. Raises Refusal."""
+    async def _reserve(
+        self, key: bytes, request: RoutedRequest, limit: asyncio.Timeout
+    ) -> Reservation | None:
+        """Take the tokens that a request may use from its key's quota. Raises Refusal. It is not
+        cut meanwhile: tokens that are taken have to be settled."""
         quotas = self._features.quotas
         if quotas is None:
             return None
+        self._limits.discard(limit)
         reservation = await quotas.reserve(key, request.reserved_tokens)
+        self._limits.add(limit)
         if reservation is not None:
             self._metrics.quota_tokens.labels("reserved").inc(reservation.tokens)
         return reservation

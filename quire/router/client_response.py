@@ -81,11 +81,8 @@ class ClientResponse:
         self.was_given_up = False
 
     def watch(self) -> None:
-        """Notice from now on when the client leaves, or reads nothing. The body must have been
-        read."""
+        """Notice from now on when the client leaves. The body must have been read."""
         self._watch = asyncio.ensure_future(self._wait_until_gone())
-        if self._abort is not None:
-            self._check_timer = self._loop.call_later(_CHECK_S, self._check, self._abort)
 
     def _check(self, abort: Callable[[], None]) -> None:
         since_s = self._sends_since_s
@@ -110,8 +107,8 @@ class ClientResponse:
             self._check_timer.cancel()
 
     async def start(self, status: int, headers: Headers, *, length: int | None = None) -> None:
-        """Send status and headers, those of a connection left out. The router's server adds the
-        date."""
+        """Send status and headers, those of a connection left out, and notice from now on when the
+        client reads nothing. The router's server adds the date."""
         left_out = HOP_BY_HOP | {b"date", _RESUMABLE}
         kept = [header for header in headers if header[0] not in left_out]
         if self.cors is not None:
@@ -120,7 +117,11 @@ class ClientResponse:
         if length is not None:
             kept.append((b"content-length", b"%d" % length))
         self.started, self.status = True, status
+        if self._abort is not None:
+            self._check_timer = self._loop.call_later(_CHECK_S, self._check, self._abort)
+        self._sends_since_s = self._loop.time()  # an earlier response may not be read yet
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
+        self._sends_since_s = None
 
     async def write(self, body: bytes) -> None:
         """Send a piece; waits while the client does not read. Raises ClientGone."""
@@ -144,6 +145,7 @@ class ClientResponse:
         """Send the last piece."""
         self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self._sends_since_s = None
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a response that is not streamed."""

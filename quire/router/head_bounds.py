@@ -2,14 +2,16 @@
 
 uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
 know them: here streams to these end with the connection. A response's head is one write with the
-first bytes of its body. Always holds: a client that sends a head
-without an end is refused and closed after 64 KiB; one that sends none is closed after HEAD_TIME_S,
-or sooner where the process has no room for more connections.
+first bytes of its body. Always holds: a client that sends a head without an end is refused and
+closed after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process
+has no room for more connections; one that reads nothing of the rest of a response is closed after
+REST_TIME_S.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import resource
 import sys
 from typing import Any, cast
@@ -21,6 +23,7 @@ from quire.base.waiting_connections import WaitingConnections
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
+REST_TIME_S = 60.0
 # In a scope: what writes pieces of the response's body without a message.
 WRITER = "quire.writer"
 _TOO_LONG = (
@@ -82,6 +85,13 @@ class _Response:
         self.end()
         self._transport.close()
 
+    def lost(self) -> None:
+        """Note that the connection is gone. uvicorn notes it of the request that came last, which
+        may wait behind this one."""
+        cycle = self._cycle
+        cycle.disconnected = cycle.disconnected or not cycle.response_complete
+        cycle.message_event.set()
+
 
 class BoundedHeads(HttpToolsProtocol):
     """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
@@ -95,6 +105,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
         self._response: _Response | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,6 +123,10 @@ class BoundedHeads(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait for nothing more."""
         self._stop_timer()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        if self._response is not None:
+            self._response.lost()
         super().connection_lost(exc)
 
     def data_received(self, received: bytes) -> None:
@@ -122,6 +137,8 @@ class BoundedHeads(HttpToolsProtocol):
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.transport.write(_TOO_LONG)
             self.transport.close()
+        elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
+            self._await_head()  # behind the rest of a body that was refused before it came
 
     def on_message_begin(self) -> None:
         """Note that a request begins."""
@@ -155,6 +172,22 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_response_complete()
         if not (has_next or self.transport.is_closing()):
             _IDLE.setdefault(self)
+        self._await_reader()
+
+    def _await_reader(self, before: float = math.inf) -> None:
+        """Close the connection once nothing of a response is read for REST_TIME_S after its end:
+        uvicorn would wait. That of an open request is its own affair (ClientResponse). before:
+        bytes that were unread at the last look."""
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+        if not self.cycle.response_complete:
+            return
+        unread = self.transport.get_write_buffer_size()
+        if unread >= before:
+            self.transport.abort()
+        elif unread:
+            self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
 
     def _await_head(self) -> None:
         _IDLE.setdefault(self)

@@ -179,7 +179,7 @@ class Exchange:
             await self._waiting
         finally:
             self._waiting = None
-        if self._failure is not None and not self._pieces:
+        if self._failure is not None and not (self._pieces or self._is_refused):
             raise self._failure
 
     def _wake(self) -> None:

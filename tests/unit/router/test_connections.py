@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from tests.unit.router.fake_replica import Router
 
 PIECES = [b"data: 1\n\n", b"data: 2\n\n"]
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+# More than the kernel keeps for a client that does not read.
+LARGE_BYTES = 16 << 20
 
 
 async def streams(scope: Any, receive: Any, send: Any) -> None:
@@ -238,3 +242,76 @@ def test_pipelined_requests_are_answered_in_order() -> None:
         assert found.count(b"\r\n\r\nok") == 2
 
     serving(is_whole, story)
+
+
+def test_a_client_that_leaves_ends_the_request_that_is_open() -> None:
+    """Also where it has sent the next one, which waits."""
+    ended = list[str]()
+
+    async def waits(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.append(scope["path"])
+
+    async def story(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD.replace(b"/ ", b"/first ", 1) + b"\r\n" + HEAD + b"\r\n")
+        await asyncio.sleep(0.1)
+        assert not ended
+        writer.transport.abort()
+        while not ended:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert ended == ["/first"]
+
+    serving(waits, story)
+
+
+def test_a_connection_is_closed_after_the_rest_of_a_refused_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request may be answered before its body comes. The next one is answered, too."""
+    monkeypatch.setattr(head_bounds, "HEAD_TIME_S", 0.3)
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for rest in (b"12", b"1"):
+            writer.write(HEAD.replace(b"GET", b"POST") + b"content-length: 2\r\n\r\n")
+            await reader.readuntil(b"ok")
+            writer.write(rest)
+            await asyncio.sleep(0.05)
+        assert await reader.read() == b""
+        writer.close()
+
+    serving(is_whole, story)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("ends", [b"", b"Connection: close\r\n"])
+def test_a_client_that_does_not_read_the_rest_of_a_response_is_closed(
+    monkeypatch: pytest.MonkeyPatch, ends: bytes, reads: bool
+) -> None:
+    """Else it is kept in memory for ever. One that reads slowly gets all of it."""
+    monkeypatch.setattr(head_bounds, "REST_TIME_S", 0.6)
+
+    async def is_large(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"%d" % LARGE_BYTES)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(LARGE_BYTES), "more_body": False})
+
+    async def story(port: int) -> None:
+        loop, num_bytes = asyncio.get_running_loop(), 0
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, ("127.0.0.1", port))
+        await loop.sock_sendall(connection, HEAD + ends + b"\r\n")
+        await asyncio.sleep(0.0 if reads else 1.5)
+        with suppress(ConnectionError):
+            while num_bytes < LARGE_BYTES and (piece := await loop.sock_recv(connection, 65536)):
+                num_bytes += len(piece)
+                await asyncio.sleep(0.005 if reads else 0.0)
+        assert (num_bytes >= LARGE_BYTES) == reads
+        connection.close()
+
+    serving(is_large, story)

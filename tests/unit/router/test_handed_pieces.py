@@ -110,6 +110,20 @@ def test_a_lost_connection_ends_the_wait_after_the_last_piece() -> None:
     handing(story)
 
 
+def test_a_piece_that_needs_a_wait_is_not_lost_with_the_connection() -> None:
+    """It may be the last of its stream."""
+
+    async def story(exchange: Exchange) -> None:
+        task = await waits(exchange, lambda piece: False)
+        exchange.got(b"last")
+        exchange.lost("gone")
+        assert await task is True
+        with pytest.raises(ReplicaFault, match="gone"):
+            await exchange.hand_over(lambda piece: True)
+
+    handing(story)
+
+
 def test_a_task_that_is_cancelled_takes_nothing_more() -> None:
     async def story(exchange: Exchange) -> None:
         found = list[bytes]()

@@ -399,3 +399,33 @@ def test_heartbeats_of_a_stream_that_is_left_are_no_tokens() -> None:
         assert _used(router) == 30
 
     run([only], story, _features(clock, 60_000))
+
+
+def test_tokens_that_are_taken_as_the_router_stops_are_given_back() -> None:
+    clock, only, took, gate = Clock(), FakeReplica(), asyncio.Event(), asyncio.Event()
+
+    class Slow(LocalBuckets):
+        async def reserve(self, quota: Quota, tokens: int) -> Reservation | float:
+            found = await super().reserve(quota, tokens)
+            took.set()
+            await gate.wait()
+            return found
+
+    buckets = Slow(clock)
+    quotas = Quotas(QuotaTable(tokens_per_minute=1000), {}, buckets)
+
+    async def story(router: Router) -> None:
+        body = {"prompt": [1], "max_tokens": 900}
+        asking = asyncio.ensure_future(router.post("/v1/completions", body))
+        await took.wait()
+        router.app.cut.set_result(None)
+        await asyncio.sleep(0.01)
+        gate.set()
+        status, _, answer = await asking
+        assert (status, b"shutting_down" in answer) == (503, True)
+        quota = quotas.quota_of(b"")
+        assert quota is not None
+        assert buckets._level(quota) == 1000
+
+    run([only], story, Features(quotas=quotas))
+    assert not only.requests

@@ -11,9 +11,10 @@ import pytest
 
 from quire.router import client_response
 from tests.unit.router.fake_replica import FakeReplica, Router, _chunk, run
-from tests.unit.router.test_connections import serving
+from tests.unit.router.test_connections import LARGE_BYTES, serving
 
-NUM_EVENTS, PAD = 40, "x" * 65536
+# More than the kernel keeps for a reader that does not read.
+NUM_EVENTS, PAD = 160, "x" * 65536
 # After which a replica gives up a reader, and how long the client reads nothing.
 GIVEN_UP_S, PAUSE_S = 0.3, 2.0
 
@@ -80,7 +81,7 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(client_response, "UNREAD_S", 1.5)
     monkeypatch.setattr(client_response, "_CHECK_S", 0.05)
     routers, replica = list[Router](), Impatient()
-    replica.num_events = 10 * NUM_EVENTS  # more than the kernel keeps for a client
+    replica.num_events = 400
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await routers[0].app(scope, receive, send)
@@ -108,6 +109,41 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         while admission.num_open:
             await asyncio.sleep(0.05)
         assert routers[0].count("quire_router_slow_clients_total") == 1
+        silent.close()
+        await routers[0].close()
+        replica.stop_listening(cuts=True)
+
+    serving(app, story)
+
+
+@pytest.mark.parametrize("then", [b"POST /v1/completions", b"GET /health"])
+def test_a_client_that_asks_again_and_reads_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, then: bytes
+) -> None:
+    """The next answer cannot begin while an earlier one is unread."""
+    monkeypatch.setattr(client_response, "UNREAD_S", 0.5)
+    monkeypatch.setattr(client_response, "_CHECK_S", 0.05)
+    routers, replica = list[Router](), FakeReplica()
+    replica.body = b'{"choices":"%b"}' % bytes(LARGE_BYTES).replace(b"\0", b"x")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await routers[0].app(scope, receive, send)
+
+    async def story(port: int) -> None:
+        await replica.start()
+        routers.append(Router([replica]))
+        await routers[0].start()
+        rest = b' HTTP/1.1\r\nHost: localhost\r\ncontent-length: 14\r\n\r\n{"prompt":[1]}'
+        silent = socket.socket()
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(silent, ("127.0.0.1", port))
+        await loop.sock_sendall(silent, b"POST /v1/completions" + rest + then + rest)
+        while not routers[0].count("quire_router_slow_clients_total"):
+            await asyncio.sleep(0.05)
+        assert not routers[0].admission.num_open
+        assert len(replica.requests) == 1 + then.startswith(b"POST")
         silent.close()
         await routers[0].close()
         replica.stop_listening(cuts=True)
