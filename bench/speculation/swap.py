@@ -34,6 +34,7 @@ from quire.scheduler.speculation.draft_rows import DraftRows
 from quire.speculative.draft_model import ModelProposer
 from quire.speculative.drafter import Drafter
 from quire.speculative.eagle import EagleProposer
+from quire.speculative.hidden_states import HiddenStateRing
 from quire.speculative.medusa import MedusaProposer
 from quire.speculative.ngram import NgramProposer
 from quire.speculative.passes import ComputingProposer
@@ -46,12 +47,14 @@ Make = Callable[..., Any]
 @dataclass(slots=True)
 class Attached:
     """What a side has of its own. rows: None without drafts. speed: the attributes of the step-cost
-    model. step: the number of the last one."""
+    model. step: the number of the last one. pause: the last step that the ring of hidden states
+    knows of, and that of its last pause."""
 
     rows: DraftRows | None
     speed: dict[str, Any]
     runner: Runner
     step: int = 0
+    pause: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ class SharedEngine:
         self._first = scheduler._drafts
         assert self._first is not None, "the engine has drafts"
         self._proposer: Proposer = self._first._source.proposer  # type: ignore[attr-defined]
+        self._ring: HiddenStateRing | None = getattr(self._proposer, "_ring", None)
         self._pass_times = deepcopy(getattr(self._proposer, "pass_times", None))
         self._prices: dict[str, Any] = deepcopy(vars(scheduler.speed))
         self._extensions = scheduler._extensions
@@ -169,6 +173,9 @@ class SharedEngine:
         speed.clear()
         speed.update(own.speed)
         in_flight.step = own.step
+        if self._ring is not None:  # its pauses end at a step of the side
+            self._now.pause = self._ring._step, self._ring._paused_until
+            self._ring._step, self._ring._paused_until = own.pause
         scheduler._was_busy = False  # the first step follows none of another side
         scheduler._drafts = scheduler._outcomes._drafts = rows
         scheduler._extensions = tuple(
