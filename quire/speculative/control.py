@@ -112,8 +112,8 @@ class Control(Protocol):
 
     balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
     is_informed: enough drafts of the engine's proposer were tried lately to know how many are
-    accepted. probes: the last
-    choice was made to learn, and pays for itself. speedup: that it promises.
+    accepted. probes: the last choice was made to learn, and pays for itself. speedup: that it
+    promises.
     """
 
     balance: DraftBalance | None

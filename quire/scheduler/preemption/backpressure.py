@@ -47,14 +47,14 @@ class Backpressure(StepExtension):
     ) -> None:
         """Pause the requests of a client, of those that live, until it is released, or they are; or
         let those go on that this has paused. prefix: of their ids."""
-        among = sequences if is_held else self._of_stopped
-        for request_id in [one for one in among if one.startswith(prefix)]:
-            sequence = among[request_id]
-            if not is_held:
-                del self._of_stopped[request_id]
+        if not is_held:
+            for request_id in [one for one in self._of_stopped if one.startswith(prefix)]:
+                sequence = self._of_stopped.pop(request_id)
                 if sequence.alive:
                     self.release(sequence)
-            elif not sequence.is_held:
+            return
+        for request_id, sequence in sequences.items():
+            if request_id.startswith(prefix) and not sequence.is_held:
                 self._hold(sequence)
                 if sequence.is_held:
                     self._of_stopped[request_id] = sequence
