@@ -23,20 +23,17 @@ from typing import Any, Protocol, cast
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.api.http.connection_ends import PROBE, BegunTransport, is_reset
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
 from quire.base.close_delimited import CloseDelimited
+from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEAD_TIME_S = 30.0
 # A refused client may still be writing; closing at once would discard the response.
 _LINGER_S = 1.0
-# Intervals of checking whether a half-closed client has closed the connection: the first one, and
-# the limit of their doubling.
-_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
 # Descriptors that are no clients': sockets, files, connections not served yet. At least; of all.
 _SPARE_FILES, _SPARE_SHARE = 64, 1 / 16
 
@@ -140,7 +137,6 @@ class Connection(HttpToolsProtocol):
     _ignores_input = False
     _is_close_delimited = False
     _head_timer: asyncio.TimerHandle | None = None
-    _look_timer: asyncio.TimerHandle | None = None
     _disconnected: asyncio.Future[None] | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
@@ -163,8 +159,6 @@ class Connection(HttpToolsProtocol):
         """Stop all timers and report the disconnect."""
         OPEN_CONNECTIONS.remove(self)
         self._stop_timer()
-        if self._look_timer is not None:
-            self._look_timer.cancel()
         super().connection_lost(exc)
         self._report_disconnect()
 
@@ -192,13 +186,12 @@ class Connection(HttpToolsProtocol):
             return None  # the transport closes itself; TLS has no half-closed connections here
         self._stop_timer()
         self._ignores_input, self.cycle.keep_alive = True, False
-        if self._look_timer is None:
-            if not self.cycle.response_started:
-                self.transport.write(PROBE)
-                self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
-            elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
-                probe()
-            self._look_timer = self.loop.call_later(_PROBE_S, self._look_for_reset, _PROBE_S)
+        if not self.cycle.response_started:
+            self.transport.write(PROBE)
+            self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
+        elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
+            probe()
+        abort_at_reset(self.transport, lambda: self._is_answering)
         return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -297,16 +290,6 @@ class Connection(HttpToolsProtocol):
         else:
             return False
         return True
-
-    def _look_for_reset(self, waited_s: float) -> None:
-        """Abort the connection of a client that has closed it, rather than half of it."""
-        if not self._is_answering or self.transport.is_closing():
-            return
-        if is_reset(self.transport.get_extra_info("socket").fileno()):
-            self.transport.abort()
-            return
-        wait_s = min(2 * waited_s, _MAX_PROBE_S)
-        self._look_timer = self.loop.call_later(wait_s, self._look_for_reset, wait_s)
 
     def _await_head(self) -> None:
         if self._head_timer is None:
