@@ -1,11 +1,12 @@
 """BoundedHeads: uvicorn's HTTP connection, with bounds on size and time of a request's head.
 
 uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
-know them: here streams to these end with the connection. A response's head is one write with the
-first bytes of its body. Always holds: a client that sends a head without an end is refused and
-closed after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process
-has no room for more connections; one that reads nothing of the rest of a response is closed after
-REST_TIME_S.
+know them: here streams to these end with the connection. It closes the connection of a client that
+has only finished sending (a half-closed one), which is answered here, as by `quire serve`. A
+response's head is one write with the first bytes of its body. Always holds: a client that sends a
+head without an end is refused and closed after 64 KiB; one that sends none is closed after
+HEAD_TIME_S, or sooner where the process has no room for more connections; one that reads nothing of
+the rest of a response is closed after REST_TIME_S.
 """
 
 from __future__ import annotations
@@ -19,22 +20,33 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.close_delimited import CloseDelimited
+from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
+from quire.base.http_apis import ERROR_CODE_HEADER, OPENAI
 from quire.base.waiting_connections import WaitingConnections
+from quire.router.api_forms import FORMS
+from quire.router.faults import Refusal
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
 REST_TIME_S = 60.0
 # In a scope: what writes pieces of the response's body without a message.
 WRITER = "quire.writer"
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\ncontent-length: 55\r\n\r\n"
-    b"the head of a request may have 65536 bytes; send fewer\n"
-)
-
-
+# A refused client may still be writing; closing at once would discard the response.
+_LINGER_S = 1.0
 # Connections without a request, those that have waited for longest first.
 _IDLE: dict[BoundedHeads, None] = {}
+_TOO_LONG_CODE = "headers_too_large"
+_TOO_LONG_BODY = FORMS[OPENAI].error_body(  # the path is not known
+    Refusal(
+        431,
+        _TOO_LONG_CODE,
+        f"the head of a request may have {MAX_HEAD_BYTES} bytes; send fewer or shorter headers",
+    )
+)
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
+    b"content-type: application/json\r\n%b: %b\r\ncontent-length: %d\r\n\r\n%b"
+) % (ERROR_CODE_HEADER, _TOO_LONG_CODE.encode(), len(_TOO_LONG_BODY), _TOO_LONG_BODY)
 
 
 def max_connections() -> int:
@@ -85,6 +97,15 @@ class _Response:
         self.end()
         self._transport.close()
 
+    def probe(self) -> None:
+        """Write the beginning of what comes next: of the head, or of the length of a chunk, which
+        may begin with zeros. A client that has closed its connection answers with a reset."""
+        if cast(Any, self._cycle.transport) is self:
+            self._transport.write(PROBE)
+            self._transport = cast(asyncio.Transport, BegunTransport(self._transport))
+        elif self._cycle.chunked_encoding:
+            self._transport.write(b"0")
+
     def lost(self) -> None:
         """Note that the connection is gone. uvicorn notes it of the request that came last, which
         may wait behind this one."""
@@ -104,6 +125,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._waiting = waiting
         self._head_bytes = 0
         self._in_head = True
+        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._response: _Response | None = None
@@ -131,14 +153,26 @@ class BoundedHeads(HttpToolsProtocol):
 
     def data_received(self, received: bytes) -> None:
         """Parse more bytes, unless they belong to a head without an end."""
+        if self._is_refused:
+            return
         if self._in_head:
             self._head_bytes += len(received)
         super().data_received(received)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LONG)
-            self.transport.close()
+            self._refuse_head()
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._await_head()  # behind the rest of a body that was refused before it came
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection of a client that has only finished sending until it is answered."""
+        cycle, response = self.cycle, self._response
+        if response is None or cycle.more_body or cycle.response_complete:
+            return None  # the transport closes itself
+        self._stop_timer()
+        cycle.keep_alive = False
+        response.probe()
+        abort_at_reset(self.transport, lambda: not self.cycle.response_complete)
+        return True
 
     def on_message_begin(self) -> None:
         """Note that a request begins."""
@@ -188,6 +222,17 @@ class BoundedHeads(HttpToolsProtocol):
             self.transport.abort()
         elif unread:
             self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
+
+    def _refuse_head(self) -> None:
+        """Read nothing more, and close the connection: after a refusal, or after the answer to the
+        request before."""
+        self._is_refused = True
+        self._stop_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+            return
+        self.transport.write(_TOO_LONG)
+        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
         _IDLE.setdefault(self)
