@@ -71,7 +71,7 @@ class ClientResponse:
         self.on_gone: set[Callable[[Exception], None]] = set()
         self.is_gone = False
         self._receive = receive
-        self._send = send
+        self._send_message = send
         self._writer = writer
         self._watch: asyncio.Task[None] | None = None
         self._abort = abort
@@ -119,17 +119,20 @@ class ClientResponse:
         self.started, self.status = True, status
         if self._abort is not None:
             self._check_timer = self._loop.call_later(_CHECK_S, self._check, self._abort)
-        self._sends_since_s = self._loop.time()  # an earlier response may not be read yet
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
+
+    async def _send(self, message: Message) -> None:
+        """Send a message. While that waits, what was sent before is not read: an earlier response,
+        too."""
+        self._sends_since_s = self._loop.time()
+        await self._send_message(message)
         self._sends_since_s = None
 
     async def write(self, body: bytes) -> None:
         """Send a piece; waits while the client does not read. Raises ClientGone."""
         if self.is_gone:
             raise ClientGone("the client has closed its connection")
-        self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        self._sends_since_s = None
 
     @property
     def can_write(self) -> bool:
@@ -143,9 +146,7 @@ class ClientResponse:
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece."""
-        self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        self._sends_since_s = None
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a response that is not streamed."""
