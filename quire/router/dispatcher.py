@@ -55,6 +55,8 @@ class Dispatcher:
             budget=RetryBudget(fleet.settings.max_retry_share),
             responses=StoredResponses(fleet),
         )
+        if features.tiers is not None:
+            features.tiers.follow(fleet)
 
     async def answer(
         self,
@@ -81,14 +83,14 @@ class Dispatcher:
         loop, tier = asyncio.get_running_loop(), tiers.read(request)
         async with before_deadline(request):
             with shared.admission.waiting(request.expected_tokens):
-                await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
+                await tiers.enter(tier, lambda: client.is_gone)
         # The wait for a place is the limit's own effect: counted as late it would keep the limit
         # low for ever.
         placed_s = loop.time()
         try:
             await self._answer(request, client, key, order)
         finally:
-            tiers.leave(tier, shared.fleet)
+            tiers.leave(tier)
         if request.first_token_s:
             others_s = loop.time() - request.first_token_s
             num_each = request.num_delivered / request.journal.num_choices

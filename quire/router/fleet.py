@@ -33,7 +33,8 @@ _STARTING = ("starting", "restarting")
 class Fleet:
     """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
     for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
-    that is fenced. num_waiting: requests without one. resumes: streams that are interrupted."""
+    that is fenced. on_available: called where more requests may be sent. num_waiting: requests
+    without one. resumes: streams that are interrupted."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Fleet:
         self.policy: RoutingPolicy = make_routing_policy(settings, sets)
         self.on_changed: Callable[[], None] = lambda: None
         self.on_fenced: Callable[[Replica], None] = lambda replica: None
+        self.on_available: Callable[[], None] = lambda: None
         self.replicas: dict[str, Replica] = {}
         self._pools: dict[Replica, ConnectionPool] = {}
         self._discovery = discovery
@@ -221,6 +223,7 @@ class Fleet:
 
     def became_available(self) -> None:
         """Wake those that wait for a replica."""
+        self.on_available()
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
