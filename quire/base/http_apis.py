@@ -33,6 +33,8 @@ MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
 # Of answers of a server with several API processes: the number of the one that has answered.
 PROCESS_HEADER = b"x-quire-process"
+# Of answers that a model has computed: the fingerprint of these, as /v1/models lists it.
+FINGERPRINT_HEADER = b"x-quire-fingerprint"
 # Of the response of an error that has a code: that code, as not every API has one in its errors.
 ERROR_CODE_HEADER = b"x-quire-error-code"
 # Headers that may have the key; the first that has one counts.

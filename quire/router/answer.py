@@ -17,7 +17,13 @@ from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
 from quire.router.failures import Failures
-from quire.router.faults import HasNoRoom, ProcessStopped, Refusal, ReplicaFault
+from quire.router.faults import (
+    HasNoRoom,
+    OtherFingerprint,
+    ProcessStopped,
+    Refusal,
+    ReplicaFault,
+)
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.http_client import Exchange
@@ -169,6 +175,8 @@ class Answer:
     async def _take(self, attempt: Attempt) -> bool:
         """Pass on a response after its head has arrived; as _try."""
         request, client, exchange = self._request, self._client, attempt.exchange
+        if exchange.status == 200:
+            self._check_fingerprint(attempt)
         if exchange.status == 200 and request.is_stream and not _is_json(exchange):
             if not self._choice.judges_stream:
                 await self._relay.stream(attempt)
@@ -213,6 +221,16 @@ class Answer:
         self._read_whole(attempt.replica, status, body)
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True
+
+    def _check_fingerprint(self, attempt: Attempt) -> None:
+        """Have a replica checked that answers with another fingerprint than it had. Raises
+        ReplicaFault where the stream had the former one."""
+        found, wanted = attempt.fingerprint, self._state.fingerprint
+        known = attempt.replica.fingerprint(self._request.model)
+        if known and found != known:
+            self._fleet.has_changed(attempt.replica)
+        if wanted and found != wanted:
+            raise OtherFingerprint(found)
 
     def _doubts(self, attempt: Attempt, code: str, response: _Response) -> bool:
         """Return whether one other replica is asked after the first final error of a request: the

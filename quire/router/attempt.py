@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from quire.base.http_apis import FINGERPRINT_HEADER
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
 from quire.router.faults import Blameless, ReplicaFault, StaleConnection
@@ -107,6 +108,14 @@ class Attempt(AbstractContextManager["Attempt"]):
     def has_output(self) -> bool:
         """Whether its first tokens were read."""
         return _OUTPUT in self.early
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of its answer: as the answer has it, or as the replica had it last. A
+        replica may have been started again since that was read."""
+        found = (value for name, value in self.exchange.headers if name == FINGERPRINT_HEADER)
+        known = self.replica.fingerprint(self._request.model)
+        return next(found, b"").decode("latin-1") or known
 
     @property
     def age_s(self) -> float:

@@ -54,6 +54,15 @@ class HasNoRoom(Blameless):
         super().__init__(f"error {code}", is_suspect=False, cause="error")
 
 
+class OtherFingerprint(Blameless):
+    """An answer that continues no stream: the replica was started again and serves something
+    else."""
+
+    def __init__(self, found: str) -> None:
+        why = f"it answers with fingerprint {found} now"
+        super().__init__(why, is_suspect=False, cause="error")
+
+
 class SlowClient(Blameless):
     """The end of a connection that was paused for its slow client: servers give such a reader up.
     Counted against the request, as the server may have died of it."""

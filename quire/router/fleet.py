@@ -221,6 +221,18 @@ class Fleet:
             replica.reason = "a request failed; it is checked"
         self.probe_now.set()
 
+    def has_changed(self, replica: Replica) -> None:
+        """Send nothing more to a replica with answers of another fingerprint until its models were
+        read again. What it has open is of either fingerprint, and ends there."""
+        if replica.state == REMOVED:
+            return  # its number may be that of another one
+        self.log.warning("models of a replica changed", replica=replica.name)
+        self.policy.forget(replica)
+        replica.models = {}  # what is read next is no change
+        replica.failed()
+        replica.reason = "its answers have another fingerprint; it is checked"
+        self.probe_now.set()
+
     def became_available(self) -> None:
         """Wake those that wait for a replica."""
         self.on_available()

@@ -74,7 +74,7 @@ class StreamRelay:
             await client.start(200, exchange.headers)
         is_first = not self._state.has_events
         if is_first and not is_heartbeat(delta.blocks, request.form.event_end):
-            self._state.note_event(attempt.replica)
+            self._state.note_event(attempt.fingerprint)
         shown = delta.blocks
         if self._choice.adds_event:
             shown = self._choice.shown_event(shown)
@@ -142,7 +142,7 @@ class StreamRelay:
             if is_event:
                 if not self._state.has_events:
                     _check_error(first_code(received))
-                    self._state.note_event(attempt.replica)
+                    self._state.note_event(attempt.fingerprint)
                     self._state.continuation.has_event(self._loop.time())
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
