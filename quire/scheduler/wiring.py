@@ -137,7 +137,8 @@ def wire(
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
-    extensions += [layered, beams, background := BackgroundRows(requests, batch, speed, advance)]
+    background = BackgroundRows(requests, batch, speed, advance, backpressure)
+    extensions += [layered, beams, background]
     drafts = None
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)
