@@ -14,9 +14,9 @@ from types import TracebackType
 from quire.base.http_apis import FINGERPRINT_HEADER
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
-from quire.router.faults import Blameless, ReplicaFault, StaleConnection
+from quire.router.faults import Blameless, ClientGone, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
-from quire.router.http_client import Exchange, gone
+from quire.router.http_client import Exchange
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 
@@ -156,7 +156,7 @@ class Attempt(AbstractContextManager["Attempt"]):
                 )
             except ReplicaFault as fault:
                 if client.is_gone:
-                    raise gone() from fault
+                    raise ClientGone from fault
                 if stale is None:
                     raise
                 # The server may have closed an idle connection just before its own end, or have
@@ -171,7 +171,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             if self._cut_fault is not None:
                 exchange.fail(self._cut_fault)
             if client.is_gone:
-                raise gone()
+                raise ClientGone
             try:
                 await exchange.head()
             except StaleConnection as fault:

@@ -15,7 +15,6 @@ from quire.base.cors import without_cors
 from quire.base.http_apis import ERROR_CODE_HEADER, PROCESS_HEADER
 from quire.router.api_forms import ApiForm, error_code
 from quire.router.faults import ClientGone, Refusal
-from quire.router.http_client import gone
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -97,7 +96,7 @@ class ClientResponse:
             pass
         self.is_gone = True
         for call in tuple(self.on_gone):
-            call(gone())
+            call(ClientGone())
 
     def unwatch(self) -> None:
         """Notice no more."""
@@ -131,7 +130,7 @@ class ClientResponse:
     async def write(self, body: bytes) -> None:
         """Send a piece; waits while the client does not read. Raises ClientGone."""
         if self.is_gone:
-            raise ClientGone("the client has closed its connection")
+            raise ClientGone
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     @property

@@ -83,6 +83,9 @@ class ProcessStopped(Blameless):
 class ClientGone(QuireError):
     """The client has closed its connection."""
 
+    def __init__(self, message: str = "the client has closed its connection") -> None:
+        super().__init__(message)
+
 
 class Refusal(QuireError):
     """What the router itself answers: an HTTP status and OpenAI's error code.

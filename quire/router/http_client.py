@@ -20,13 +20,7 @@ import httptools
 
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.server_url import ServerUrl, reason_of
-from quire.router.faults import (
-    ClientGone,
-    ProcessStopped,
-    ReplicaFault,
-    SlowClient,
-    StaleConnection,
-)
+from quire.router.faults import ProcessStopped, ReplicaFault, SlowClient, StaleConnection
 from quire.routing.beat_gaps import MIN_SILENT_S
 
 Headers = list[tuple[bytes, bytes]]
@@ -530,8 +524,3 @@ def _keep_alive(connection: socket.socket) -> None:
         for name, value in _KEEPALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def gone() -> ClientGone:
-    """Return the error of an exchange with a client that has left."""
-    return ClientGone("the client has closed its connection")

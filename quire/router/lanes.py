@@ -85,7 +85,7 @@ class Lanes:
         try:
             while loop.time() < until_s:
                 if is_gone():
-                    raise ClientGone("the client has closed its connection")
+                    raise ClientGone
                 if self._waiting[0] is turn and (found := choose()) is not None:
                     return found
                 if not is_served():

@@ -337,4 +337,4 @@ class Placement:
 
     def _check_client(self) -> None:
         if self._state.client.is_gone:
-            raise ClientGone("the client has closed its connection")
+            raise ClientGone

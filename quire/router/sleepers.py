@@ -83,7 +83,7 @@ class Sleepers:
         until_s, refusing = loop.time() + table.max_wait_seconds, set[Replica]()
         while True:
             if is_gone():
-                raise ClientGone("the client has closed its connection")
+                raise ClientGone
             awake = [one for one in _awake(fleet) if one is not replica]
             if len(awake) < table.max_awake:
                 return

@@ -183,7 +183,7 @@ class Tiers:
         try:
             while not place.done():
                 if is_gone():
-                    raise ClientGone("the client has closed its connection")
+                    raise ClientGone
                 left_s = until_s - loop.time()
                 if left_s <= 0:
                     raise self._no_place(tier)
