@@ -70,17 +70,13 @@ class Attempt(AbstractContextManager["Attempt"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_over:
-            return
         if isinstance(error, ReplicaFault):
             self.fail(error)
-            return
-        has_computed = error is None and self._has_computed
-        self._end()
-        if has_computed:
+        elif error is None and not self._is_over and self._has_computed:
+            self._end()
             self.replica.breaker.succeeded()
         else:
-            self.replica.breaker.gave_up()
+            self.cancel()
 
     def cancel(self) -> None:
         """End without a verdict: another attempt has the answer, or the request is at fault."""

@@ -101,9 +101,6 @@ class Placement:
         self._resume_until_s = self._wait_began_s + max(self._left_s, _RETRY_EVERY_S)
         self.why_refused = ""
 
-    def _note_chosen(self) -> None:
-        self._chosen_s = self._loop.time()
-
     async def next(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
         state = self._state
@@ -276,7 +273,7 @@ class Placement:
                     self._has_moved, self._turn = True, None
                     is_refused, self._is_refused = self._is_refused, False
                     self._metrics.retries.labels("refused" if is_refused else "failed").inc()
-                self._note_chosen()
+                self._chosen_s = self._loop.time()
                 return found
             state.leave_place()
             left_s = self._resume_until_s - now_s
