@@ -68,6 +68,11 @@ def any_key_headers(api: str = OPENAI) -> tuple[bytes, ...]:
     return tuple(dict.fromkeys([*KEY_HEADERS[api], *sum(KEY_HEADERS.values(), ())]))
 
 
+def header_in(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """Return the value of a header, the first where it is sent twice; b"" without it."""
+    return next((value for found, value in headers if found == name), b"")
+
+
 def key_in(headers: Iterable[tuple[bytes, bytes]], names: Collection[bytes]) -> bytes:
     """Return the key in the first of the headers `names` that has one; b"" without one.
 

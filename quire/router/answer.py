@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
+from quire.base.http_apis import header_in
 from quire.router.answer_state import AnswerParts, AnswerState
 from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
@@ -357,5 +358,4 @@ class Answer:
 
 def _is_json(exchange: Exchange) -> bool:
     """Return whether a response is one object, such as Ollama's to a request without a prompt."""
-    found = (value for name, value in exchange.headers if name == b"content-type")
-    return next(found, b"").startswith(b"application/json")
+    return header_in(exchange.headers, b"content-type").startswith(b"application/json")

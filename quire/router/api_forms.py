@@ -27,6 +27,7 @@ from quire.base.http_apis import (
     RESPONSES,
     any_key_headers,
     api_of,
+    header_in,
     key_in,
 )
 from quire.router.faults import Refusal
@@ -181,8 +182,7 @@ def _is_of_user(message: Any) -> bool:
 def error_code(headers: Headers) -> str:
     """Return the code of a replica's error, which has it in a header whatever the API; "" without
     one."""
-    found = (value for name, value in headers if name == ERROR_CODE_HEADER)
-    return next(found, b"").decode("latin-1")
+    return header_in(headers, ERROR_CODE_HEADER).decode("latin-1")
 
 
 def error_message(raw: bytes) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.base.cors import Cors
-from quire.base.http_apis import served_path
+from quire.base.http_apis import header_in, served_path
 from quire.base.log import Log
 from quire.base.request_body import BODY_TIME_S, LENGTH_DIGITS, large_body, late_body
 from quire.router.admission import Admission
@@ -261,8 +261,7 @@ class RouterApp:
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body. One that is announced to be too large is not read; of another one no more
         than the limit is held. Raises Refusal."""
-        lengths = (value for name, value in scope["headers"] if name == b"content-length")
-        announced = next(lengths, b"")[:LENGTH_DIGITS]
+        announced = header_in(scope["headers"], b"content-length")[:LENGTH_DIGITS]
         if announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large(announced.decode())
         pieces, num_bytes = list[bytes](), 0

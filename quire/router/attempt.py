@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from quire.base.http_apis import FINGERPRINT_HEADER
+from quire.base.http_apis import FINGERPRINT_HEADER, header_in
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
 from quire.router.faults import Blameless, ClientGone, ReplicaFault, StaleConnection
@@ -109,9 +109,8 @@ class Attempt(AbstractContextManager["Attempt"]):
     def fingerprint(self) -> str:
         """The fingerprint of its answer: as the answer has it, or as the replica had it last. A
         replica may have been started again since that was read."""
-        found = (value for name, value in self.exchange.headers if name == FINGERPRINT_HEADER)
-        known = self.replica.fingerprint(self._request.model)
-        return next(found, b"").decode("latin-1") or known
+        found = header_in(self.exchange.headers, FINGERPRINT_HEADER).decode("latin-1")
+        return found or self.replica.fingerprint(self._request.model)
 
     @property
     def age_s(self) -> float:
