@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from quire.base.log import Log
+from quire.base.server_url import key_headers
 from quire.router.discovery import Discovery
-from quire.router.http_client import ConnectionPool
+from quire.router.http_client import ConnectionPool, Headers
 from quire.router.policies import make_routing_policy
 from quire.router.replica import ASLEEP, REMOVED, Load, Replica
 from quire.router.resumes import Resumes
@@ -56,6 +57,8 @@ class Fleet:
         self._num_numbers = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
+        key = key_headers(settings.replica_key)
+        self._key = [(name.lower().encode(), value.encode()) for name, value in key.items()]
         self.probe_now = asyncio.Event()
         self.num_waiting = 0
         self.resumes = Resumes()
@@ -97,6 +100,10 @@ class Fleet:
         if pool is None:
             pool = self._pools[replica] = ConnectionPool(replica.url, self.settings.connect_s)
         return pool
+
+    def own_headers(self, replica: Replica) -> Headers:
+        """Return the headers of requests of the router itself to a replica."""
+        return [(b"host", replica.url.shown.partition("//")[2].encode()), *self._key]
 
     def choose(
         self,

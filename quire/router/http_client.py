@@ -436,11 +436,18 @@ class ConnectionPool:
         connection.send(exchange, head, body)
         return exchange
 
-    async def get(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-        """Return status and body of a GET. Raises ReplicaFault."""
-        is_fresh = False
+    async def request(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes = b"",
+        *,
+        is_fresh: bool = False,
+    ) -> tuple[int, bytes]:
+        """Return status and body of a whole response. Raises ReplicaFault."""
         while True:
-            exchange = await self.send(b"GET", path, headers, b"", is_fresh=is_fresh)
+            exchange = await self.send(method, path, headers, body, is_fresh=is_fresh)
             try:
                 await exchange.head()
                 return exchange.status, await exchange.body()

@@ -102,7 +102,7 @@ class ModelLists:
         kept = [header for header in headers if header[0] not in HOP_BY_HOP]
         try:
             async with asyncio.timeout(_ASK_S):
-                return await pool.get(target, kept)
+                return await pool.request(b"GET", target, kept)
         except (ReplicaFault, TimeoutError):
             return 0, b""
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from quire.base.server_url import key_headers
 from quire.router.beats import BeatHealth, FleetBeats
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
@@ -85,9 +84,7 @@ class Prober:
         self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
         self._silent_s: dict[Replica, float] = {}  # since when its engine is, by its own finding
         self._probing: dict[Replica, asyncio.Task[None]] = {}
-        headers = key_headers(self._settings.replica_key)
-        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self._beats = FleetBeats(fleet, self._headers, self._hear)
+        self._beats = FleetBeats(fleet, self._hear)
         self._report = SilenceReport(fleet, self._beats, fleet.log)
 
     async def run(self) -> None:
@@ -519,9 +516,8 @@ class Prober:
     async def _get(
         self, replica: Replica, path: bytes, kind: Any, *, none_at: tuple[int, ...] = ()
     ) -> tuple[int, Any]:
-        pool, host = self._fleet.pool(replica), replica.url.shown.partition("//")[2]
-        headers = [(b"host", host.encode()), *self._headers]
-        status, body = await pool.get(path, headers)
+        headers = self._fleet.own_headers(replica)
+        status, body = await self._fleet.pool(replica).request(b"GET", path, headers)
         if status in none_at:
             return status, None
         return status, msgspec.json.decode(body, type=kind)

@@ -105,7 +105,7 @@ class StoredResponses:
         target = f"{RESPONSES}/{id_}".encode()
         try:
             async with asyncio.timeout(_ASK_S):
-                status, _ = await pool.get(target, headers)
+                status, _ = await pool.request(b"GET", target, headers)
         except (ReplicaFault, TimeoutError):
             return None
         return status == 200 if status < 500 else None
