@@ -95,7 +95,7 @@ class ModelChoice:
         if self._is_summarized:
             raise Refusal(
                 400,
-                "context_length_exceeded",
+                TOO_LONG,
                 f"{message}; although its earlier part is summarized already. Send shorter "
                 "messages, or set summarize_prompt.keep_turns or max_tokens lower",
                 param="messages",
