@@ -371,7 +371,7 @@ def _listed(texts: list[str]) -> StaticList:
         urls = [replica_url(url) for url in texts]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
-    return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))
+    return StaticList(tuple({url.full: url for url in urls}.values()))
 
 
 def _key(path: str | None) -> str | None:

@@ -173,7 +173,7 @@ def _name_of(address: str) -> str:
         url = replica_url(address)
     except InvalidParameter as error:
         raise SettingError(f"[kv-events.replicas]: {error}") from error
-    return url.shown + url.path
+    return url.full
 
 
 def endpoints_of(

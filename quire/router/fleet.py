@@ -66,7 +66,7 @@ class Fleet:
 
     def follow(self) -> None:
         """Take over the addresses of the discovery."""
-        urls = {url.shown + url.path: url for url in self._discovery.poll()}
+        urls = {url.full: url for url in self._discovery.poll()}
         is_changed = urls.keys() != self.replicas.keys()
         for name, url in urls.items():
             if name not in self.replicas:
@@ -103,7 +103,7 @@ class Fleet:
 
     def own_headers(self, replica: Replica) -> Headers:
         """Return the headers of requests of the router itself to a replica."""
-        return [(b"host", replica.url.shown.partition("//")[2].encode()), *self._key]
+        return [(b"host", replica.url.authority), *self._key]
 
     def choose(
         self,
@@ -214,7 +214,7 @@ class Fleet:
         advice = f"each is probed every {self.settings.probe_s:g} s and joins by itself"
         down = next((one for one in replicas if one.state == "unreachable"), None)
         if down is not None:
-            port = down.url.port or (443 if down.url.is_secure else 80)
+            port = down.url.port_number
             advice += f": start it on its machine, as in `quire serve --port {port}`"
         return f"{'; '.join(states)}; {advice}"
 

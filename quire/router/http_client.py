@@ -458,7 +458,7 @@ class ConnectionPool:
 
     async def _connect(self, is_wanted: Callable[[], bool]) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
-        port = url.port or (443 if url.is_secure else 80)
+        port = url.port_number
         opening = asyncio.ensure_future(
             loop.create_connection(lambda: _Connection(self), url.host, port, ssl=self._tls)
         )
