@@ -148,6 +148,11 @@ def value_at(fields: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
+def objects_in(found: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none of what is no list."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
 def with_value(fields: Mapping[str, Any], path: Path, value: object) -> dict[str, Any]:
     """Return a copy of fields in which one has this value."""
     name, *rest = path

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from quire.router.api_forms import objects_in
 from quire.router.client_response import HOP_BY_HOP
 from quire.router.faults import Refusal, ReplicaFault
 from quire.router.fleet import Fleet
@@ -109,7 +110,6 @@ class ModelLists:
 
 def _entries(body: bytes) -> list[dict[str, Any]]:
     try:
-        found = msgspec.json.decode(body)["models"]
+        return objects_in(msgspec.json.decode(body)["models"])
     except (msgspec.MsgspecError, TypeError, KeyError):
         return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
