@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Route until a signal. Raises SettingError."""
     from quire.router.policies import make_routing_policy
     from quire.router.server import run as serve  # imports uvicorn
+    from quire.router.service import RouterService
 
     log = Log("router")
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
@@ -240,7 +241,10 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce, features, prefill, movable)
+    def open_service() -> Awaitable[RouterService]:
+        return RouterService.open(settings, discovery, log, features, prefill, movable)
+
+    return serve(open_service, listening, log, announce)
 
 
 def _given(flag: Any, in_file: Any, default: Any) -> Any:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,12 +19,8 @@ import uvicorn
 from quire.base.heap import freeze_heap
 from quire.base.log import Log
 from quire.base.waiting_connections import WaitingConnections
-from quire.router.discovery import Discovery
-from quire.router.features import Features
 from quire.router.head_bounds import BoundedHeads
-from quire.router.role_balance import MovableServers
 from quire.router.service import LAST_EVENTS_S, RouterService
-from quire.router.settings import RouterSettings
 
 
 class _Server(uvicorn.Server):
@@ -50,35 +46,24 @@ class _Server(uvicorn.Server):
 
 
 def run(
-    settings: RouterSettings,
-    discovery: Discovery,
+    open_service: Callable[[], Awaitable[RouterService]],
     listening: socket.socket,
     log: Log,
     announce: Callable[[int], None],
-    features: Features,
-    prefill: Discovery | None = None,
-    movable: MovableServers | None = None,
 ) -> int:
-    """Serve until a signal; return the exit code. announce: called with the number of available
-    replicas once requests are accepted. prefill: replicas that compute prompts for the others.
-    movable: those that both discoveries divide among themselves."""
+    """Serve until a signal; return the exit code. open_service: opens the router in the event loop.
+    announce: called with the number of available replicas once requests are accepted."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(
-            _serve(settings, discovery, listening, log, announce, features, prefill, movable)
-        )
+        return runner.run(_serve(open_service, listening, log, announce))
 
 
 async def _serve(
-    settings: RouterSettings,
-    discovery: Discovery,
+    open_service: Callable[[], Awaitable[RouterService]],
     listening: socket.socket,
     log: Log,
     announce: Callable[[int], None],
-    features: Features,
-    prefill: Discovery | None,
-    movable: MovableServers | None,
 ) -> int:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -89,7 +74,7 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    service = await RouterService.open(settings, discovery, log, features, prefill, movable)
+    service = await open_service()
     server = _new_server(service)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     stopped = asyncio.ensure_future(stop.wait())
