@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 
 from quire.base.http_apis import header_in
-from quire.router.answer_state import AnswerParts, AnswerState
+from quire.router.answer_state import AnswerState
 from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
-from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
-from quire.router.failures import Failures
 from quire.router.faults import (
     HasNoRoom,
     OtherFingerprint,
@@ -28,10 +26,8 @@ from quire.router.faults import (
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.http_client import Exchange
-from quire.router.model_choice import ModelChoice
 from quire.router.placement import Placement
 from quire.router.replica import ASLEEP, Replica
-from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import created_id, home_unavailable, needed_id
 from quire.router.stream_relay import DRAINS, FAILED, LEAVING, StreamRelay
@@ -41,23 +37,14 @@ _Response = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class Answer:
-    """The attempts of one request. key: of its client. home, failures: see AnswerState."""
+    """The attempts of one request."""
 
-    def __init__(
-        self,
-        parts: AnswerParts,
-        request: RoutedRequest,
-        client: ClientResponse,
-        choice: ModelChoice,
-        key: bytes,
-        home: Replica | None,
-        failures: Failures,
-    ) -> None:
-        self._state = state = AnswerState(parts, request, client, choice, key, home, failures)
+    def __init__(self, state: AnswerState) -> None:
+        self._state, parts = state, state.parts
         self._placement, self._relay = Placement(state), StreamRelay(state)
         self._fleet, self._metrics, self._features = parts.fleet, parts.metrics, parts.features
         self._admission = parts.admission
-        self._request, self._client, self._choice = request, client, choice
+        self._request, self._client, self._choice = state.request, state.client, state.choice
         self._loop = asyncio.get_running_loop()
         self._refused: _Response | None = None
         self._final: _Response | None = None  # the first final error

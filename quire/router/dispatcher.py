@@ -15,7 +15,7 @@ import msgspec
 
 from quire.router.admission import Admission
 from quire.router.answer import Answer
-from quire.router.answer_state import AnswerParts
+from quire.router.answer_state import AnswerParts, AnswerState
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse, InnerResponse
 from quire.router.deadlines import before_deadline
@@ -117,7 +117,8 @@ class Dispatcher:
         home = None
         if id_ := needed_id(request):
             home = await shared.responses.holder(key, id_, request)
-        await Answer(shared, request, client, choice, key, home, failures).run()
+        state = AnswerState(shared, request, client, choice, key, home, failures)
+        await Answer(state).run()
         choice.ended()
 
     def _summary(
@@ -142,7 +143,8 @@ class Dispatcher:
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, inner)
         request.summarizing = inner
         with InnerResponse(client, inner.form) as response:
-            await Answer(shared, inner, response, choice, key, None, Failures()).run()
+            state = AnswerState(shared, inner, response, choice, key, None, Failures())
+            await Answer(state).run()
             choice.ended()
         request.summarizing = None
         request.replaced_tokens += inner.replaced_tokens
