@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
 from quire.base.cors import without_cors
 from quire.base.http_apis import ERROR_CODE_HEADER, PROCESS_HEADER
-from quire.router.api_forms import ApiForm, error_code
+from quire.router.api_forms import ApiForm, Headers, error_code
 from quire.router.faults import ClientGone, Refusal
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
 
 # A client that reads nothing of what waits for it is given up after the first of these times, with
 # the next check; servers of Quire give up theirs after 30 s.

@@ -99,7 +99,7 @@ class Prober:
                     silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
                 self._note_failed()
-                for replica in list(fleet.replicas.values()):
+                for replica in [*fleet.replicas.values(), *fleet.leaving()]:
                     if not is_late:
                         self._check_stall(replica)
                         self._check_answers(replica)
@@ -107,11 +107,6 @@ class Prober:
                     self._begin_probe(replica)
                     if replica.is_up:
                         self._beats.follow(replica)
-                for replica in fleet.leaving():
-                    if not is_late:
-                        self._check_stall(replica)
-                        self._check_answers(replica)
-                    self._begin_probe(replica)
                 self._forget_removed()
                 is_late = await self._pause()
         finally:
