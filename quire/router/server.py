@@ -129,11 +129,9 @@ async def _serve(
         if serving.done():
             log.error("the HTTP server ended by itself")
             return 1
-        until_s = loop.time() + settings.grace_s
         if listening.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
             server.stop_listening()
-        await service.drain()
-        await server.wait_until_sent(until_s)
+        await server.wait_until_sent(until_s=await service.drain())
         return 0
     finally:
         server.should_exit = True
