@@ -18,6 +18,7 @@ from msgspec import UNSET
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
 from quire.base.server_url import key_headers
+from quire.config.process_limits import raise_open_files
 from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
 from quire.router.features import Features, features_of, settings_in
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
@@ -208,6 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.router.server import run as serve  # imports uvicorn
     from quire.router.service import RouterService
 
+    raise_open_files()
     log = Log("router")
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     _check_prefill(arguments)

@@ -18,6 +18,7 @@ from quire.router.attempt import Attempt
 from quire.router.deadlines import before_deadline
 from quire.router.faults import (
     HasNoRoom,
+    NoFiles,
     OtherFingerprint,
     ProcessStopped,
     Refusal,
@@ -262,7 +263,7 @@ class Answer:
     def _note(self, replica: Replica, fault: ReplicaFault) -> None:
         """Note that a replica has failed."""
         num_delivered, started = self._request.num_delivered, self._client.started
-        is_refusal = isinstance(fault, HasNoRoom)
+        is_refusal = isinstance(fault, HasNoRoom | NoFiles)
         is_fence = replica.state != "ready" and fault.cause in ("silence", "fence")
         if not is_refusal:
             self._metrics.faults.labels(replica.name).inc()

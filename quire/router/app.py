@@ -33,10 +33,13 @@ from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 from quire.router.routes import LISTS, ROUTES, FoundRoute, find_route, reason_not_routed
+from quire.router.stream_relay import DRAINS
 from quire.router.summaries import HEADER, read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
+_CLOSE = (b"connection", b"close")
+_DISCARD_S = 1.0
 _PREFLIGHT = "preflight"
 # Response headers of a router that a page may read.
 _SHOWN = (HEADER.decode(), "x-should-retry")
@@ -112,6 +115,8 @@ class RouterApp:
         except Refusal as refusal:
             if refusal.status == 503 and refusal.retry_after_s is None:
                 refusal.retry_after_s = self._admission.retry_after_s()
+            if refusal.code == DRAINS:  # by another connection it may reach another router
+                client.added.append(_CLOSE)
             self._metrics.refused.labels(refusal.code).inc()
             await client.refuse(refusal)
         finally:
@@ -176,7 +181,12 @@ class RouterApp:
     ) -> None:
         headers = _forwarded(scope, origin)
         sent = form_of(path).key_in(headers)
-        key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
+        try:
+            key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
+        except Refusal as refusal:
+            if refusal.code == DRAINS:
+                await self._discard(scope, receive)
+            raise
         reservation: Reservation | None = None
         request: RoutedRequest | None = None
         limit = asyncio.timeout(BODY_TIME_S)
@@ -221,9 +231,9 @@ class RouterApp:
         body that does not come is closed."""
         if is_read:
             return _stopped("the answer")
-        client.added.append((b"connection", b"close"))
         if self.cut.done():
             return _stopped("the request")
+        client.added.append(_CLOSE)
         return Refusal(408, "timeout", late_body(BODY_TIME_S))
 
     async def _reserve(
@@ -275,6 +285,13 @@ class RouterApp:
                 raise self._too_large(f"more than {self._max_body_bytes}")
             if not message.get("more_body", False):
                 return b"".join(pieces)
+
+    async def _discard(self, scope: dict[str, Any], receive: Receive) -> None:
+        """Wait for the body of a request after which the connection is closed: a client that still
+        writes would see a broken connection, and no answer. Raises ClientGone."""
+        with contextlib.suppress(TimeoutError, Refusal):
+            async with asyncio.timeout(_DISCARD_S):
+                await self._body(scope, receive)
 
     def _too_large(self, found: str) -> Refusal:
         return Refusal(413, "body_too_large", large_body(found, self._max_body_bytes))
@@ -336,7 +353,7 @@ def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
 
 
 def _stopped(what: str) -> Refusal:
-    return Refusal(503, "shutting_down", f"the router has stopped before {what} was complete")
+    return Refusal(503, DRAINS, f"the router has stopped before {what} was complete")
 
 
 def _unknown(method: str, path: str) -> Refusal:

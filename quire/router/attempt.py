@@ -152,7 +152,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             except ReplicaFault as fault:
                 if client.is_gone:
                     raise ClientGone from fault
-                if stale is None:
+                if stale is None or isinstance(fault, Blameless):
                     raise
                 # The server may have closed an idle connection just before its own end, or have
                 # read the request and died of it: the router cannot know. So it counts against the

@@ -63,6 +63,13 @@ class OtherFingerprint(Blameless):
         super().__init__(why, is_suspect=False, cause="error")
 
 
+class NoFiles(Blameless):
+    """A connection that was not made, because the router may open no more files."""
+
+    def __init__(self) -> None:
+        super().__init__("the router may open no more files (ulimit -n)", is_suspect=False)
+
+
 class SlowClient(Blameless):
     """The end of a connection that was paused for its slow client: servers give such a reader up.
     Counted against the request, as the server may have died of it."""

@@ -4,9 +4,10 @@ uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 cli
 know them: here streams to these end with the connection. It closes the connection of a client that
 has only finished sending (a half-closed one), which is answered here, as by `quire serve`. A
 response's head is one write with the first bytes of its body. Always holds: a client that sends a
-head without an end is refused and closed after 64 KiB; one that sends none is closed after
-HEAD_TIME_S, or sooner where the process has no room for more connections; one that reads nothing of
-the rest of a response is closed after REST_TIME_S.
+head without an end, or as much between two pieces of a body or behind it, is refused and closed
+after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process has no
+room for more connections, but not while a request is open; one that reads nothing of the rest of a
+response is closed after REST_TIME_S.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.base.close_delimited import CloseDelimited
 from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
 from quire.base.http_apis import ERROR_CODE_HEADER, OPENAI
+from quire.base.plain_http_parser import PlainHttpParser
 from quire.base.waiting_connections import WaitingConnections
 from quire.router.api_forms import FORMS
 from quire.router.faults import Refusal
@@ -29,6 +31,8 @@ from quire.router.faults import Refusal
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
 REST_TIME_S = 60.0
+# Requests that may wait behind one that is answered: as many more as come are not read.
+MAX_PIPELINED = 128
 # In a scope: what writes pieces of the response's body without a message.
 WRITER = "quire.writer"
 # A refused client may still be writing; closing at once would discard the response.
@@ -76,6 +80,16 @@ class _Response:
         if body:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its head is there."""
+        return self._cycle.response_started
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it was written, or its client has left."""
+        return self._cycle.response_complete or self._cycle.disconnected
+
     def write(self, piece: bytes) -> None:
         """Hold the head, or write it with what follows."""
         if not self._cycle.response_started:  # an interim response
@@ -116,19 +130,20 @@ class _Response:
 
 class BoundedHeads(HttpToolsProtocol):
     """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
-    was accepted."""
+    was accepted. _head_bytes: since the head, or the last piece of its body, began."""
 
     def __init__(
         self, *arguments: Any, waiting: WaitingConnections | None = None, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
+        self.parser = cast(Any, PlainHttpParser(self))
         self._waiting = waiting
         self._head_bytes = 0
         self._in_head = True
-        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._response: _Response | None = None
+        self._reads_nothing = False  # a head is too long, or more requests wait than may
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept those that wait behind it."""
@@ -152,13 +167,12 @@ class BoundedHeads(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, received: bytes) -> None:
-        """Parse more bytes, unless they belong to a head without an end."""
-        if self._is_refused:
+        """Parse more bytes, unless they belong to a head, or to trailers, without an end."""
+        if self._reads_nothing:
             return
-        if self._in_head:
-            self._head_bytes += len(received)
+        self._head_bytes += len(received)
         super().data_received(received)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._await_head()  # behind the rest of a body that was refused before it came
@@ -181,10 +195,25 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Its head is complete."""
-        self._in_head = False
+        """Its head is complete. Where too many wait, it ends the connection behind the last of
+        these: its client sends it again, as HTTP allows."""
+        self._in_head, self._head_bytes = False, 0
         self._stop_timer()
-        super().on_headers_complete()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reads_nothing, self.cycle.keep_alive = True, False
+        if not self._reads_nothing:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._head_bytes = 0
+        if not self._reads_nothing:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that a body is complete."""
+        if not self._reads_nothing:
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start a request, for uvicorn. Its scope has what closes a connection that is not read."""
@@ -206,6 +235,8 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_response_complete()
         if not (has_next or self.transport.is_closing()):
             _IDLE.setdefault(self)
+            if self._in_head:
+                self._await_head()
         self._await_reader()
 
     def _await_reader(self, before: float = math.inf) -> None:
@@ -224,17 +255,32 @@ class BoundedHeads(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
 
     def _refuse_head(self) -> None:
-        """Read nothing more, and close the connection: after a refusal, or after the answer to the
+        """Read nothing more, and close the connection: after a refusal, or behind the answer to the
         request before."""
-        self._is_refused = True
+        self._reads_nothing = True
         self._stop_timer()
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_answering and not self.cycle.more_body:
             self.cycle.keep_alive = False
             return
-        self.transport.write(_TOO_LONG)
-        self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        if not self._has_begun:
+            self.transport.write(_TOO_LONG)
+        if self._in_head:
+            self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._response is not None and not self._response.is_over
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a part of a response was sent, and its end was not."""
+        return self._is_answering and self._response is not None and self._response.has_begun
 
     def _await_head(self) -> None:
+        if self._is_answering:  # its head may be sent in the meantime
+            return
         _IDLE.setdefault(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)

@@ -13,7 +13,7 @@ import asyncio
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.faults import ClientGone, HasNoRoom, ProcessStopped, ReplicaFault
+from quire.router.faults import ClientGone, HasNoRoom, NoFiles, ProcessStopped, ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.replica import ASLEEP, Replica
 
@@ -53,7 +53,7 @@ class Placement:
         still allowed. The time at a replica does not count, unless that was full or could not be
         reached: nothing else bounds their number."""
         self._displace()
-        self._is_refused = isinstance(fault, HasNoRoom)
+        self._is_refused = isinstance(fault, HasNoRoom | NoFiles)
         self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
         if has_worked or not self._state.continuation.has_failed:

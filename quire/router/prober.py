@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.router.beats import BeatHealth, FleetBeats
-from quire.router.faults import ReplicaFault
+from quire.router.faults import NoFiles, ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, MAX_BEGINNING, REMOVED, Replica
 from quire.router.silence import SilenceLimit
@@ -374,6 +374,9 @@ class Prober:
             self._asked_s.pop(replica, None)
             if asked_s > self._heard_s.get(replica, 0.0):  # else it has said that this is over
                 await self._judge(replica, status, health)
+        except NoFiles:  # it cannot be seen now whether the replica works
+            self._asked_s.pop(replica, None)
+            replica.progress_s = self._loop.time()
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
             if replica.said != "unreachable" and (is_quiet or replica.is_fenced):

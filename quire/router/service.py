@@ -109,9 +109,11 @@ class RouterService:
         ended = (one for one in self._tasks if one.done() and not one.cancelled())
         return "; ".join(f"{one.get_name()}: {one.exception()!r}" for one in ended)
 
-    async def drain(self) -> None:
-        """Refuse new requests, let open ones end within the grace time, then end them."""
+    async def drain(self) -> float:
+        """Refuse new requests, let open ones end within the grace time, then end them; return when
+        that time is over."""
         admission, grace_s = self._admission, self._settings.grace_s
+        over_s = asyncio.get_running_loop().time() + grace_s
         admission.is_draining = True
         self._log.event("draining", grace_s=grace_s, open=admission.num_open)
         await self._wait_until_idle(grace_s)
@@ -122,6 +124,7 @@ class RouterService:
             self.app.cut.set_result(None)
             await self._wait_until_idle(LAST_EVENTS_S)
         self._log.event("stopped")
+        return over_s
 
     async def close(self) -> None:
         """Stop probing and close kept connections."""

@@ -28,6 +28,7 @@ from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
 from quire.base.close_delimited import CloseDelimited
 from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
+from quire.base.plain_http_parser import PlainHttpParser
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
@@ -142,6 +143,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
         self._dialect, self._waiting = dialect, options.pop("waiting", None)
         super().__init__(*args, **options)
+        self.parser = cast(Any, PlainHttpParser(self))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first head."""
