@@ -193,12 +193,11 @@ def _ask_llama_cpp(fields: Fields) -> tuple[str, Any] | None:
     return None if fields.get("n_probs") or fields.get("logprobs") else ("n_probs", 1)
 
 
-def _has_format(fields: Fields) -> bool:
-    return bool(fields.get("format"))
-
-
 _OLLAMA = JudgedForm(
-    read=_read_ollama, ask=_ask(True, "logprobs"), hide=_hide_list, wants_json=_has_format
+    read=_read_ollama,
+    ask=_ask(True, "logprobs"),
+    hide=_hide_list,
+    wants_json=lambda fields: bool(fields.get("format")),
 )
 _LLAMA_CPP = JudgedForm(
     read=_read_llama_cpp,

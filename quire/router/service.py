@@ -51,9 +51,8 @@ class RouterService:
         for cascade in features.cascades.values():
             cascade.report_to(log)
         metrics = RouterMetrics(self.fleet)
-        metrics.watch(
-            "waiting_requests", "Requests without an available replica", self._num_waiting
-        )
+        waiting = "Requests without an available replica"
+        metrics.watch("waiting_requests", waiting, lambda: self.fleet.num_waiting)
         self._sleepers = features.sleepers
         self._prefixes = _follow_prefixes(features, self.fleet, metrics)
         look_up = None if self._prefixes is None else self._prefixes.look_up
@@ -136,9 +135,6 @@ class RouterService:
             fleet.close()
         if self._prefixes is not None:
             self._prefixes.close()
-
-    def _num_waiting(self) -> float:
-        return float(self.fleet.num_waiting)
 
     async def _wait_until_idle(self, limit_s: float) -> None:
         loop = asyncio.get_running_loop()
