@@ -39,18 +39,17 @@ WRITER = "quire.writer"
 _LINGER_S = 1.0
 # Connections without a request, those that have waited for longest first.
 _IDLE: dict[BoundedHeads, None] = {}
-_TOO_LONG_CODE = "headers_too_large"
 _TOO_LONG_BODY = FORMS[OPENAI].error_body(  # the path is not known
     Refusal(
         431,
-        _TOO_LONG_CODE,
+        "headers_too_large",
         f"the head of a request may have {MAX_HEAD_BYTES} bytes; send fewer or shorter headers",
     )
 )
 _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-    b"content-type: application/json\r\n%b: %b\r\ncontent-length: %d\r\n\r\n%b"
-) % (ERROR_CODE_HEADER, _TOO_LONG_CODE.encode(), len(_TOO_LONG_BODY), _TOO_LONG_BODY)
+    b"content-type: application/json\r\n%b: headers_too_large\r\ncontent-length: %d\r\n\r\n%b"
+) % (ERROR_CODE_HEADER, len(_TOO_LONG_BODY), _TOO_LONG_BODY)
 
 
 def max_connections() -> int:

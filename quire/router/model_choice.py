@@ -95,7 +95,7 @@ class ModelChoice:
         if self._is_summarized:
             raise Refusal(
                 400,
-                TOO_LONG,
+                "context_length_exceeded",
                 f"{message}; although its earlier part is summarized already. Send shorter "
                 "messages, or set summarize_prompt.keep_turns or max_tokens lower",
                 param="messages",

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from prometheus_client import Counter
 
-from quire.router.api_forms import POISON, error_code, error_message, is_final, may_end_engines
+from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
 from quire.router.client_response import ClientResponse
 from quire.router.failures import Failures
@@ -92,7 +92,7 @@ class PrefillPairs:
         die of the request; others may be this replica's own."""
         if may_end_engines(code):
             self._outcomes.labels("refused").inc()
-            raise Refusal(500, POISON, error_message(answer), is_final=True)
+            raise Refusal(500, "poison_request", error_message(answer), is_final=True)
 
     def _is_suited(self, request: RoutedRequest) -> bool:
         """Return whether a request has one long prompt and one choice, and no transfer yet."""

@@ -362,4 +362,4 @@ def _invalid(message: str) -> Refusal:
 
 
 def _too_long(message: str) -> Refusal:
-    return Refusal(400, TOO_LONG, message, param="messages")
+    return Refusal(400, "context_length_exceeded", message, param="messages")

@@ -122,8 +122,7 @@ def wire(
     preemptor = Preemptor(
         requests, batch, cache, shares, beams, victims=victims, watermark=watermark, stats=stats
     )
-    layered = LayeredChunks(limits, batch)
-    prompts = PromptShares(limits, batch, policy, speed, layered)
+    prompts = PromptShares(limits, batch, policy, speed, layered := LayeredChunks(limits, batch))
     advance = Advance(requests, batch, cache, shares, preemptor, prompts, layered, loads)
     beams.connect(advance)
     backpressure, pins = Backpressure(requests, preemptor), PrefixPins(cache, limits.pin_share)
