@@ -1,7 +1,7 @@
 """HTTP connections, with the bounds that uvicorn's protocol leaves out.
 
-Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
-connection is closed. A second request sent before the first is answered is neither read nor
+Headers and trailers are bounded in bytes and lines (431); headers must arrive within a time limit,
+after which the connection is closed. A second request sent before the first is answered is neither read nor
 answered: the connection is closed after the first, and the client retries it, as HTTP allows. So a
 connection is always read from while a request runs, and a client that disconnects is noticed. A
 client that has only finished sending (a half-closed connection) is answered; a probe distinguishes
@@ -137,6 +137,7 @@ class Connection(HttpToolsProtocol):
     """
 
     _head_bytes = 0
+    _rest_bytes = 0  # since the last piece of a body
     _in_head = True
     _ignores_input = False
     _is_close_delimited = False
@@ -184,7 +185,11 @@ class Connection(HttpToolsProtocol):
                 self.send_400_response("This is TLS.")  # no TLS, so the handshake ends
                 return
             self._head_bytes += len(piece)  # of the last piece, part may be the body
+        else:
+            self._rest_bytes += len(piece)
         super().data_received(piece)
+        if self._rest_bytes > MAX_HEAD_BYTES and not self._ignores_input:
+            self._refuse_head()  # trailers, or what is beside the pieces of a body
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
             self._await_head()  # the rest of a body after an early response
 
@@ -236,13 +241,14 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body from the parser; a refused request has none."""
+        self._rest_bytes = 0
         if not self._ignores_input:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
         if not self._ignores_input:
-            self._in_head, self._head_bytes = True, 0
+            self._in_head, self._head_bytes, self._rest_bytes = True, 0, 0
             super().on_message_complete()
             # A long body may have paused reading: a disconnect would go unnoticed.
             self.flow.resume_reading()
