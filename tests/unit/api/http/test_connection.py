@@ -98,7 +98,7 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
     bodies = list[bool]()
 
     async def reads(scope: Any, receive: Any, send: Any) -> None:
-        message = {"more_body": True}
+        message: dict[str, Any] = {"more_body": True}
         while message.get("more_body"):
             message = await receive()
         bodies.append(message["type"] == "http.request")
