@@ -2,15 +2,17 @@
 
 A client may offer one with its request (Java's and curl's offer HTTP/2 in clear text), which a
 server declines by answering as ever. httptools gives up at the end of such a head: it takes the
-body for the other protocol. Here a further parser reads it. Knows no server and no route. Always
-holds: requests and their bodies are read as they would be without the offer.
+body for the other protocol. Here a further parser reads it. A connection of uvicorn takes this
+parser with the first offer (DeclinesUpgrade). Knows no server and no route. Always holds:
+requests and their bodies are read as they would be without the offer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -41,14 +43,22 @@ class RequestCallbacks(Protocol):
         """Note its end."""
 
 
-class PlainHttpParser:
-    """In place of httptools.HttpRequestParser. calls: its methods are called as by that."""
+def framing_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the lines of a head that say how long its body is; b"" where it has none."""
+    return b"".join(b"%b: %b\r\n" % header for header in headers if header[0] in _FRAMING)
 
-    def __init__(self, calls: RequestCallbacks) -> None:
+
+class PlainHttpParser:
+    """In place of httptools.HttpRequestParser. calls: its methods are called as by that. framing:
+    of a body that is to be read first."""
+
+    def __init__(self, calls: RequestCallbacks, framing: bytes = b"") -> None:
         self._calls = calls
-        self._framing = b""  # of a body that is still to be read
+        self._framing = framing  # of a body that is still to be read
         self._repeats_head = False
         self._parser = self._new(lambda call: call)
+        if framing:
+            self._begin_body()
 
     def feed_data(self, received: bytes) -> None:
         """Parse bytes. Raises HttpParserError."""
@@ -96,8 +106,7 @@ class PlainHttpParser:
 
     def _complete(self) -> None:
         if self._parser.should_upgrade():
-            found = [header for header in self._calls.headers if header[0] in _FRAMING]
-            self._framing = b"".join(b"%b: %b\r\n" % header for header in found)
+            self._framing = framing_of(self._calls.headers)
             if self._framing:
                 return  # only its head is
         self._calls.on_message_complete()
@@ -116,3 +125,21 @@ class PlainHttpParser:
                 call(*parts)
 
         return passed
+
+
+class DeclinesUpgrade:
+    """Of a connection of uvicorn: requests that offer another protocol are read as any others. It
+    keeps what it parses as _received, and notes no end of a request with a body at an offer."""
+
+    _received = b""
+    headers: list[tuple[bytes, bytes]]
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read what is behind the head of the newest request, while uvicorn handles the offer."""
+        offer, connection = sys.exc_info()[1], cast(Any, self)
+        assert isinstance(offer, httptools.HttpParserUpgrade), "uvicorn has caught it"
+        try:
+            connection.parser = PlainHttpParser(connection, framing_of(self.headers))
+            connection.parser.feed_data(self._received[offer.args[0] :])
+        except httptools.HttpParserError:
+            connection.send_400_response("Invalid HTTP request received.")

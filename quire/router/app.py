@@ -353,7 +353,7 @@ def _check(scope: dict[str, Any], path: str, found: FoundRoute) -> None:
 
 
 def _stopped(what: str) -> Refusal:
-    return Refusal(503, DRAINS, f"the router has stopped before {what} was complete")
+    return Refusal(503, "shutting_down", f"the router has stopped before {what} was complete")
 
 
 def _unknown(method: str, path: str) -> Refusal:

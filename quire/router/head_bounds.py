@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from quire.base.close_delimited import CloseDelimited
 from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
 from quire.base.http_apis import ERROR_CODE_HEADER, OPENAI
-from quire.base.plain_http_parser import PlainHttpParser
+from quire.base.plain_http_parser import DeclinesUpgrade, framing_of
 from quire.base.waiting_connections import WaitingConnections
 from quire.router.api_forms import FORMS
 from quire.router.faults import Refusal
@@ -127,7 +127,7 @@ class _Response:
         cycle.message_event.set()
 
 
-class BoundedHeads(HttpToolsProtocol):
+class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
     """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
     was accepted. _head_bytes: since the head, or the last piece of its body, began."""
 
@@ -135,7 +135,6 @@ class BoundedHeads(HttpToolsProtocol):
         self, *arguments: Any, waiting: WaitingConnections | None = None, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.parser = cast(Any, PlainHttpParser(self))
         self._waiting = waiting
         self._head_bytes = 0
         self._in_head = True
@@ -170,6 +169,7 @@ class BoundedHeads(HttpToolsProtocol):
         if self._reads_nothing:
             return
         self._head_bytes += len(received)
+        self._received = received
         super().data_received(received)
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse_head()
@@ -211,6 +211,8 @@ class BoundedHeads(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that a body is complete."""
+        if self.parser.should_upgrade() and framing_of(self.headers):
+            return  # an offer of another protocol is: its body is to come
         if not self._reads_nothing:
             super().on_message_complete()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from typing import Any
 
@@ -77,6 +78,46 @@ def test_the_body_of_a_request_that_offers_http_2_is_read(framed: bytes) -> None
             assert head.startswith(b"HTTP/1.1 200 OK")
             assert b"content-length: 2" in head
             assert await reader.readexactly(2) == b"ok"
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (b"0\r\nx: ", b"y" * 6000),
+        (b"0\r\n", b"x: y\r\n" * 10),
+        (b"2\r\nok\r\n2;", b"y" * 6000),
+    ],
+)
+def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes) -> None:
+    """Else a client fills the memory, however large a body may be."""
+    bodies = list[bool]()
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        message: dict[str, Any] = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+        bodies.append(message["type"] == "http.request")
+
+    async def exchange() -> None:
+        server = await _listening(reads)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + start)
+        said = asyncio.ensure_future(reader.read())
+        num_sent = 0
+        while not said.done() and num_sent < 64 * connection.MAX_HEAD_BYTES:
+            writer.write(more)
+            num_sent += len(more)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(0.001)
+        assert (await said).startswith(b"HTTP/1.1 431 ")
+        assert bodies == [False]
         writer.close()
         server.close()
         await server.wait_closed()
