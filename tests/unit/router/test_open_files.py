@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quire.router import http_client
 from tests.unit.router.fake_replica import FakeReplica, Router, run
 from tests.unit.router.test_bad_input import ANSWER, STREAM
 
@@ -80,3 +81,28 @@ def test_a_request_that_finds_no_file_is_refused_at_last(monkeypatch: pytest.Mon
         monkeypatch.undo()
 
     run([FakeReplica(), FakeReplica()], story, resume_s=1.0)
+
+
+def test_a_stream_that_is_to_continue_waits_for_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = FakeReplica(), FakeReplica()
+    first.fails_after = 4
+
+    async def story(router: Router) -> None:
+        files = Files(monkeypatch, by_name=False)
+        loop = asyncio.get_running_loop()
+
+        def use_up(token: int) -> None:
+            if token == 103:
+                files.are_used_up = True
+                loop.call_later(1.0, setattr, files, "are_used_up", False)
+
+        monkeypatch.setattr(http_client, "_MAX_IDLE", 0)
+        first.before_token = use_up
+        began_s = loop.time()
+        assert (await router.post("/generate", STREAM))[::2] == (200, ANSWER)
+        assert 0.9 < loop.time() - began_s < 2.5
+        assert second.requests[0]["output_ids"] == [100, 101, 102, 103]
+        assert not any("fenced" in line and second.url in line for line in router.lines)
+        monkeypatch.undo()
+
+    run([first, second], story, resume_s=30.0)
