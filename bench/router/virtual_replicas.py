@@ -88,7 +88,7 @@ class CachingReplica:
         answer.add_done_callback(self._answers.discard)
         return exchange
 
-    async def get(self, path: bytes, headers: Any) -> tuple[int, bytes]:
+    async def request(self, method: bytes, path: bytes, headers: Any) -> tuple[int, bytes]:
         """See ConnectionPool: answer a probe."""
         if path == b"/v1/models":
             return 200, _MODELS

@@ -33,6 +33,8 @@ MODEL_TAG = ":latest"
 AUTHORIZATION = b"authorization"
 # Of answers of a server with several API processes: the number of the one that has answered.
 PROCESS_HEADER = b"x-quire-process"
+# Of answers that a model has computed: the fingerprint of these, as /v1/models lists it.
+FINGERPRINT_HEADER = b"x-quire-fingerprint"
 # Of the response of an error that has a code: that code, as not every API has one in its errors.
 ERROR_CODE_HEADER = b"x-quire-error-code"
 # Headers that may have the key; the first that has one counts.
@@ -64,6 +66,11 @@ def served_path(path: str) -> str:
 def any_key_headers(api: str = OPENAI) -> tuple[bytes, ...]:
     """Return the headers with keys of all APIs, those of `api` first."""
     return tuple(dict.fromkeys([*KEY_HEADERS[api], *sum(KEY_HEADERS.values(), ())]))
+
+
+def header_in(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """Return the value of a header, the first where it is sent twice; b"" without it."""
+    return next((value for found, value in headers if found == name), b"")
 
 
 def key_in(headers: Iterable[tuple[bytes, bytes]], names: Collection[bytes]) -> bytes:

@@ -32,6 +32,21 @@ class ServerUrl:
     path: str
     shown: str
 
+    @property
+    def full(self) -> str:
+        """The whole address, with its path, as it is shown."""
+        return self.shown + self.path
+
+    @property
+    def authority(self) -> bytes:
+        """Host and port as they were given, for the header Host."""
+        return self.shown.partition("//")[2].encode()
+
+    @property
+    def port_number(self) -> int:
+        """The port; where none was given, that of the scheme."""
+        return self.port or (443 if self.is_secure else 80)
+
 
 def server_url(url: str) -> ServerUrl:
     """Parse an address; without a scheme it is http. Raises InvalidParameter."""

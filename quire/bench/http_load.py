@@ -68,10 +68,10 @@ def address_of(url: str) -> Address:
     parsed = server_url(url)
     return Address(
         host=parsed.host,
-        port=parsed.port or (443 if parsed.is_secure else 80),
+        port=parsed.port_number,
         path=parsed.path.removesuffix("/v1"),
         tls=ssl.create_default_context() if parsed.is_secure else None,
-        shown=parsed.shown + parsed.path,
+        shown=parsed.full,
     )
 
 

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingError(str(error)) from error
     log = Log("lease")
     link = RedisLink(arguments.redis, PUT_TIMEOUT_S)
-    return asyncio.run(_hold(link, arguments.prefix, url.shown + url.path, log))
+    return asyncio.run(_hold(link, arguments.prefix, url.full, log))
 
 
 async def _hold(link: RedisLink, prefix: str, address: str, log: Log) -> int:

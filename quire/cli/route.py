@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from msgspec import UNSET
 from quire.base.errors import InvalidParameter, SettingError
 from quire.base.log import Log
 from quire.base.server_url import key_headers
+from quire.config.process_limits import raise_open_files
 from quire.router.discovery import Discovery, StaticList, WatchedFile, replica_url
 from quire.router.features import Features, features_of, settings_in
 from quire.router.quotas import Buckets, LocalBuckets, Quotas
@@ -206,7 +207,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Route until a signal. Raises SettingError."""
     from quire.router.policies import make_routing_policy
     from quire.router.server import run as serve  # imports uvicorn
+    from quire.router.service import RouterService
 
+    raise_open_files()
     log = Log("router")
     file = RouteFile() if arguments.config is None else read_route_file(arguments.config)
     _check_prefill(arguments)
@@ -240,7 +243,10 @@ def run(arguments: argparse.Namespace) -> int:
             flush=True,
         )
 
-    return serve(settings, discovery, listening, log, announce, features, prefill, movable)
+    def open_service() -> Awaitable[RouterService]:
+        return RouterService.open(settings, discovery, log, features, prefill, movable)
+
+    return serve(open_service, listening, log, announce)
 
 
 def _given(flag: Any, in_file: Any, default: Any) -> Any:
@@ -371,7 +377,7 @@ def _listed(texts: list[str]) -> StaticList:
         urls = [replica_url(url) for url in texts]
     except InvalidParameter as error:
         raise SettingError(str(error)) from error
-    return StaticList(tuple({url.shown + url.path: url for url in urls}.values()))
+    return StaticList(tuple({url.full: url for url in urls}.values()))
 
 
 def _key(path: str | None) -> str | None:

@@ -65,7 +65,7 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
             param="request_id",
         )
     address = server_url(url)
-    shown = address.shown + address.path
+    shown = address.full
     kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
     path = address.path.removesuffix("/v1")
     path += f"/v1/requests/{quote(request_id, safe='')}/timeline"

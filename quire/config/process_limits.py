@@ -7,6 +7,7 @@ MemoryError; here they are found before, or explained after.
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 from quire.base.errors import CapacityError, SettingError
@@ -14,6 +15,7 @@ from quire.base.errors import CapacityError, SettingError
 # A server opens some 40 files before the first connection, each of its processes about as many.
 MIN_OPEN_FILES = 64
 _ADVISED_OPEN_FILES = 4096
+MAX_OPEN_FILES = 65_536
 # Address space with which libraries load, and with which a small model runs: both count the stacks
 # of threads, which are mostly not used. Below the first, libraries abort the process.
 MIN_ADDRESS_SPACE = 448 << 20
@@ -37,6 +39,16 @@ def check_open_files() -> None:
         "needed, with one more for each connection; raise the limit before the start, as in "
         f"`ulimit -n {more}`, or with LimitNOFILE= in a systemd unit"
     )
+
+
+def raise_open_files() -> None:
+    """Allow this process as many open files as it may allow itself, and 65,536 at most: login
+    shells and systemd set 1,024, of which each stream of a router takes two."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):  # such as in a sandbox that forbids it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def check_address_space() -> None:

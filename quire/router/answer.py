@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.router.answer_state import AnswerParts, AnswerState
+from quire.base.http_apis import header_in
+from quire.router.answer_state import AnswerState
 from quire.router.api_forms import error_code, error_message, is_final, may_end_engines
 from quire.router.attempt import Attempt
-from quire.router.client_response import ClientResponse
 from quire.router.deadlines import before_deadline
-from quire.router.failures import Failures
-from quire.router.faults import HasNoRoom, ProcessStopped, Refusal, ReplicaFault
+from quire.router.faults import (
+    HasNoRoom,
+    NoFiles,
+    OtherFingerprint,
+    ProcessStopped,
+    Refusal,
+    ReplicaFault,
+)
 from quire.router.hedge_race import Race
 from quire.router.hedging import Hedger
 from quire.router.http_client import Exchange
-from quire.router.model_choice import ModelChoice
 from quire.router.placement import Placement
 from quire.router.replica import ASLEEP, Replica
-from quire.router.routed_request import RoutedRequest
 from quire.router.routes import RESPONSES
 from quire.router.stored_responses import created_id, home_unavailable, needed_id
 from quire.router.stream_relay import DRAINS, FAILED, LEAVING, StreamRelay
@@ -34,23 +38,14 @@ _Response = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class Answer:
-    """The attempts of one request. key: of its client. home, failures: see AnswerState."""
+    """The attempts of one request."""
 
-    def __init__(
-        self,
-        parts: AnswerParts,
-        request: RoutedRequest,
-        client: ClientResponse,
-        choice: ModelChoice,
-        key: bytes,
-        home: Replica | None,
-        failures: Failures,
-    ) -> None:
-        self._state = state = AnswerState(parts, request, client, choice, key, home, failures)
+    def __init__(self, state: AnswerState) -> None:
+        self._state, parts = state, state.parts
         self._placement, self._relay = Placement(state), StreamRelay(state)
         self._fleet, self._metrics, self._features = parts.fleet, parts.metrics, parts.features
         self._admission = parts.admission
-        self._request, self._client, self._choice = request, client, choice
+        self._request, self._client, self._choice = state.request, state.client, state.choice
         self._loop = asyncio.get_running_loop()
         self._refused: _Response | None = None
         self._final: _Response | None = None  # the first final error
@@ -169,6 +164,8 @@ class Answer:
     async def _take(self, attempt: Attempt) -> bool:
         """Pass on a response after its head has arrived; as _try."""
         request, client, exchange = self._request, self._client, attempt.exchange
+        if exchange.status == 200:
+            self._check_fingerprint(attempt)
         if exchange.status == 200 and request.is_stream and not _is_json(exchange):
             if not self._choice.judges_stream:
                 await self._relay.stream(attempt)
@@ -214,6 +211,16 @@ class Answer:
         await client.whole(status, exchange.headers, self._choice.shown(status, body))
         return True
 
+    def _check_fingerprint(self, attempt: Attempt) -> None:
+        """Have a replica checked that answers with another fingerprint than it had. Raises
+        ReplicaFault where the stream had the former one."""
+        found, wanted = attempt.fingerprint, self._state.fingerprint
+        known = attempt.replica.fingerprint(self._request.model)
+        if known and found != known:
+            self._fleet.has_changed(attempt.replica)
+        if wanted and found != wanted:
+            raise OtherFingerprint(found)
+
     def _doubts(self, attempt: Attempt, code: str, response: _Response) -> bool:
         """Return whether one other replica is asked after the first final error of a request: the
         replica may be its cause, which shows once the other answers. Where a replica has failed
@@ -256,7 +263,7 @@ class Answer:
     def _note(self, replica: Replica, fault: ReplicaFault) -> None:
         """Note that a replica has failed."""
         num_delivered, started = self._request.num_delivered, self._client.started
-        is_refusal = isinstance(fault, HasNoRoom)
+        is_refusal = isinstance(fault, HasNoRoom | NoFiles)
         is_fence = replica.state != "ready" and fault.cause in ("silence", "fence")
         if not is_refusal:
             self._metrics.faults.labels(replica.name).inc()
@@ -339,5 +346,4 @@ class Answer:
 
 def _is_json(exchange: Exchange) -> bool:
     """Return whether a response is one object, such as Ollama's to a request without a prompt."""
-    found = (value for name, value in exchange.headers if name == b"content-type")
-    return next(found, b"").startswith(b"application/json")
+    return header_in(exchange.headers, b"content-type").startswith(b"application/json")

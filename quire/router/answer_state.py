@@ -71,10 +71,10 @@ class AnswerState:
         self.key = self.request.key()
         self.is_long = lanes is not None and lanes.is_long(self.request.prompt_tokens)
 
-    def note_event(self, replica: Replica) -> None:
-        """Note the first event that the client has, of `replica`: others go on like that one."""
+    def note_event(self, fingerprint: str) -> None:
+        """Note the first event that the client has: only the same fingerprint goes on like that."""
         self.has_events = True
-        self.fingerprint = replica.fingerprint(self.request.model)
+        self.fingerprint = fingerprint
 
     def note_answer(self, now_s: float) -> None:
         """Note that a replica answers: a final error before was of the replica that gave it."""

@@ -27,6 +27,7 @@ from quire.base.http_apis import (
     RESPONSES,
     any_key_headers,
     api_of,
+    header_in,
     key_in,
 )
 from quire.router.faults import Refusal
@@ -147,6 +148,11 @@ def value_at(fields: Mapping[str, Any], path: Path) -> Any:
     return found
 
 
+def objects_in(found: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none of what is no list."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
 def with_value(fields: Mapping[str, Any], path: Path, value: object) -> dict[str, Any]:
     """Return a copy of fields in which one has this value."""
     name, *rest = path
@@ -181,8 +187,7 @@ def _is_of_user(message: Any) -> bool:
 def error_code(headers: Headers) -> str:
     """Return the code of a replica's error, which has it in a header whatever the API; "" without
     one."""
-    found = (value for name, value in headers if name == ERROR_CODE_HEADER)
-    return next(found, b"").decode("latin-1")
+    return header_in(headers, ERROR_CODE_HEADER).decode("latin-1")
 
 
 def error_message(raw: bytes) -> str:

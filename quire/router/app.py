@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.base.cors import Cors
-from quire.base.http_apis import served_path
+from quire.base.http_apis import header_in, served_path
 from quire.base.log import Log
 from quire.base.request_body import BODY_TIME_S, LENGTH_DIGITS, large_body, late_body
 from quire.router.admission import Admission
@@ -33,10 +33,13 @@ from quire.router.quotas import Reservation
 from quire.router.routed_request import RoutedRequest
 from quire.router.router_metrics import CONTENT_TYPE, RouterMetrics
 from quire.router.routes import LISTS, ROUTES, FoundRoute, find_route, reason_not_routed
+from quire.router.stream_relay import DRAINS
 from quire.router.summaries import HEADER, read_order
 from quire.router.tiers import LIMITED
 
 _JSON = [(b"content-type", b"application/json")]
+_CLOSE = (b"connection", b"close")
+_DISCARD_S = 1.0
 _PREFLIGHT = "preflight"
 # Response headers of a router that a page may read.
 _SHOWN = (HEADER.decode(), "x-should-retry")
@@ -112,6 +115,8 @@ class RouterApp:
         except Refusal as refusal:
             if refusal.status == 503 and refusal.retry_after_s is None:
                 refusal.retry_after_s = self._admission.retry_after_s()
+            if refusal.code == DRAINS:  # by another connection it may reach another router
+                client.added.append(_CLOSE)
             self._metrics.refused.labels(refusal.code).inc()
             await client.refuse(refusal)
         finally:
@@ -176,7 +181,12 @@ class RouterApp:
     ) -> None:
         headers = _forwarded(scope, origin)
         sent = form_of(path).key_in(headers)
-        key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
+        try:
+            key = self._admission.admit(headers, sent, asyncio.get_running_loop().time())
+        except Refusal as refusal:
+            if refusal.code == DRAINS:
+                await self._discard(scope, receive)
+            raise
         reservation: Reservation | None = None
         request: RoutedRequest | None = None
         limit = asyncio.timeout(BODY_TIME_S)
@@ -221,9 +231,9 @@ class RouterApp:
         body that does not come is closed."""
         if is_read:
             return _stopped("the answer")
-        client.added.append((b"connection", b"close"))
         if self.cut.done():
             return _stopped("the request")
+        client.added.append(_CLOSE)
         return Refusal(408, "timeout", late_body(BODY_TIME_S))
 
     async def _reserve(
@@ -261,8 +271,7 @@ class RouterApp:
     async def _body(self, scope: dict[str, Any], receive: Receive) -> bytes:
         """Read the body. One that is announced to be too large is not read; of another one no more
         than the limit is held. Raises Refusal."""
-        lengths = (value for name, value in scope["headers"] if name == b"content-length")
-        announced = next(lengths, b"")[:LENGTH_DIGITS]
+        announced = header_in(scope["headers"], b"content-length")[:LENGTH_DIGITS]
         if announced.isdigit() and int(announced) > self._max_body_bytes:
             raise self._too_large(announced.decode())
         pieces, num_bytes = list[bytes](), 0
@@ -276,6 +285,13 @@ class RouterApp:
                 raise self._too_large(f"more than {self._max_body_bytes}")
             if not message.get("more_body", False):
                 return b"".join(pieces)
+
+    async def _discard(self, scope: dict[str, Any], receive: Receive) -> None:
+        """Wait for the body of a request after which the connection is closed: a client that still
+        writes would see a broken connection, and no answer. Raises ClientGone."""
+        with contextlib.suppress(TimeoutError, Refusal):
+            async with asyncio.timeout(_DISCARD_S):
+                await self._body(scope, receive)
 
     def _too_large(self, found: str) -> Refusal:
         return Refusal(413, "body_too_large", large_body(found, self._max_body_bytes))

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
+from quire.base.http_apis import FINGERPRINT_HEADER, header_in
 from quire.router.client_response import HOP_BY_HOP, ClientResponse
 from quire.router.event_blocks import ENDED
-from quire.router.faults import Blameless, ReplicaFault, StaleConnection
+from quire.router.faults import Blameless, ClientGone, ReplicaFault, StaleConnection
 from quire.router.fleet import Fleet
-from quire.router.http_client import Exchange, gone
+from quire.router.http_client import Exchange
 from quire.router.replica import Load, Replica
 from quire.router.routed_request import RoutedRequest
 
@@ -69,17 +70,13 @@ class Attempt(AbstractContextManager["Attempt"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_over:
-            return
         if isinstance(error, ReplicaFault):
             self.fail(error)
-            return
-        has_computed = error is None and self._has_computed
-        self._end()
-        if has_computed:
+        elif error is None and not self._is_over and self._has_computed:
+            self._end()
             self.replica.breaker.succeeded()
         else:
-            self.replica.breaker.gave_up()
+            self.cancel()
 
     def cancel(self) -> None:
         """End without a verdict: another attempt has the answer, or the request is at fault."""
@@ -107,6 +104,13 @@ class Attempt(AbstractContextManager["Attempt"]):
     def has_output(self) -> bool:
         """Whether its first tokens were read."""
         return _OUTPUT in self.early
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of its answer: as the answer has it, or as the replica had it last. A
+        replica may have been started again since that was read."""
+        found = header_in(self.exchange.headers, FINGERPRINT_HEADER).decode("latin-1")
+        return found or self.replica.fingerprint(self._request.model)
 
     @property
     def age_s(self) -> float:
@@ -147,8 +151,8 @@ class Attempt(AbstractContextManager["Attempt"]):
                 )
             except ReplicaFault as fault:
                 if client.is_gone:
-                    raise gone() from fault
-                if stale is None:
+                    raise ClientGone from fault
+                if stale is None or isinstance(fault, Blameless):
                     raise
                 # The server may have closed an idle connection just before its own end, or have
                 # read the request and died of it: the router cannot know. So it counts against the
@@ -162,7 +166,7 @@ class Attempt(AbstractContextManager["Attempt"]):
             if self._cut_fault is not None:
                 exchange.fail(self._cut_fault)
             if client.is_gone:
-                raise gone()
+                raise ClientGone
             try:
                 await exchange.head()
             except StaleConnection as fault:

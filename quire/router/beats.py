@@ -148,14 +148,10 @@ class Beats:
 
 
 class FleetBeats:
-    """The beats of all replicas of a fleet. headers: of requests to replicas. on_health: called
-    with a replica and what it says."""
+    """The beats of all replicas of a fleet. on_health: called with a replica and what it says."""
 
-    def __init__(
-        self, fleet: Fleet, headers: Headers, on_health: Callable[[Replica, BeatHealth], None]
-    ) -> None:
+    def __init__(self, fleet: Fleet, on_health: Callable[[Replica, BeatHealth], None]) -> None:
         self._fleet = fleet
-        self._headers = headers
         self._on_health = on_health
         self._loop = asyncio.get_running_loop()
         self._time = AwakeTime()
@@ -181,14 +177,13 @@ class FleetBeats:
         self._timer = self._loop.call_at(now_s + _TICK_S, self._tick, now_s + _TICK_S)
 
     async def _read(self, replica: Replica, beats: Beats) -> None:
-        host = replica.url.shown.partition("//")[2].encode()
-        wait_s = _AGAIN_S
+        fleet, wait_s = self._fleet, _AGAIN_S
         try:
-            headers = [(b"host", host), *self._headers]
-            if not await beats.follow(partial(_connect, self._fleet.pool(replica), headers)):
+            headers = fleet.own_headers(replica)
+            if not await beats.follow(partial(_connect, fleet.pool(replica), headers)):
                 wait_s = _WITHOUT_S
         except (ReplicaFault, msgspec.MsgspecError):
-            self._fleet.probe_now.set()
+            fleet.probe_now.set()
         finally:
             self._reading.pop(replica, None)
             self._stopped.pop(replica, None)

@@ -60,13 +60,15 @@ class CircuitBreaker:
         self._num_failures += 1
         self._is_trying = False
         if self._num_failures >= _FAILURES:
-            self._open_s = min(max(2 * self._open_s, _FIRST_S), _LONGEST_S)
-            self._until_s = now_s + self._open_s
+            self._open(now_s)
 
     def stalled(self, now_s: float) -> None:
         """Open at once, each time for longer: what is sent there may wait in vain."""
         self._num_failures = _FAILURES
         self._is_trying = False
+        self._open(now_s)
+
+    def _open(self, now_s: float) -> None:
         self._open_s = min(max(2 * self._open_s, _FIRST_S), _LONGEST_S)
         self._until_s = now_s + self._open_s
 

@@ -19,6 +19,7 @@ import msgspec
 
 from quire.base.http_apis import OPENAI
 from quire.base.log import Log
+from quire.router.api_forms import objects_in
 from quire.router.classifier import read_classifier
 from quire.router.judged_answers import (
     JUDGED_FORMS,
@@ -232,12 +233,9 @@ class Judge:
 
 
 def _needs_stored(fields: Mapping[str, Any]) -> bool:
-    items = fields.get("input")
-    references = (
-        isinstance(one, dict) and one.get("type") == "item_reference"
-        for one in (items if isinstance(items, list) else ())
-    )
-    return bool(fields.get("previous_response_id")) or any(references)
+    items = objects_in(fields.get("input"))
+    has_reference = any(one.get("type") == "item_reference" for one in items)
+    return has_reference or bool(fields.get("previous_response_id"))
 
 
 def _object(raw: bytes) -> Any:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
 from quire.base.cors import without_cors
 from quire.base.http_apis import ERROR_CODE_HEADER, PROCESS_HEADER
-from quire.router.api_forms import ApiForm, error_code
+from quire.router.api_forms import ApiForm, Headers, error_code
 from quire.router.faults import ClientGone, Refusal
-from quire.router.http_client import gone
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
 
 # A client that reads nothing of what waits for it is given up after the first of these times, with
 # the next check; servers of Quire give up theirs after 30 s.
@@ -71,7 +69,7 @@ class ClientResponse:
         self.on_gone: set[Callable[[Exception], None]] = set()
         self.is_gone = False
         self._receive = receive
-        self._send = send
+        self._send_message = send
         self._writer = writer
         self._watch: asyncio.Task[None] | None = None
         self._abort = abort
@@ -97,7 +95,7 @@ class ClientResponse:
             pass
         self.is_gone = True
         for call in tuple(self.on_gone):
-            call(gone())
+            call(ClientGone())
 
     def unwatch(self) -> None:
         """Notice no more."""
@@ -119,17 +117,20 @@ class ClientResponse:
         self.started, self.status = True, status
         if self._abort is not None:
             self._check_timer = self._loop.call_later(_CHECK_S, self._check, self._abort)
-        self._sends_since_s = self._loop.time()  # an earlier response may not be read yet
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
+
+    async def _send(self, message: Message) -> None:
+        """Send a message. While that waits, what was sent before is not read: an earlier response,
+        too."""
+        self._sends_since_s = self._loop.time()
+        await self._send_message(message)
         self._sends_since_s = None
 
     async def write(self, body: bytes) -> None:
         """Send a piece; waits while the client does not read. Raises ClientGone."""
         if self.is_gone:
-            raise ClientGone("the client has closed its connection")
-        self._sends_since_s = self._loop.time()
+            raise ClientGone
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        self._sends_since_s = None
 
     @property
     def can_write(self) -> bool:
@@ -143,9 +144,7 @@ class ClientResponse:
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece."""
-        self._sends_since_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
-        self._sends_since_s = None
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a response that is not streamed."""

@@ -143,7 +143,7 @@ def parsed(lines: list[str]) -> tuple[ServerUrl, ...]:
             url = replica_url(text)
         except InvalidParameter as error:
             raise ValueError(f"line {number}: {error}") from error
-        urls.setdefault(url.shown + url.path, url)
+        urls.setdefault(url.full, url)
     if not urls:
         raise ValueError("it names no replica; write one address a line")
     if len(urls) > _MAX_REPLICAS:

@@ -15,7 +15,7 @@ import msgspec
 
 from quire.router.admission import Admission
 from quire.router.answer import Answer
-from quire.router.answer_state import AnswerParts
+from quire.router.answer_state import AnswerParts, AnswerState
 from quire.router.breaker import RetryBudget
 from quire.router.client_response import ClientResponse, InnerResponse
 from quire.router.deadlines import before_deadline
@@ -55,6 +55,8 @@ class Dispatcher:
             budget=RetryBudget(fleet.settings.max_retry_share),
             responses=StoredResponses(fleet),
         )
+        if features.tiers is not None:
+            features.tiers.follow(fleet)
 
     async def answer(
         self,
@@ -81,14 +83,14 @@ class Dispatcher:
         loop, tier = asyncio.get_running_loop(), tiers.read(request)
         async with before_deadline(request):
             with shared.admission.waiting(request.expected_tokens):
-                await tiers.enter(tier, shared.fleet, lambda: client.is_gone)
+                await tiers.enter(tier, lambda: client.is_gone)
         # The wait for a place is the limit's own effect: counted as late it would keep the limit
         # low for ever.
         placed_s = loop.time()
         try:
             await self._answer(request, client, key, order)
         finally:
-            tiers.leave(tier, shared.fleet)
+            tiers.leave(tier)
         if request.first_token_s:
             others_s = loop.time() - request.first_token_s
             num_each = request.num_delivered / request.journal.num_choices
@@ -115,7 +117,8 @@ class Dispatcher:
         home = None
         if id_ := needed_id(request):
             home = await shared.responses.holder(key, id_, request)
-        await Answer(shared, request, client, choice, key, home, failures).run()
+        state = AnswerState(shared, request, client, choice, key, home, failures)
+        await Answer(state).run()
         choice.ended()
 
     def _summary(
@@ -140,7 +143,8 @@ class Dispatcher:
         choice = ModelChoice(shared.fleet, shared.features, shared.metrics, inner)
         request.summarizing = inner
         with InnerResponse(client, inner.form) as response:
-            await Answer(shared, inner, response, choice, key, None, Failures()).run()
+            state = AnswerState(shared, inner, response, choice, key, None, Failures())
+            await Answer(state).run()
             choice.ended()
         request.summarizing = None
         request.replaced_tokens += inner.replaced_tokens

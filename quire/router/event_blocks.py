@@ -9,24 +9,30 @@ request, no replica and no API: events are never read. Is used for streams that 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
+
+from quire.router.faults import ReplicaFault
 
 _CURSOR, ENDED = b': {"output_ids":', b': {"ended":'
 # In place of a comment in Anthropic's streams.
 _PING = b"event: ping\n"
+_TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+_MAX_CHOICES = 2**20
 
 
 class CursorComment(msgspec.Struct, frozen=True):
     """A comment of ContinuableEvents. output_ids: of its delta. prompt_tokens, num_choices: in the
     first. choice: which of several they are of."""
 
-    output_ids: list[int]
+    output_ids: list[_TokenId]
     output_cursor: str
     seed: int | None = None
     prompt_tokens: int | None = None
-    choice: int = 0
-    num_choices: int = 1
+    choice: Annotated[int, Meta(ge=0, lt=_MAX_CHOICES)] = 0
+    num_choices: Annotated[int, Meta(ge=1, le=_MAX_CHOICES)] = 1
 
     @property
     def answer_id(self) -> str:
@@ -72,7 +78,8 @@ class EventBlocks:
         self._pending: list[bytes] = []
 
     def push(self, received: bytes) -> list[Delta]:
-        """Return the deltas that are complete now."""
+        """Return the deltas that are complete now. Raises ReplicaFault for a comment that cannot be
+        read: without it a stream could not be continued exactly."""
         found: list[Delta] = []
         *blocks, self._rest = (self._rest + received).split(self._end)
         for block in blocks:
@@ -133,5 +140,6 @@ def _comment_of(block: bytes) -> CursorComment | EndComment | None:
         if block.startswith(_CURSOR):
             return _read_cursor(block[2:])
         return _read_end(block[2:]) if block.startswith(ENDED) else None
-    except msgspec.MsgspecError:
-        return None
+    except msgspec.MsgspecError as error:
+        why = f"a comment of its stream cannot be read ({error})"
+        raise ReplicaFault(why, is_suspect=True) from error

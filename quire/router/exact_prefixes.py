@@ -26,7 +26,6 @@ from quire.router.event_feed import Endpoints, EngineName, EventFeed
 from quire.router.event_order import Change
 from quire.router.faults import ReplicaFault
 from quire.router.fleet import Fleet
-from quire.router.http_client import ConnectionPool
 from quire.router.replica import Replica
 from quire.router.route_file import KVEndpointsTable, KVEventsTable
 from quire.router.routed_request import RoutedRequest
@@ -111,7 +110,9 @@ class ExactPrefixes:
         headers.append((b"content-type", b"application/json"))
         try:
             async with asyncio.timeout(self._table.tokenize_ms / 1000):
-                status, raw = await _post(fleet.pool(replica), headers, fields)
+                status, raw = await fleet.pool(replica).request(
+                    b"POST", b"/tokenize", headers, msgspec.json.encode(fields)
+                )
             found = msgspec.json.decode(raw, type=_Tokens) if status == 200 else None
         except (ReplicaFault, TimeoutError, msgspec.MsgspecError):
             return None
@@ -172,7 +173,7 @@ def _name_of(address: str) -> str:
         url = replica_url(address)
     except InvalidParameter as error:
         raise SettingError(f"[kv-events.replicas]: {error}") from error
-    return url.shown + url.path
+    return url.full
 
 
 def endpoints_of(
@@ -213,16 +214,3 @@ def _array(ids: list[Any]) -> array[int] | None:
     if not all(type(one) is int and 0 <= one <= _MAX_TOKEN for one in ids):
         return None
     return array("i", ids)
-
-
-async def _post(
-    pool: ConnectionPool, headers: list[tuple[bytes, bytes]], fields: dict[str, Any]
-) -> tuple[int, bytes]:
-    exchange = await pool.send(
-        b"POST", b"/tokenize", headers, msgspec.json.encode(fields), is_fresh=False
-    )
-    try:
-        await exchange.head()
-        return exchange.status, await exchange.body()
-    finally:
-        exchange.close()

@@ -54,6 +54,22 @@ class HasNoRoom(Blameless):
         super().__init__(f"error {code}", is_suspect=False, cause="error")
 
 
+class OtherFingerprint(Blameless):
+    """An answer that continues no stream: the replica was started again and serves something
+    else."""
+
+    def __init__(self, found: str) -> None:
+        why = f"it answers with fingerprint {found} now"
+        super().__init__(why, is_suspect=False, cause="error")
+
+
+class NoFiles(Blameless):
+    """A connection that was not made, because the router may open no more files."""
+
+    def __init__(self) -> None:
+        super().__init__("the router may open no more files (ulimit -n)", is_suspect=False)
+
+
 class SlowClient(Blameless):
     """The end of a connection that was paused for its slow client: servers give such a reader up.
     Counted against the request, as the server may have died of it."""
@@ -73,6 +89,9 @@ class ProcessStopped(Blameless):
 
 class ClientGone(QuireError):
     """The client has closed its connection."""
+
+    def __init__(self, message: str = "the client has closed its connection") -> None:
+        super().__init__(message)
 
 
 class Refusal(QuireError):

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from quire.base.log import Log
+from quire.base.server_url import key_headers
 from quire.router.discovery import Discovery
-from quire.router.http_client import ConnectionPool
+from quire.router.http_client import ConnectionPool, Headers
 from quire.router.policies import make_routing_policy
 from quire.router.replica import ASLEEP, REMOVED, Load, Replica
 from quire.router.resumes import Resumes
@@ -33,7 +34,8 @@ _STARTING = ("starting", "restarting")
 class Fleet:
     """replicas: by name, those that the discovery names. sets: what replicas report to have cached,
     for the policy. on_changed: called after replicas came or left. on_fenced: called with a replica
-    that is fenced. num_waiting: requests without one. resumes: streams that are interrupted."""
+    that is fenced. on_available: called where more requests may be sent. num_waiting: requests
+    without one. resumes: streams that are interrupted."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Fleet:
         self.policy: RoutingPolicy = make_routing_policy(settings, sets)
         self.on_changed: Callable[[], None] = lambda: None
         self.on_fenced: Callable[[Replica], None] = lambda replica: None
+        self.on_available: Callable[[], None] = lambda: None
         self.replicas: dict[str, Replica] = {}
         self._pools: dict[Replica, ConnectionPool] = {}
         self._discovery = discovery
@@ -54,6 +57,8 @@ class Fleet:
         self._num_numbers = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
+        key = key_headers(settings.replica_key)
+        self._key = [(name.lower().encode(), value.encode()) for name, value in key.items()]
         self.probe_now = asyncio.Event()
         self.num_waiting = 0
         self.resumes = Resumes()
@@ -61,7 +66,7 @@ class Fleet:
 
     def follow(self) -> None:
         """Take over the addresses of the discovery."""
-        urls = {url.shown + url.path: url for url in self._discovery.poll()}
+        urls = {url.full: url for url in self._discovery.poll()}
         is_changed = urls.keys() != self.replicas.keys()
         for name, url in urls.items():
             if name not in self.replicas:
@@ -95,6 +100,10 @@ class Fleet:
         if pool is None:
             pool = self._pools[replica] = ConnectionPool(replica.url, self.settings.connect_s)
         return pool
+
+    def own_headers(self, replica: Replica) -> Headers:
+        """Return the headers of requests of the router itself to a replica."""
+        return [(b"host", replica.url.authority), *self._key]
 
     def choose(
         self,
@@ -205,7 +214,7 @@ class Fleet:
         advice = f"each is probed every {self.settings.probe_s:g} s and joins by itself"
         down = next((one for one in replicas if one.state == "unreachable"), None)
         if down is not None:
-            port = down.url.port or (443 if down.url.is_secure else 80)
+            port = down.url.port_number
             advice += f": start it on its machine, as in `quire serve --port {port}`"
         return f"{'; '.join(states)}; {advice}"
 
@@ -219,8 +228,21 @@ class Fleet:
             replica.reason = "a request failed; it is checked"
         self.probe_now.set()
 
+    def has_changed(self, replica: Replica) -> None:
+        """Send nothing more to a replica with answers of another fingerprint until its models were
+        read again. What it has open is of either fingerprint, and ends there."""
+        if replica.state == REMOVED:
+            return  # its number may be that of another one
+        self.log.warning("models of a replica changed", replica=replica.name)
+        self.policy.forget(replica)
+        replica.models = {}  # what is read next is no change
+        replica.failed()
+        replica.reason = "its answers have another fingerprint; it is checked"
+        self.probe_now.set()
+
     def became_available(self) -> None:
         """Wake those that wait for a replica."""
+        self.on_available()
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():

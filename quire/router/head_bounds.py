@@ -1,11 +1,13 @@
 """BoundedHeads: uvicorn's HTTP connection, with bounds on size and time of a request's head.
 
 uvicorn bounds heads for its other parser only, and sends chunks to HTTP/1.0 clients, which do not
-know them: here streams to these end with the connection. A response's head is one write with the
-first bytes of its body. Always holds: a client that sends a head without an end is refused and
-closed after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process
-has no room for more connections; one that reads nothing of the rest of a response is closed after
-REST_TIME_S.
+know them: here streams to these end with the connection. It closes the connection of a client that
+has only finished sending (a half-closed one), which is answered here, as by `quire serve`. A
+response's head is one write with the first bytes of its body. Always holds: a client that sends a
+head without an end, or as much between two pieces of a body or behind it, is refused and closed
+after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process has no
+room for more connections, but not while a request is open; one that reads nothing of the rest of a
+response is closed after REST_TIME_S.
 """
 
 from __future__ import annotations
@@ -19,22 +21,35 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.close_delimited import CloseDelimited
+from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
+from quire.base.http_apis import ERROR_CODE_HEADER, OPENAI
+from quire.base.plain_http_parser import DeclinesUpgrade, framing_of
 from quire.base.waiting_connections import WaitingConnections
+from quire.router.api_forms import FORMS
+from quire.router.faults import Refusal
 
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIME_S = 30.0
 REST_TIME_S = 60.0
+# Requests that may wait behind one that is answered: as many more as come are not read.
+MAX_PIPELINED = 128
 # In a scope: what writes pieces of the response's body without a message.
 WRITER = "quire.writer"
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-    b"content-type: text/plain\r\ncontent-length: 55\r\n\r\n"
-    b"the head of a request may have 65536 bytes; send fewer\n"
-)
-
-
+# A refused client may still be writing; closing at once would discard the response.
+_LINGER_S = 1.0
 # Connections without a request, those that have waited for longest first.
 _IDLE: dict[BoundedHeads, None] = {}
+_TOO_LONG_BODY = FORMS[OPENAI].error_body(  # the path is not known
+    Refusal(
+        431,
+        "headers_too_large",
+        f"the head of a request may have {MAX_HEAD_BYTES} bytes; send fewer or shorter headers",
+    )
+)
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
+    b"content-type: application/json\r\n%b: headers_too_large\r\ncontent-length: %d\r\n\r\n%b"
+) % (ERROR_CODE_HEADER, len(_TOO_LONG_BODY), _TOO_LONG_BODY)
 
 
 def max_connections() -> int:
@@ -64,6 +79,16 @@ class _Response:
         if body:
             self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its head is there."""
+        return self._cycle.response_started
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it was written, or its client has left."""
+        return self._cycle.response_complete or self._cycle.disconnected
+
     def write(self, piece: bytes) -> None:
         """Hold the head, or write it with what follows."""
         if not self._cycle.response_started:  # an interim response
@@ -85,6 +110,15 @@ class _Response:
         self.end()
         self._transport.close()
 
+    def probe(self) -> None:
+        """Write the beginning of what comes next: of the head, or of the length of a chunk, which
+        may begin with zeros. A client that has closed its connection answers with a reset."""
+        if cast(Any, self._cycle.transport) is self:
+            self._transport.write(PROBE)
+            self._transport = cast(asyncio.Transport, BegunTransport(self._transport))
+        elif self._cycle.chunked_encoding:
+            self._transport.write(b"0")
+
     def lost(self) -> None:
         """Note that the connection is gone. uvicorn notes it of the request that came last, which
         may wait behind this one."""
@@ -93,9 +127,9 @@ class _Response:
         cycle.message_event.set()
 
 
-class BoundedHeads(HttpToolsProtocol):
+class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
     """Counts the bytes of a head that is not complete, and ends the wait for it. waiting: where it
-    was accepted."""
+    was accepted. _head_bytes: since the head, or the last piece of its body, began."""
 
     def __init__(
         self, *arguments: Any, waiting: WaitingConnections | None = None, **options: Any
@@ -107,6 +141,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._response: _Response | None = None
+        self._reads_nothing = False  # a head is too long, or more requests wait than may
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept those that wait behind it."""
@@ -130,15 +165,27 @@ class BoundedHeads(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, received: bytes) -> None:
-        """Parse more bytes, unless they belong to a head without an end."""
-        if self._in_head:
-            self._head_bytes += len(received)
+        """Parse more bytes, unless they belong to a head, or to trailers, without an end."""
+        if self._reads_nothing:
+            return
+        self._head_bytes += len(received)
+        self._received = received
         super().data_received(received)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_TOO_LONG)
-            self.transport.close()
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._await_head()  # behind the rest of a body that was refused before it came
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Keep the connection of a client that has only finished sending until it is answered."""
+        cycle, response = self.cycle, self._response
+        if response is None or cycle.more_body or cycle.response_complete:
+            return None  # the transport closes itself
+        self._stop_timer()
+        cycle.keep_alive = False
+        response.probe()
+        abort_at_reset(self.transport, lambda: not self.cycle.response_complete)
+        return True
 
     def on_message_begin(self) -> None:
         """Note that a request begins."""
@@ -147,10 +194,27 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Its head is complete."""
-        self._in_head = False
+        """Its head is complete. Where too many wait, it ends the connection behind the last of
+        these: its client sends it again, as HTTP allows."""
+        self._in_head, self._head_bytes = False, 0
         self._stop_timer()
-        super().on_headers_complete()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reads_nothing, self.cycle.keep_alive = True, False
+        if not self._reads_nothing:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._head_bytes = 0
+        if not self._reads_nothing:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that a body is complete."""
+        if self.parser.should_upgrade() and framing_of(self.headers):
+            return  # an offer of another protocol is: its body is to come
+        if not self._reads_nothing:
+            super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start a request, for uvicorn. Its scope has what closes a connection that is not read."""
@@ -172,6 +236,8 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_response_complete()
         if not (has_next or self.transport.is_closing()):
             _IDLE.setdefault(self)
+            if self._in_head:
+                self._await_head()
         self._await_reader()
 
     def _await_reader(self, before: float = math.inf) -> None:
@@ -189,7 +255,33 @@ class BoundedHeads(HttpToolsProtocol):
         elif unread:
             self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
 
+    def _refuse_head(self) -> None:
+        """Read nothing more, and close the connection: after a refusal, or behind the answer to the
+        request before."""
+        self._reads_nothing = True
+        self._stop_timer()
+        if self._is_answering and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            return
+        if not self._has_begun:
+            self.transport.write(_TOO_LONG)
+        if self._in_head:
+            self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._response is not None and not self._response.is_over
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a part of a response was sent, and its end was not."""
+        return self._is_answering and self._response is not None and self._response.has_begun
+
     def _await_head(self) -> None:
+        if self._is_answering:  # its head may be sent in the meantime
+            return
         _IDLE.setdefault(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)

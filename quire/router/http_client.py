@@ -9,6 +9,8 @@ notices. A connection without a path breaks within LOST_S. Knows no JSON and no 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 from collections import deque
@@ -21,7 +23,7 @@ import httptools
 from quire.base.http_apis import PROCESS_HEADER
 from quire.base.server_url import ServerUrl, reason_of
 from quire.router.faults import (
-    ClientGone,
+    NoFiles,
     ProcessStopped,
     ReplicaFault,
     SlowClient,
@@ -37,6 +39,7 @@ _SLOW_S = 1.0
 # A body is read in pieces of about so much: other tasks go on between two of them.
 READ_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 64 << 10
+_END_OF_STATUSES = 600
 _MAX_IDLE = 64
 # A connection that was kept for less is not closed for its idleness: its end is a failure.
 _STALE_AFTER_S = 1.0
@@ -325,12 +328,14 @@ class _Connection(asyncio.Protocol):
                 self._head_bytes += len(received)
                 if self._head_bytes > _MAX_HEAD_BYTES:
                     raise httptools.HttpParserError("the head is too long")
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if self._body:
                 self._pass_body()
             self.abort()
             if exchange is not None:
-                exchange.lost(f"the server sent what is no HTTP response ({error})")
+                is_other = isinstance(error, httptools.HttpParserUpgrade)
+                why = "another protocol" if is_other else error
+                exchange.lost(f"the server sent what is no HTTP response ({why})")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.dropped(self)
@@ -355,6 +360,8 @@ class _Connection(asyncio.Protocol):
         if self.process:
             self._pool.has_processes = True
         status = self._parser.get_status_code()
+        if status >= _END_OF_STATUSES:
+            raise httptools.HttpParserError(f"its status is {status}")
         if self._exchange is not None and status >= 200:
             self._exchange.got_head(status, self._headers)
         self._headers = []
@@ -442,11 +449,18 @@ class ConnectionPool:
         connection.send(exchange, head, body)
         return exchange
 
-    async def get(self, path: bytes, headers: Sequence[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-        """Return status and body of a GET. Raises ReplicaFault."""
-        is_fresh = False
+    async def request(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: Sequence[tuple[bytes, bytes]],
+        body: bytes = b"",
+        *,
+        is_fresh: bool = False,
+    ) -> tuple[int, bytes]:
+        """Return status and body of a whole response. Raises ReplicaFault."""
         while True:
-            exchange = await self.send(b"GET", path, headers, b"", is_fresh=is_fresh)
+            exchange = await self.send(method, path, headers, body, is_fresh=is_fresh)
             try:
                 await exchange.head()
                 return exchange.status, await exchange.body()
@@ -457,7 +471,7 @@ class ConnectionPool:
 
     async def _connect(self, is_wanted: Callable[[], bool]) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
-        port = url.port or (443 if url.is_secure else 80)
+        port = url.port_number
         opening = asyncio.ensure_future(
             loop.create_connection(lambda: _Connection(self), url.host, port, ssl=self._tls)
         )
@@ -473,7 +487,12 @@ class ConnectionPool:
                 raise ReplicaFault(why, is_suspect=False)
             _, connection = opening.result()
         except OSError as error:
+            if _lacks_files():
+                raise NoFiles from error
             why = f"no connection to {url.shown} ({reason_of(error)})"
+            raise ReplicaFault(why, is_suspect=False) from error
+        except ValueError as error:  # such as of a line that was not written out
+            why = f"no connection to {url.shown} (it names no host)"
             raise ReplicaFault(why, is_suspect=False) from error
         except asyncio.CancelledError:
             if opening.done() and not opening.cancelled() and opening.exception() is None:
@@ -532,6 +551,10 @@ def _keep_alive(connection: socket.socket) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def gone() -> ClientGone:
-    """Return the error of an exchange with a client that has left."""
-    return ClientGone("the client has closed its connection")
+def _lacks_files() -> bool:
+    """Return whether this process can open no more files; errors of names do not say it."""
+    try:
+        os.close(os.dup(0))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quire.router.api_forms import objects_in
 from quire.router.routes import RESPONSES
 
 LOGPROBS_OF_RESPONSES = "message.output_text.logprobs"
@@ -40,8 +41,7 @@ class JudgedForm:
 
 def choices_of(answer: Any) -> list[dict[str, Any]]:
     """Return the choices of an answer of OpenAI's form; none of what is no answer."""
-    found = answer.get("choices") if isinstance(answer, dict) else None
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return objects_in(_dict(answer).get("choices"))
 
 
 def logprobs_of(found: Any) -> list[float]:
@@ -68,10 +68,6 @@ def openai_answer(choice: Mapping[str, Any]) -> JudgedAnswer:
 
 def _dict(found: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
-
-
-def _dicts(found: Any) -> list[dict[str, Any]]:
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _read_openai(answer: Any) -> list[JudgedAnswer]:
@@ -121,20 +117,20 @@ def _read_llama_cpp(answer: Any) -> list[JudgedAnswer]:
             logprobs=logprobs_of(one.get("completion_probabilities")),
             end="length" if one.get("stop_type") == "limit" else "",
         )
-        for one in _dicts(answer if isinstance(answer, list) else [answer])
+        for one in objects_in(answer if isinstance(answer, list) else [answer])
         if "content" in one
     ]
 
 
 def _hide_llama_cpp(answer: Any) -> None:
-    for one in _dicts(answer if isinstance(answer, list) else [answer]):
+    for one in objects_in(answer if isinstance(answer, list) else [answer]):
         one.pop("completion_probabilities", None)
 
 
 def _read_messages(answer: Any) -> list[JudgedAnswer]:
     if _dict(answer).get("type") != "message":
         return []
-    blocks, reason = _dicts(answer.get("content")), answer.get("stop_reason")
+    blocks, reason = objects_in(answer.get("content")), answer.get("stop_reason")
     return [
         JudgedAnswer(
             text="".join(str(one.get("text", "")) for one in blocks if one.get("type") == "text"),
@@ -146,9 +142,9 @@ def _read_messages(answer: Any) -> list[JudgedAnswer]:
 
 
 def _parts_of(answer: Any) -> Iterator[dict[str, Any]]:
-    for item in _dicts(_dict(answer).get("output")):
+    for item in objects_in(_dict(answer).get("output")):
         if item.get("type") == "message":
-            yield from _dicts(item.get("content"))
+            yield from objects_in(item.get("content"))
 
 
 def _read_responses(answer: Any) -> list[JudgedAnswer]:
@@ -163,7 +159,7 @@ def _read_responses(answer: Any) -> list[JudgedAnswer]:
             logprobs=[one for part in parts for one in logprobs_of(part.get("logprobs"))],
             end="refusal" if refuses else "length" if why == "max_output_tokens" else "",
             calls_tools=any(
-                one.get("type") == "function_call" for one in _dicts(answer.get("output"))
+                one.get("type") == "function_call" for one in objects_in(answer.get("output"))
             ),
         )
     ]
@@ -197,12 +193,11 @@ def _ask_llama_cpp(fields: Fields) -> tuple[str, Any] | None:
     return None if fields.get("n_probs") or fields.get("logprobs") else ("n_probs", 1)
 
 
-def _has_format(fields: Fields) -> bool:
-    return bool(fields.get("format"))
-
-
 _OLLAMA = JudgedForm(
-    read=_read_ollama, ask=_ask(True, "logprobs"), hide=_hide_list, wants_json=_has_format
+    read=_read_ollama,
+    ask=_ask(True, "logprobs"),
+    hide=_hide_list,
+    wants_json=lambda fields: bool(fields.get("format")),
 )
 _LLAMA_CPP = JudgedForm(
     read=_read_llama_cpp,

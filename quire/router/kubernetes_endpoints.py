@@ -69,7 +69,7 @@ class KubernetesEndpoints:
         self._log = log
         self._account = account
         url = api_server or _api_server(os.environ)
-        self._host = url.shown.partition("//")[2].encode()
+        self._host = url.authority
         self._pool = ConnectionPool(url, 5.0, tls=_trust(account) if url.is_secure else None)
         self._slices = EndpointSlices(table.port, is_secure=table.secure)
         self._service = table.service

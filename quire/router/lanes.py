@@ -3,7 +3,8 @@
 Each replica computes a limited number of long prompts at a time, until their first token; further
 ones wait in turn. A controller may adapt the limit to a target for the first tokens of short
 prompts: halved when too many are late, raised by one while they are in time. Is given times.
-Always holds: of the prompts that wait, the first one gets the first place; the limit is at least 1.
+Always holds: of the prompts that wait, the first one gets the first place, and alone is woken for
+it; the limit is at least 1.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Lanes:
         self.limit = table.max_long_per_replica
         self._num_short = 0
         self._num_late = 0
-        self._waiting: deque[object] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()  # each done once it is the first
 
     @property
     def num_waiting(self) -> int:
@@ -79,21 +80,27 @@ class Lanes:
                 f"{len(self._waiting)} long prompts wait and at most {table.max_waiting} may "
                 "(max-waiting of [lanes]); try again later",
             )
-        turn, loop = object(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
         until_s = loop.time() + table.max_wait_seconds
         self._waiting.append(turn)
         try:
-            while loop.time() < until_s:
+            while (left_s := until_s - loop.time()) > 0:
                 if is_gone():
-                    raise ClientGone("the client has closed its connection")
-                if self._waiting[0] is turn and (found := choose()) is not None:
+                    raise ClientGone
+                is_first = self._waiting[0] is turn
+                if is_first and (found := choose()) is not None:
                     return found
                 if not is_served():
                     return None
-                await fleet.wait_for_change(min(until_s - loop.time(), _CHECK_S))
+                if is_first:
+                    await fleet.wait_for_change(min(left_s, _CHECK_S))
+                else:
+                    await asyncio.wait({turn}, timeout=min(left_s, _CHECK_S))
         finally:
             self._waiting.remove(turn)
-            fleet.became_available()  # the next one is first now
+            if self._waiting and not self._waiting[0].done():
+                self._waiting[0].set_result(None)
         raise Refusal(
             503,
             "overloaded",

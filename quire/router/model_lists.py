@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from quire.router.api_forms import objects_in
 from quire.router.client_response import HOP_BY_HOP
 from quire.router.faults import Refusal, ReplicaFault
 from quire.router.fleet import Fleet
@@ -102,14 +103,13 @@ class ModelLists:
         kept = [header for header in headers if header[0] not in HOP_BY_HOP]
         try:
             async with asyncio.timeout(_ASK_S):
-                return await pool.get(target, kept)
+                return await pool.request(b"GET", target, kept)
         except (ReplicaFault, TimeoutError):
             return 0, b""
 
 
 def _entries(body: bytes) -> list[dict[str, Any]]:
     try:
-        found = msgspec.json.decode(body)["models"]
+        return objects_in(msgspec.json.decode(body)["models"])
     except (msgspec.MsgspecError, TypeError, KeyError):
         return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []

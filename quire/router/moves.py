@@ -21,20 +21,16 @@ MIN_PLACES = 64
 
 
 class MovePlaces:
-    """A share of the open requests. num_open: returns how many there are."""
+    """A share of the open requests. num_open: returns how many there are. num_taken: places that
+    are taken."""
 
     def __init__(self, share: float, num_open: Callable[[], int]) -> None:
         self._share = share
         self._num_open = num_open
-        self._num_taken = 0
+        self.num_taken = 0
         self._turns = count()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._is_giving = False
-
-    @property
-    def num_taken(self) -> int:
-        """Places that are taken."""
-        return self._num_taken
 
     def turn(self) -> int:
         """Return a number behind those of all other requests."""
@@ -61,12 +57,12 @@ class MovePlaces:
 
     def give_back(self) -> None:
         """Return a place that was taken."""
-        self._num_taken -= 1
+        self.num_taken -= 1
         self._give()
 
     def _give(self) -> None:
         self._is_giving = False
         num_places = max(MIN_PLACES, int(self._share * self._num_open()))
-        while self._waiting and self._num_taken < num_places:
-            self._num_taken += 1
+        while self._waiting and self.num_taken < num_places:
+            self.num_taken += 1
             heapq.heappop(self._waiting)[1].set_result(None)

@@ -13,7 +13,7 @@ import asyncio
 
 from quire.router.answer_state import AnswerState
 from quire.router.attempt import Attempt
-from quire.router.faults import ClientGone, HasNoRoom, ProcessStopped, ReplicaFault
+from quire.router.faults import ClientGone, HasNoRoom, NoFiles, ProcessStopped, ReplicaFault
 from quire.router.hedging import Hedger
 from quire.router.replica import ASLEEP, Replica
 
@@ -53,7 +53,7 @@ class Placement:
         still allowed. The time at a replica does not count, unless that was full or could not be
         reached: nothing else bounds their number."""
         self._displace()
-        self._is_refused = isinstance(fault, HasNoRoom)
+        self._is_refused = isinstance(fault, HasNoRoom | NoFiles)
         self._needs_budget = fault.is_suspect and not fault.is_shared
         has_worked = fault.is_suspect or fault.is_drain or isinstance(fault, ProcessStopped)
         if has_worked or not self._state.continuation.has_failed:
@@ -100,9 +100,6 @@ class Placement:
         # Where a replica is able, the request moves however long it has waited before.
         self._resume_until_s = self._wait_began_s + max(self._left_s, _RETRY_EVERY_S)
         self.why_refused = ""
-
-    def _note_chosen(self) -> None:
-        self._chosen_s = self._loop.time()
 
     async def next(self) -> Replica | None:
         """Return the next replica to try; None where the request ends here."""
@@ -276,7 +273,7 @@ class Placement:
                     self._has_moved, self._turn = True, None
                     is_refused, self._is_refused = self._is_refused, False
                     self._metrics.retries.labels("refused" if is_refused else "failed").inc()
-                self._note_chosen()
+                self._chosen_s = self._loop.time()
                 return found
             state.leave_place()
             left_s = self._resume_until_s - now_s
@@ -337,4 +334,4 @@ class Placement:
 
     def _check_client(self) -> None:
         if self._state.client.is_gone:
-            raise ClientGone("the client has closed its connection")
+            raise ClientGone

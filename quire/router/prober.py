@@ -17,9 +17,8 @@ from typing import Any
 
 import msgspec
 
-from quire.base.server_url import key_headers
 from quire.router.beats import BeatHealth, FleetBeats
-from quire.router.faults import ReplicaFault
+from quire.router.faults import NoFiles, ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, MAX_BEGINNING, REMOVED, Replica
 from quire.router.silence import SilenceLimit
@@ -85,9 +84,7 @@ class Prober:
         self._heard_s: dict[Replica, float] = {}  # when it last said that it cannot serve
         self._silent_s: dict[Replica, float] = {}  # since when its engine is, by its own finding
         self._probing: dict[Replica, asyncio.Task[None]] = {}
-        headers = key_headers(self._settings.replica_key)
-        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self._beats = FleetBeats(fleet, self._headers, self._hear)
+        self._beats = FleetBeats(fleet, self._hear)
         self._report = SilenceReport(fleet, self._beats, fleet.log)
 
     async def run(self) -> None:
@@ -102,7 +99,7 @@ class Prober:
                     silence.keep(fleet.replicas.values())
                 self._look_s = self._loop.time() + self._settings.probe_s
                 self._note_failed()
-                for replica in list(fleet.replicas.values()):
+                for replica in [*fleet.replicas.values(), *fleet.leaving()]:
                     if not is_late:
                         self._check_stall(replica)
                         self._check_answers(replica)
@@ -110,11 +107,6 @@ class Prober:
                     self._begin_probe(replica)
                     if replica.is_up:
                         self._beats.follow(replica)
-                for replica in fleet.leaving():
-                    if not is_late:
-                        self._check_stall(replica)
-                        self._check_answers(replica)
-                    self._begin_probe(replica)
                 self._forget_removed()
                 is_late = await self._pause()
         finally:
@@ -382,6 +374,9 @@ class Prober:
             self._asked_s.pop(replica, None)
             if asked_s > self._heard_s.get(replica, 0.0):  # else it has said that this is over
                 await self._judge(replica, status, health)
+        except NoFiles:  # it cannot be seen now whether the replica works
+            self._asked_s.pop(replica, None)
+            replica.progress_s = self._loop.time()
         except ReplicaFault as fault:
             is_quiet = self._loop.time() - replica.progress_s > self._settings.probe_s
             if replica.said != "unreachable" and (is_quiet or replica.is_fenced):
@@ -519,9 +514,8 @@ class Prober:
     async def _get(
         self, replica: Replica, path: bytes, kind: Any, *, none_at: tuple[int, ...] = ()
     ) -> tuple[int, Any]:
-        pool, host = self._fleet.pool(replica), replica.url.shown.partition("//")[2]
-        headers = [(b"host", host.encode()), *self._headers]
-        status, body = await pool.get(path, headers)
+        headers = self._fleet.own_headers(replica)
+        status, body = await self._fleet.pool(replica).request(b"GET", path, headers)
         if status in none_at:
             return status, None
         return status, msgspec.json.decode(body, type=kind)

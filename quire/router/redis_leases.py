@@ -52,7 +52,7 @@ class RedisLeases(LeaseDiscovery):
                     self._refused.add(text)
                     self._log.warning("lease ignored", key=key[:200], reason=str(error))
                 continue
-            found.setdefault(url.shown + url.path, url)
+            found.setdefault(url.full, url)
         return found
 
 

@@ -78,7 +78,7 @@ class Replica:
 
     def __init__(self, url: ServerUrl, number: int) -> None:
         self.url = url
-        self.name = url.shown + url.path
+        self.name = url.full
         self.number = number
         self._state = self.said = "unknown"
         self.reason = "not probed yet"

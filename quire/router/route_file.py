@@ -429,7 +429,7 @@ def _check_names(kind: type[Struct], entries: Mapping[str, Any], place: str) -> 
             for number, one in enumerate(value):
                 if isinstance(one, dict):
                     _check_names(inner, one, f"{where}[{number}]")
-        elif _is_mapping(known[key]):
+        elif get_origin(known[key]) is dict:
             for name, one in value.items() if isinstance(value, dict) else ():
                 if isinstance(one, dict):
                     _check_names(inner, one, f"{where}.{name}")
@@ -461,7 +461,3 @@ def _table_in(kind: Any) -> type[Struct] | None:
     if isinstance(kind, type) and issubclass(kind, Struct):
         return kind
     return next((found for one in get_args(kind) if (found := _table_in(one)) is not None), None)
-
-
-def _is_mapping(kind: Any) -> bool:
-    return getattr(kind, "__origin__", None) is dict

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from quire.base.http_apis import LLAMA_CPP, RESPONSES
+from quire.base.http_apis import LLAMA_CPP, RESPONSES, header_in
 from quire.router.api_forms import ApiForm, form_of, value_at, with_value
 from quire.router.event_blocks import CursorComment
 from quire.router.judged_answers import LOGPROBS_OF_RESPONSES
@@ -268,8 +268,7 @@ class RoutedRequest:
         key = self.fields.get("prompt_cache_key")
         if isinstance(key, str) and key:
             return key
-        found = next((value for name, value in self.headers if name == b"x-session-id"), b"")
-        return found.decode("latin-1")
+        return header_in(self.headers, b"x-session-id").decode("latin-1")
 
 
 def _fields(raw: bytes) -> dict[str, Any]:

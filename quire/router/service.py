@@ -51,9 +51,8 @@ class RouterService:
         for cascade in features.cascades.values():
             cascade.report_to(log)
         metrics = RouterMetrics(self.fleet)
-        metrics.watch(
-            "waiting_requests", "Requests without an available replica", self._num_waiting
-        )
+        waiting = "Requests without an available replica"
+        metrics.watch("waiting_requests", waiting, lambda: self.fleet.num_waiting)
         self._sleepers = features.sleepers
         self._prefixes = _follow_prefixes(features, self.fleet, metrics)
         look_up = None if self._prefixes is None else self._prefixes.look_up
@@ -109,9 +108,11 @@ class RouterService:
         ended = (one for one in self._tasks if one.done() and not one.cancelled())
         return "; ".join(f"{one.get_name()}: {one.exception()!r}" for one in ended)
 
-    async def drain(self) -> None:
-        """Refuse new requests, let open ones end within the grace time, then end them."""
+    async def drain(self) -> float:
+        """Refuse new requests, let open ones end within the grace time, then end them; return when
+        that time is over."""
         admission, grace_s = self._admission, self._settings.grace_s
+        over_s = asyncio.get_running_loop().time() + grace_s
         admission.is_draining = True
         self._log.event("draining", grace_s=grace_s, open=admission.num_open)
         await self._wait_until_idle(grace_s)
@@ -122,6 +123,7 @@ class RouterService:
             self.app.cut.set_result(None)
             await self._wait_until_idle(LAST_EVENTS_S)
         self._log.event("stopped")
+        return over_s
 
     async def close(self) -> None:
         """Stop probing and close kept connections."""
@@ -133,9 +135,6 @@ class RouterService:
             fleet.close()
         if self._prefixes is not None:
             self._prefixes.close()
-
-    def _num_waiting(self) -> float:
-        return float(self.fleet.num_waiting)
 
     async def _wait_until_idle(self, limit_s: float) -> None:
         loop = asyncio.get_running_loop()

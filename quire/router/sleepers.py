@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container
 
-from quire.base.server_url import key_headers
 from quire.router.faults import ClientGone, Refusal, ReplicaFault
 from quire.router.fleet import Fleet
 from quire.router.replica import ASLEEP, Replica
@@ -83,7 +82,7 @@ class Sleepers:
         until_s, refusing = loop.time() + table.max_wait_seconds, set[Replica]()
         while True:
             if is_gone():
-                raise ClientGone("the client has closed its connection")
+                raise ClientGone
             awake = [one for one in _awake(fleet) if one is not replica]
             if len(awake) < table.max_awake:
                 return
@@ -148,20 +147,11 @@ class Sleepers:
 
     async def _post(self, fleet: Fleet, replica: Replica, path: bytes) -> int:
         """Return the status of a POST without a body. Raises ReplicaFault."""
-        given = key_headers(fleet.settings.replica_key)
-        headers = [(name.lower().encode(), value.encode()) for name, value in given.items()]
-        headers.append((b"host", replica.url.shown.partition("//")[2].encode()))
+        headers, pool = fleet.own_headers(replica), fleet.pool(replica)
         try:
             async with asyncio.timeout(self._table.max_wait_seconds):
-                exchange = await fleet.pool(replica).send(
-                    b"POST", path, headers, b"", is_fresh=True
-                )
-                try:
-                    await exchange.head()
-                    await exchange.body()
-                    return exchange.status
-                finally:
-                    exchange.close()
+                status, _ = await pool.request(b"POST", path, headers, is_fresh=True)
+                return status
         except TimeoutError:
             raise ReplicaFault("it does not answer in time", is_suspect=False) from None
 

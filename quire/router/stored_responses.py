@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections import OrderedDict
 
+from quire.router.api_forms import objects_in
 from quire.router.client_response import HOP_BY_HOP
 from quire.router.faults import Refusal, ReplicaFault
 from quire.router.fleet import Fleet
@@ -42,9 +43,8 @@ def needed_id(request: RoutedRequest) -> str:
     previous = request.fields.get("previous_response_id")
     if isinstance(previous, str) and previous:
         return previous
-    items = request.fields.get("input")
-    for item in items if isinstance(items, list) else ():
-        if isinstance(item, dict) and item.get("type") == "item_reference":
+    for item in objects_in(request.fields.get("input")):
+        if item.get("type") == "item_reference":
             found = _ITEM.fullmatch(str(item.get("id")))
             if found is not None:
                 return f"resp_{found[1]}"
@@ -105,7 +105,7 @@ class StoredResponses:
         target = f"{RESPONSES}/{id_}".encode()
         try:
             async with asyncio.timeout(_ASK_S):
-                status, _ = await pool.get(target, headers)
+                status, _ = await pool.request(b"GET", target, headers)
         except (ReplicaFault, TimeoutError):
             return None
         return status == 200 if status < 500 else None

@@ -35,6 +35,10 @@ class StreamJournal:
         """How many choices the answer has; 1 while that is not known."""
         return len(self._ids)
 
+    def has_choice(self, comment: CursorComment) -> bool:
+        """Return whether a comment is of one of the choices that there are."""
+        return comment.choice < max(len(self._ids), comment.num_choices)
+
     def delivered(self, comment: CursorComment) -> None:
         """Note that the client has all events up to `comment`."""
         if comment.num_choices > len(self._ids):

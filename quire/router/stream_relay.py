@@ -67,6 +67,7 @@ class StreamRelay:
     async def _pass(self, attempt: Attempt, delta: Delta) -> bool:
         """Pass on a delta; return whether it is the last. Raises ReplicaFault, ClientGone."""
         request, client, exchange = self._request, self._client, attempt.exchange
+        self._check_choice(delta)
         self._note(attempt, delta)
         if request.route.stores and self._stored_by is not attempt:
             self._note_response(attempt, delta)
@@ -74,7 +75,7 @@ class StreamRelay:
             await client.start(200, exchange.headers)
         is_first = not self._state.has_events
         if is_first and not is_heartbeat(delta.blocks, request.form.event_end):
-            self._state.note_event(attempt.replica)
+            self._state.note_event(attempt.fingerprint)
         shown = delta.blocks
         if self._choice.adds_event:
             shown = self._choice.shown_event(shown)
@@ -97,6 +98,7 @@ class StreamRelay:
         is_noted = self._stored_by is attempt or not self._request.route.stores
         if not (is_plain and is_noted and client.can_write):
             return False
+        self._check_choice(delta)
         self._note(attempt, delta)
         if delta.cursor is not None:
             self._request.delivered(delta.cursor)
@@ -142,7 +144,7 @@ class StreamRelay:
             if is_event:
                 if not self._state.has_events:
                     _check_error(first_code(received))
-                    self._state.note_event(attempt.replica)
+                    self._state.note_event(attempt.fingerprint)
                     self._state.continuation.has_event(self._loop.time())
                 if attempt.load.is_new:
                     self._leave_queue(attempt)
@@ -166,6 +168,12 @@ class StreamRelay:
             request.used_prompt_tokens, request.used_output_tokens = used
         parts.admission.drained(request.expected_tokens, self._loop.time())
         await client.finish()
+
+    def _check_choice(self, delta: Delta) -> None:
+        """Raise ReplicaFault for an event of a choice that the answer does not have."""
+        cursor = delta.cursor
+        if cursor is not None and not self._request.journal.has_choice(cursor):
+            raise ReplicaFault(f"it sent choice {cursor.choice}, of fewer", is_suspect=True)
 
     def _note(self, attempt: Attempt, delta: Delta) -> int:
         """Count the tokens of an event; return how many. Raises ReplicaFault for some errors."""

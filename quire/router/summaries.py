@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
-from quire.router.api_forms import TOO_LONG, error_message
+from quire.router.api_forms import TOO_LONG, error_message, objects_in
 from quire.router.faults import Refusal
 from quire.router.route_file import Name, SummariesTable
 from quire.router.routed_request import BYTES_PER_TOKEN, RoutedRequest
@@ -323,7 +323,7 @@ def _parts(messages: Any, keep_turns: int) -> _Parts:
 def _line(message: Mapping[str, Any]) -> str:
     """Return a message as a line of the conversation."""
     role = message.get("role")
-    texts = [_text(message.get("content")), *map(_call, _objects(message.get("tool_calls")))]
+    texts = [_text(message.get("content")), *map(_call, objects_in(message.get("tool_calls")))]
     if isinstance(one := message.get("function_call"), dict):
         texts.append(_call({"function": one}))
     return f"{role if isinstance(role, str) else 'user'}: " + "\n".join(filter(None, texts))
@@ -334,7 +334,7 @@ def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = []
-    for one in _objects(content):
+    for one in objects_in(content):
         text = one.get("text", one.get("refusal"))
         parts.append(text if isinstance(text, str) else f"[{one.get('type')}]")
     return "\n".join(parts)
@@ -344,10 +344,6 @@ def _call(call: Mapping[str, Any]) -> str:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     return f"[calls {function.get('name')} with {function.get('arguments')}]"
-
-
-def _objects(found: Any) -> Sequence[dict[str, Any]]:
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _piece(text: str, at: int, size: int) -> str:

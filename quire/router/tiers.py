@@ -5,7 +5,8 @@ limited number is open for each available replica, and the rest waits in turn. A
 the first tokens and the tokens that follow, of streams above flex: where too many miss their
 targets, the limit of the lowest tier that can give way is cut; where they are kept, limits rise
 again, the higher tier's first. Is given times. Always holds: a limit stays between its bounds;
-nothing of this is done for a token.
+a place that is free goes to the request that has waited for longest, which alone is woken; nothing
+of this is done for a token.
 """
 
 from __future__ import annotations
@@ -62,8 +63,14 @@ class Tiers:
         self._most = {"default": table.max_default, "flex": table.max_flex}
         self.limits = dict(self._most)
         self._open: Counter[str] = Counter()
-        self._waiting: dict[str, deque[object]] = {tier: deque() for tier in LIMITED}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {one: deque() for one in LIMITED}
+        self._fleet: Fleet | None = None
         self._num_measured = self._num_late = 0
+
+    def follow(self, fleet: Fleet) -> None:
+        """Open requests for the available replicas of a fleet."""
+        self._fleet = fleet
+        fleet.on_available = self._give
 
     def limit(self, tier: str) -> int:
         """Return how many requests of a tier may be open for each replica now."""
@@ -96,16 +103,17 @@ class Tiers:
             request.change("priority", _PRIORITIES[tier])
         return tier
 
-    async def enter(self, tier: str, fleet: Fleet, is_gone: Callable[[], bool]) -> None:
+    async def enter(self, tier: str, is_gone: Callable[[], bool]) -> None:
         """Wait until a request of a tier may be sent, and count it. Raises Refusal, ClientGone."""
-        if tier in LIMITED and (self._waiting[tier] or not self._has_room(tier, fleet)):
-            await self._wait(tier, fleet, is_gone)
-        self._open[tier] += 1
+        if tier in LIMITED and (self._waiting[tier] or not self._has_room(tier)):
+            await self._wait(tier, is_gone)
+        else:
+            self._open[tier] += 1
 
-    def leave(self, tier: str, fleet: Fleet) -> None:
+    def leave(self, tier: str) -> None:
         """Count a request no more."""
         self._open[tier] -= 1
-        fleet.became_available()
+        self._give()
 
     def ended(self, tier: str, ttft_s: float, tpot_s: float) -> None:
         """Note a stream's time to the first token since it was sent, and the mean time of the
@@ -124,6 +132,7 @@ class Tiers:
         else:
             self._raise()
         self._num_measured = self._num_late = 0
+        self._give()
 
     def _cut(self) -> None:
         """Cut the limit of the lowest tier that is above its floor."""
@@ -144,13 +153,22 @@ class Tiers:
         share = self._preset.floors[tier]
         return max(int(share * self._most[tier]), 1) if share else 0
 
-    def _has_room(self, tier: str, fleet: Fleet) -> bool:
+    def _has_room(self, tier: str) -> bool:
         limit = self.limits[tier]
         if not limit and not any(self._open[one] for one in TIERS if one != tier):
             limit = 1  # nothing is late where nothing else is open
-        return self._open[tier] < limit * max(fleet.num_available, 1)
+        assert self._fleet is not None
+        return self._open[tier] < limit * max(self._fleet.num_available, 1)
 
-    async def _wait(self, tier: str, fleet: Fleet, is_gone: Callable[[], bool]) -> None:
+    def _give(self) -> None:
+        """Give places that are free to those that wait, in turn, and wake no others."""
+        for tier, waiting in self._waiting.items():
+            while waiting and self._has_room(tier):
+                self._open[tier] += 1
+                waiting.popleft().set_result(None)
+
+    async def _wait(self, tier: str, is_gone: Callable[[], bool]) -> None:
+        """Wait for a place that is given."""
         table, waiting, loop = self._table, self._waiting[tier], asyncio.get_running_loop()
         if len(waiting) >= table.max_waiting:
             raise Refusal(
@@ -159,22 +177,31 @@ class Tiers:
                 f"{len(waiting)} requests of tier {tier} wait and at most {table.max_waiting} may "
                 "(max-waiting of [tiers]); try again later",
             )
-        turn, until_s = object(), loop.time() + table.max_wait_seconds
-        waiting.append(turn)
+        place: asyncio.Future[None] = loop.create_future()
+        waiting.append(place)
+        until_s = loop.time() + table.max_wait_seconds
         try:
-            while loop.time() < until_s:
+            while not place.done():
                 if is_gone():
-                    raise ClientGone("the client has closed its connection")
-                if waiting[0] is turn and self._has_room(tier, fleet):
-                    return
-                await fleet.wait_for_change(min(max(until_s - loop.time(), 0.0), _CHECK_S))
-        finally:
-            waiting.remove(turn)
-            fleet.became_available()  # the next one is first now
-        raise Refusal(
+                    raise ClientGone
+                left_s = until_s - loop.time()
+                if left_s <= 0:
+                    raise self._no_place(tier)
+                if waiting[0] is place:  # by its time alone a breaker lets requests pass again
+                    self._give()
+                await asyncio.wait({place}, timeout=min(left_s, _CHECK_S))
+        except BaseException:
+            if place.done():
+                self.leave(tier)
+            else:
+                waiting.remove(place)
+            raise
+
+    def _no_place(self, tier: str) -> Refusal:
+        return Refusal(
             503,
             "overloaded",
-            f"no place for tier {tier} within {table.max_wait_seconds:g} s: {self._open[tier]} of "
-            f"its requests are open and {self.limits[tier]} may be for each replica ([tiers]); try "
-            "again later",
+            f"no place for tier {tier} within {self._table.max_wait_seconds:g} s: "
+            f"{self._open[tier]} of its requests are open and {self.limits[tier]} may be for each "
+            "replica ([tiers]); try again later",
         )

@@ -320,7 +320,7 @@ class Scheduler:
             **(pins.counts(self._last_step_ms) if pins.is_active else pins.fields),
             **({} if cache.tiers is None else self._kv_loads.stats()),
             watermark_blocks=self._preemptor.watermark.blocks(num_running, in_flight.step),
-            held=self._backpressure.num_held if self._backpressure.is_active else 0,
+            held=len(self._backpressure.held) if self._backpressure.is_active else 0,
             held_total=self._backpressure.num_held_total,
             row_errors_total=self._outcomes.row_errors,
             proposer="" if drafts is None else drafts.proposer,
@@ -352,7 +352,7 @@ class Scheduler:
             limits=self._limits,
             speed=self.speed,
             steps_total=self._steps_ended,
-            held_total=self._backpressure.num_held if self._backpressure.is_active else 0,
+            held_total=len(self._backpressure.held) if self._backpressure.is_active else 0,
             now_ms=now_ms,
         )
 

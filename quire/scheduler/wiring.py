@@ -122,8 +122,7 @@ def wire(
     preemptor = Preemptor(
         requests, batch, cache, shares, beams, victims=victims, watermark=watermark, stats=stats
     )
-    layered = LayeredChunks(limits, batch)
-    prompts = PromptShares(limits, batch, policy, speed, layered)
+    prompts = PromptShares(limits, batch, policy, speed, layered := LayeredChunks(limits, batch))
     advance = Advance(requests, batch, cache, shares, preemptor, prompts, layered, loads)
     beams.connect(advance)
     backpressure, pins = Backpressure(requests, preemptor), PrefixPins(cache, limits.pin_share)
@@ -137,7 +136,8 @@ def wire(
     if policy.has_priority_preemption:
         by_priority = PriorityPreemption(requests, batch, cache, policy, shares, preemptor, advance)
         extensions.append(by_priority)
-    extensions += [layered, beams, background := BackgroundRows(requests, batch, speed, advance)]
+    background = BackgroundRows(requests, batch, speed, advance, backpressure)
+    extensions += [layered, beams, background]
     drafts = None
     if draft_source is not None:
         drafts = DraftRows(limits, requests, batch, cache, shares, speed, draft_source)

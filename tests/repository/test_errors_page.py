@@ -53,7 +53,7 @@ def test_every_error_of_the_router_is_on_the_page() -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refusal":
                 found.add(tuple(ast.literal_eval(one) for one in node.args[:2]))
     shared = {"invalid_value", "model_not_found", "unknown_url", "method_not_allowed"}
-    shared |= {"body_too_large", "overloaded", "shutting_down"}
+    shared |= {"body_too_large", "headers_too_large", "overloaded", "shutting_down"}
     shared |= {"deadline_missed", "context_length_exceeded", "poison_request"}
     rows = re.findall(r"^\| `(\w+)` \| (\d{3}) \|", _page(), re.M)
     own = {(int(status), code) for code, status in rows}

@@ -305,6 +305,21 @@ def test_a_stream_of_another_api_continues_byte_for_byte(server: RunningServer, 
     assert "its digest differs" in json.dumps(answer)
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_each_answer_has_its_fingerprint_in_its_head(
+    server: RunningServer, is_stream: bool
+) -> None:
+    """A router continues a stream by it, whatever the API."""
+    [listed] = server.get("/v1/models")[1]["data"]
+    for path, body in (*CASES.values(), *OTHER_CASES.values()):
+        fields = {"model": "tiny", **body, "stream": is_stream}
+        if not is_stream:
+            fields.pop("stream_options", None)
+        status, headers, _ = server.request("POST", path, fields)
+        assert status == 200
+        assert headers["x-quire-fingerprint"] == listed["system_fingerprint"]
+
+
 def _plain(events: list[bytes]) -> list[bytes]:
     """Return events without times and counts of cached tokens, which differ by what ran before."""
     names = (

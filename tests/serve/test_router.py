@@ -10,10 +10,12 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -360,6 +362,25 @@ def test_whole_answers_models_and_refusals(servers: list[RunningServer]) -> None
         ):
             got, raw = router.request(method, path, sent)
             assert (got, json.loads(raw)["error"]["code"]) == (status, code), raw
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_has_finished_sending_is_answered_as_by_its_server(
+    servers: list[RunningServer], is_stream: bool
+) -> None:
+    """As `nc -N` does, over both event loops."""
+    body = json.dumps({**CHAT, "seed": 1, "stream": is_stream, "stream_options": None}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with RunningRouter(servers[0].url) as router:
+        answers = []
+        for port in (servers[0].port, router.port):
+            with socket.create_connection(("127.0.0.1", port), GIVE_UP_S) as connection:
+                connection.sendall(head % len(body) + body)
+                connection.shutdown(socket.SHUT_WR)
+                answers.append(b"".join(iter(partial(connection.recv, 65536), b"")))
+    by_server, by_router = answers
+    assert by_router.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert _texts(by_router) == _texts(by_server) != []
 
 
 def test_routers_that_share_a_port_answer_for_each_other(servers: list[RunningServer]) -> None:

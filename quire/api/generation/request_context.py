@@ -20,6 +20,7 @@ from quire.api.generation.text_bounds import check_text_bytes
 from quire.api.http.request_io import Deadline, body_in_time, read_object
 from quire.api.server_state import ServerState
 from quire.base.errors import ContextTooLong, InvalidParameter, UnknownModel
+from quire.base.http_apis import FINGERPRINT_HEADER
 from quire.base.show import show
 from quire.engine.client.request_builder import prompt_too_long
 from quire.engine.model_card import ModelCard
@@ -53,6 +54,7 @@ class RequestContext:
         self._thread_pools = server_state.thread_pools
         self._is_large = is_large
         self._log = server_state.log
+        self._fingerprint = server_state.fingerprint(engine.card)
         self._ignored: list[str] = []
 
     @property
@@ -82,7 +84,10 @@ class RequestContext:
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the response."""
-        headers = {"x-request-id": self.request_id}
+        headers = {
+            "x-request-id": self.request_id,
+            FINGERPRINT_HEADER.decode(): self._fingerprint,
+        }
         if self._ignored:
             headers["x-quire-ignored-fields"] = ignored_header(tuple(self._ignored))
         return headers

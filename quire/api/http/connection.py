@@ -1,12 +1,12 @@
 """HTTP connections, with the bounds that uvicorn's protocol leaves out.
 
-Headers are bounded in bytes and lines (431) and must arrive within a time limit, after which the
-connection is closed. A second request sent before the first is answered is neither read nor
-answered: the connection is closed after the first, and the client retries it, as HTTP allows. So a
-connection is always read from while a request runs, and a client that disconnects is noticed. A
-client that has only finished sending (a half-closed connection) is answered; a probe distinguishes
-it from one that has disconnected. HTTP/1.0 clients get no chunked responses: theirs end with the
-connection. ConnectionTable holds all connections of the process and evicts idle ones for new ones.
+Headers and trailers are bounded in bytes and lines (431); headers must arrive within a time limit,
+after which the connection is closed. A second request sent before the first is answered is neither
+read nor answered: the connection is closed after the first, and the client retries it, as HTTP
+allows. So a connection is always read from while a request runs, and a client that disconnects is
+noticed. A client that has only finished sending (a half-closed connection) is answered; a probe
+distinguishes it from one that has disconnected. HTTP/1.0 clients get no chunked responses: theirs
+end with the connection. ConnectionTable holds all connections of the process and evicts idle ones.
 Knows no route. Always holds: the memory that one connection uses is bounded, and OPEN_CONNECTIONS
 has the connection's current state.
 """
@@ -23,20 +23,18 @@ from typing import Any, Protocol, cast
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.api.http.connection_ends import PROBE, BegunTransport, is_reset
 from quire.api.http.dialect import Dialect
 from quire.api.http.errors import HEAD_TOO_LARGE
 from quire.api.http.refusal import FULL_REPORT, TLS_HANDSHAKE, TLS_REPORT, refusal
 from quire.base.close_delimited import CloseDelimited
+from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
+from quire.base.plain_http_parser import DeclinesUpgrade, framing_of
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
 HEAD_TIME_S = 30.0
 # A refused client may still be writing; closing at once would discard the response.
 _LINGER_S = 1.0
-# Intervals of checking whether a half-closed client has closed the connection: the first one, and
-# the limit of their doubling.
-_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
 # Descriptors that are no clients': sockets, files, connections not served yet. At least; of all.
 _SPARE_FILES, _SPARE_SHARE = 64, 1 / 16
 
@@ -129,7 +127,7 @@ class ConnectionTable:
 OPEN_CONNECTIONS = ConnectionTable()
 
 
-class Connection(HttpToolsProtocol):
+class Connection(DeclinesUpgrade, HttpToolsProtocol):
     """uvicorn's protocol with bounds. Created by uvicorn for each connection.
 
     dialect: writes refusals, since the path is not known yet. waiting: its WaitingConnections.
@@ -140,7 +138,6 @@ class Connection(HttpToolsProtocol):
     _ignores_input = False
     _is_close_delimited = False
     _head_timer: asyncio.TimerHandle | None = None
-    _look_timer: asyncio.TimerHandle | None = None
     _disconnected: asyncio.Future[None] | None = None
 
     def __init__(self, *args: Any, dialect: Dialect, **options: Any) -> None:
@@ -163,8 +160,6 @@ class Connection(HttpToolsProtocol):
         """Stop all timers and report the disconnect."""
         OPEN_CONNECTIONS.remove(self)
         self._stop_timer()
-        if self._look_timer is not None:
-            self._look_timer.cancel()
         super().connection_lost(exc)
         self._report_disconnect()
 
@@ -174,14 +169,15 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_head:
             self._await_head()
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head()
-                return
             if not self._head_bytes and piece[0] == TLS_HANDSHAKE:
                 TLS_REPORT.add()
                 self.send_400_response("This is TLS.")  # no TLS, so the handshake ends
                 return
-            self._head_bytes += len(piece)  # of the last piece, part may be the body
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
+        self._head_bytes += len(piece)  # since the head, or a piece of its body, began
+        self._received = piece
         super().data_received(piece)
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
             self._await_head()  # the rest of a body after an early response
@@ -192,13 +188,12 @@ class Connection(HttpToolsProtocol):
             return None  # the transport closes itself; TLS has no half-closed connections here
         self._stop_timer()
         self._ignores_input, self.cycle.keep_alive = True, False
-        if self._look_timer is None:
-            if not self.cycle.response_started:
-                self.transport.write(PROBE)
-                self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
-            elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
-                probe()
-            self._look_timer = self.loop.call_later(_PROBE_S, self._look_for_reset, _PROBE_S)
+        if not self.cycle.response_started:
+            self.transport.write(PROBE)
+            self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
+        elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
+            probe()
+        abort_at_reset(self.transport, lambda: self._is_answering)
         return True
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -209,9 +204,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the request, unless another one is still being answered."""
-        num_bytes = len(self.url)
-        for name, value in self.headers:
-            num_bytes += len(name) + len(value)
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if not self._ignores_input and num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
         if self._ignores_input:
@@ -220,7 +213,7 @@ class Connection(HttpToolsProtocol):
         if self._is_answering:
             self._ignores_input, self.cycle.keep_alive = True, False
             return
-        self._in_head = False
+        self._in_head, self._head_bytes = False, 0
         OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
         # Set when the client disconnects, so that a request needs no task to wait for that.
         self._disconnected = self.loop.create_future()
@@ -234,16 +227,17 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body from the parser; a refused request has none."""
+        self._head_bytes = 0
         if not self._ignores_input:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Expect the next head."""
-        if not self._ignores_input:
+        is_offer = self.parser.should_upgrade() and framing_of(self.headers)  # its body is to come
+        if not (self._ignores_input or is_offer):
             self._in_head, self._head_bytes = True, 0
             super().on_message_complete()
-            # A long body may have paused reading: a disconnect would go unnoticed.
-            self.flow.resume_reading()
+            self.flow.resume_reading()  # after a long body, to notice a disconnect
 
     def on_response_complete(self) -> None:
         """Go on after a response was written; its cycle calls this."""
@@ -298,16 +292,6 @@ class Connection(HttpToolsProtocol):
             return False
         return True
 
-    def _look_for_reset(self, waited_s: float) -> None:
-        """Abort the connection of a client that has closed it, rather than half of it."""
-        if not self._is_answering or self.transport.is_closing():
-            return
-        if is_reset(self.transport.get_extra_info("socket").fileno()):
-            self.transport.abort()
-            return
-        wait_s = min(2 * waited_s, _MAX_PROBE_S)
-        self._look_timer = self.loop.call_later(wait_s, self._look_for_reset, wait_s)
-
     def _await_head(self) -> None:
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIME_S, self.transport.close)
@@ -330,8 +314,7 @@ class Connection(HttpToolsProtocol):
         """Write a refusal, then read nothing more from this connection."""
         self._ignores_input = True
         if self._is_answering:
-            if self._in_head or self.cycle.response_started:
-                # the previous request is being answered: write nothing in between
+            if self._in_head or self.cycle.response_started:  # write nothing into that answer
                 self.cycle.keep_alive = False
                 return
             # Its own body is broken: end it as if its client had disconnected.

@@ -1,10 +1,11 @@
 """StoppedClients: which client processes of an engine are stopped, by the states of the processes.
 
-A stopped process (SIGSTOP, a debugger) keeps its sockets and reads nothing. What an engine computes
-for it is read late or never, since routers send its requests elsewhere, and waits on the socket
-without a bound. Reads /proc: without that no process counts as stopped. Always holds: a process
-counts as stopped once LOOKS_TO_STOP looks in a row found it so (profilers stop one for a moment),
-and no longer once LOOKS_TO_GO_ON in a row found it running, or gone: first it finds that its
+A stopped process (SIGSTOP) keeps its sockets and reads nothing. What an engine computes for it is
+read late or never, since routers send its requests elsewhere, and waits on the socket without a
+bound. A traced process counts as running: strace stops it for a moment at each system call, and
+each look may find it so while it serves all its clients. Reads /proc: without that no process
+counts as stopped. Always holds: a process counts as stopped once LOOKS_TO_STOP looks in a row found
+it so, and no longer once LOOKS_TO_GO_ON in a row found it running, or gone: first it finds that its
 clients have left, so that what they wanted is not computed.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 # Time between looks, each some microseconds, and how many have to agree.
 LOOK_S, LOOKS_TO_STOP, LOOKS_TO_GO_ON = 0.1, 2, 5
-_STOPPED = (b"T", b"t")  # by a signal, by a debugger
+_STOPPED = b"T"  # by a signal; "t" is a process that its tracer has stopped
 _STAT_BYTES = 256
 
 
@@ -78,4 +79,4 @@ def _is_stopped(state: int) -> bool:
     except OSError:
         return False
     # "pid (name) state ...": the name may have any characters.
-    return stat.rpartition(b")")[2][1:2] in _STOPPED
+    return stat.rpartition(b")")[2][1:2] == _STOPPED

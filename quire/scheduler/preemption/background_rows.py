@@ -5,8 +5,9 @@ steps: each such step adds to an allowance, and a row runs when the allowance ha
 device on which a further row costs next to nothing all of them advance; where each row costs a good
 part of a step, one now and then. While only such requests live, steps are kept short, so that a
 request that arrives waits for a short step. Reads no clock: prices are those that the scheduler
-learns. Always holds: a step without rows of others goes to the background, so it is never stuck
-behind requests that wait; with no such request live none of this runs.
+learns. Others that are paused for their client count as ended. Always holds: a step without rows of
+others goes to the background, so it is never stuck behind requests that wait; with no such request
+live none of this runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.scheduler.advance import Advance
 from quire.scheduler.cost.speed import SpeedEstimate
 from quire.scheduler.interfaces import StepExtension
 from quire.scheduler.plan_builder import Step
+from quire.scheduler.preemption.backpressure import Backpressure
 from quire.scheduler.request_table import RequestTable
 from quire.scheduler.running_batch import Index, RunningBatch
 from quire.scheduler.sequence import NO_SLOT, SequenceState
@@ -39,10 +41,15 @@ class BackgroundRows(StepExtension):
     reason = WaitReason.BACKGROUND
 
     def __init__(
-        self, requests: RequestTable, batch: RunningBatch, speed: SpeedEstimate, advance: Advance
+        self,
+        requests: RequestTable,
+        batch: RunningBatch,
+        speed: SpeedEstimate,
+        advance: Advance,
+        backpressure: Backpressure,
     ) -> None:
         self._requests, self._batch = requests, batch
-        self._speed, self._advance = speed, advance
+        self._speed, self._advance, self._backpressure = speed, advance, backpressure
         self._live: list[SequenceState] = []
         self._slots: frozenset[int] = frozenset()  # of these, as of the beginning of the step
         self._is_beside = False  # others live, so that these are paused
@@ -57,7 +64,8 @@ class BackgroundRows(StepExtension):
         """Pause the rows of the background where others live; else keep the step short."""
         self._live = [sequence for sequence in self._live if sequence.alive]
         self.is_active = bool(self._live)
-        self._is_beside = len(self._live) < len(self._requests.sequences)
+        num_paused = sum(not one.request.background for one in self._backpressure.held)
+        self._is_beside = len(self._live) < len(self._requests.sequences) - num_paused
         slots = frozenset(slot for one in self._live for slot in _slots_of(one))
         price = self._speed.latest
         if self._is_beside:

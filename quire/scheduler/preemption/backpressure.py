@@ -33,9 +33,9 @@ class Backpressure(StepExtension):
         self.num_held_total = 0
 
     @property
-    def num_held(self) -> int:
-        """How many live requests are paused."""
-        return sum(sequence.alive for sequence in self._held.values())
+    def held(self) -> list[SequenceState]:
+        """The live requests that are paused."""
+        return [sequence for sequence in self._held.values() if sequence.alive]
 
     def hold(self, sequence: SequenceState) -> None:
         """Pause `sequence` until it is released."""

@@ -114,15 +114,20 @@ class ContinuedFirst(StepExtension):
         self._earned_until += num_earned * STEPS_TO_EARN
         self._num_left = min(self._num_left + num_earned, MAX_STEPS)
 
+    @property
+    def _able(self) -> list[SequenceState]:
+        """Those that continue and have no output yet, without those that are paused."""
+        return [one for one in self._pending if not one.is_held]
+
     def _slots(self) -> Index:
-        """Return the slots of those that continue and have no output yet."""
-        return np.array([one.slot for one in self._pending if one.slot != NO_SLOT], np.intp)
+        """Return the slots of those."""
+        return np.array([one.slot for one in self._able if one.slot != NO_SLOT], np.intp)
 
     def _step_ms(self) -> float:
         """Return the predicted time of a step of all that run; 0 where one of them may not wait."""
         batch, slots = self._batch, self._slots()
         others = batch.active[~np.isin(batch.active, slots)]
-        tenants = {one.request.tenant for one in self._pending}
+        tenants = {one.request.tenant for one in self._able}
         if np.isfinite(batch.tpot_slo_ms[others]).any() or any(
             batch.sequence(slot).request.tenant not in tenants for slot in others.tolist()
         ):
@@ -131,18 +136,18 @@ class ContinuedFirst(StepExtension):
 
     def _others(self) -> list[int] | None:
         """Return the slots that stand back; None for none, or where too few continue."""
-        batch, active = self._batch, self._batch.active
-        if len(self._pending) < MIN_TOGETHER or not len(active):
+        batch, active, able = self._batch, self._batch.active, self._able
+        if len(able) < MIN_TOGETHER or not len(active):
             return None
         slots = self._slots()
-        num_waiting = min(len(self._pending) - len(slots), len(batch.free_slots))
+        num_waiting = min(len(able) - len(slots), len(batch.free_slots))
         num_unscheduled = int(np.count_nonzero(batch.goal[slots] > batch.scheduled[slots]))
         if num_waiting + num_unscheduled < MIN_TOGETHER:
             return None
         others = active[~np.isin(active, slots)]
         if np.isfinite(batch.tpot_slo_ms[others]).any():
             return None
-        tenants = {one.request.tenant for one in self._pending}
+        tenants = {one.request.tenant for one in able}
         found = ((slot, batch.sequence(slot)) for slot in others.tolist())
         slots_of_tenants = [
             slot for slot, one in found if one.group is None and one.request.tenant in tenants

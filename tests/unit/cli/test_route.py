@@ -69,7 +69,7 @@ def test_wrong_arguments_say_what_is_allowed(words: list[str], message: str) -> 
 )
 def test_the_path_of_clients_is_left_out_of_a_replica_s_address(text: str, kept: str) -> None:
     for url in (replica_url(text), *parsed([text, kept])):
-        assert url.shown + url.path == kept
+        assert url.full == kept
 
 
 def test_an_empty_key_file_is_refused(tmp_path: Path) -> None:

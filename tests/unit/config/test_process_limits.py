@@ -46,6 +46,38 @@ def test_enough_files_are_no_error(soft: int, monkeypatch: pytest.MonkeyPatch) -
     process_limits.check_open_files()
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 4096, (4096, 4096)),
+        (1024, 524_288, (process_limits.MAX_OPEN_FILES, 524_288)),
+        (1024, INFINITE, (process_limits.MAX_OPEN_FILES, INFINITE)),
+        (4096, 4096, None),
+        (100_000, 524_288, None),
+        (INFINITE, INFINITE, None),
+    ],
+)
+def test_a_process_may_open_as_many_files_as_its_hard_limit_allows(
+    soft: int, hard: int, raised: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    _limit(monkeypatch, soft, hard)
+    monkeypatch.setattr(
+        process_limits.resource, "setrlimit", lambda which, limits: found.append(limits)
+    )
+    process_limits.raise_open_files()
+    assert found == ([] if raised is None else [raised])
+
+
+def test_a_system_that_allows_no_more_files_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(which: int, limits: tuple[int, int]) -> None:
+        raise PermissionError
+
+    _limit(monkeypatch, 64, 4096)
+    monkeypatch.setattr(process_limits.resource, "setrlimit", refused)
+    process_limits.raise_open_files()
+
+
 def test_an_address_space_too_small_for_the_libraries_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

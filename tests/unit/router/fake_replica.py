@@ -39,6 +39,7 @@ class FakeReplica:
     of the cut, the bytes of an error event. status, body: of a whole answer. silent_after: tokens
     after which nothing comes any more. answer: returns status and body of a request by method, path
     and fields, or None for the usual answer. gate: streams have their first token once it is set.
+    names_fingerprint: whether streams have it in their head.
     event_end: of each event and comment; with a line break streams are lines, as Ollama's are.
     seed: that the first comment reports. num_choices: tokens are of one choice after the other.
     answer_id: in its cursors. health_gate: /health answers
@@ -51,6 +52,7 @@ class FakeReplica:
         self.fingerprint = fingerprint
         self.models = models or ("box",)
         self.models_status = 200
+        self.names_fingerprint = True
         self.answer: Callable[[str, str, dict[str, Any]], tuple[int, bytes] | None] = (
             lambda method, path, fields: None
         )
@@ -197,9 +199,10 @@ class FakeReplica:
             await asyncio.sleep(0.02)
 
     async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        named = b"x-quire-fingerprint: %b\r\n" % self.fingerprint.encode()
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
-            b"x-request-id: one\r\n\r\n"
+            b"x-request-id: one\r\n%b\r\n" % (named if self.names_fingerprint else b"")
         )
         await writer.drain()
         self.began.set()

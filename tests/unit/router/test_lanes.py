@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
+from bench.router.virtual_time import run_virtual
 from quire.router.features import Features
 from quire.router.lanes import WINDOW, Lanes
 from quire.router.route_file import LanesTable
@@ -91,6 +95,44 @@ def test_prompts_wait_in_turn_and_those_that_leave_make_room() -> None:
         assert [request["seed"] for request in only.requests] == [0, 2, 3]
 
     run([only], story, features)
+
+
+def test_only_the_first_prompt_that_waits_is_woken() -> None:
+    num_waiting = 50
+    lanes, looks, free = Lanes(LanesTable()), Counter[int](), list[Any]()
+
+    async def story() -> None:
+        changed = asyncio.Event()
+
+        async def wait_for_change(limit_s: float) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await changed.wait()
+            changed.clear()
+
+        def prompt(number: int) -> Any:
+            def is_gone() -> bool:
+                looks[number] += 1
+                return False
+
+            fleet: Any = SimpleNamespace(wait_for_change=wait_for_change)
+            return lanes.place(fleet, lambda: free.pop() if free else None, lambda: True, is_gone)
+
+        asked = [asyncio.ensure_future(prompt(number)) for number in range(num_waiting)]
+        await asyncio.sleep(0.001)
+        for number in range(3):
+            looks.clear()
+            free.append(number)
+            changed.set()
+            await asyncio.sleep(0.001)
+            assert [at for at, one in enumerate(asked) if one.done()] == list(range(number + 1))
+            assert set(looks) == {number, number + 1}, "and the one that is first then"
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert not lanes.num_waiting
+
+    run_virtual(story())
 
 
 def test_a_prompt_that_waits_too_long_or_beside_too_many_is_refused() -> None:

@@ -27,7 +27,7 @@ def with_connection(make_loop: Callable[[], Any], read: Callable[[Any], Any]) ->
         await replica.start()
         pool = ConnectionPool(server_url(replica.url), 2.0)
         try:
-            assert (await pool.get(b"/health", []))[0] == 200
+            assert (await pool.request(b"GET", b"/health", []))[0] == 200
             (connection,) = pool._all
             assert connection._transport is not None
             return read(connection._transport.get_extra_info("socket"))

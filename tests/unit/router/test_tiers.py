@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench.router.virtual_time import run_virtual
 from quire.router.admission import Admission
+from quire.router.faults import ClientGone
 from quire.router.features import Features
 from quire.router.route_file import TiersTable
 from quire.router.routed_request import RoutedRequest
@@ -83,6 +87,54 @@ def test_flex_waits_and_other_tiers_pass() -> None:
         assert router.count("quire_router_flex_waiting") == 0
 
     run([replica], story, Features(tiers=Tiers(TiersTable(max_flex=1))))
+
+
+def test_a_place_wakes_only_the_request_that_gets_it() -> None:
+    """In the order in which they came, however many wait; those that left are passed over."""
+    num_waiting = 500
+    tiers = Tiers(TiersTable(max_default=2, max_waiting=num_waiting))
+    fleet = SimpleNamespace(num_available=1)
+    tiers.follow(fleet)  # type: ignore[arg-type]
+    looks, gone, entered = Counter[int](), set[int](), list[int]()
+
+    async def request(number: int) -> None:
+        def is_gone() -> bool:
+            looks[number] += 1
+            return number in gone
+
+        with suppress(ClientGone):
+            await tiers.enter("default", is_gone)
+            entered.append(number)
+
+    async def story() -> None:
+        for _ in range(2):
+            await tiers.enter("default", lambda: False)
+        asked = [asyncio.ensure_future(request(number)) for number in range(num_waiting)]
+        await asyncio.sleep(0.001)
+        assert tiers.num_waiting("default") == num_waiting
+        looks.clear()
+        for count in range(1, 11):
+            tiers.leave("default")
+            await asyncio.sleep(0.001)
+            assert entered == list(range(count))
+        assert not looks
+        gone.add(10)
+        asked[11].cancel()
+        await asyncio.sleep(0.3)
+        fleet.num_available = 2  # and the limit is for each
+        fleet.on_available()
+        await asyncio.sleep(0.001)
+        assert entered[10:] == [12, 13]
+        tiers.leave("default")
+        asked[14].cancel()  # it has its place, and does not know
+        await asyncio.sleep(0.001)
+        assert entered[12:] == [15]
+        for one in asked:
+            one.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert (tiers.num_open("default"), tiers.num_waiting("default")) == (4, 0)
+
+    run_virtual(story())
 
 
 def test_refusals_and_clients_that_leave() -> None:

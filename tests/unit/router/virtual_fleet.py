@@ -164,7 +164,7 @@ class SteppedServer:
         self._streams.append(_Stream(exchange, link, request))
         return exchange
 
-    async def get(self, path: bytes, headers: Any) -> tuple[int, bytes]:
+    async def request(self, method: bytes, path: bytes, headers: Any) -> tuple[int, bytes]:
         """See ConnectionPool: answer a probe."""
         if self.is_killed:
             raise ReplicaFault("no connection", is_suspect=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from typing import Any
 
@@ -24,8 +25,15 @@ async def _slow_app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _listening() -> asyncio.Server:
-    config = uvicorn.Config(_slow_app, lifespan="off", log_config=None)
+async def _echo_app(scope: Any, receive: Any, send: Any) -> None:
+    body = (await receive())["body"]
+    headers = [(b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _listening(app: Any = _slow_app) -> asyncio.Server:
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
     state = ServerState()
     return await asyncio.get_running_loop().create_server(
         lambda: Connection(config, state, {}, dialect=OPENAI), "127.0.0.1", 0
@@ -46,6 +54,70 @@ def test_a_head_must_come_within_a_time(
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(sent)
         assert (await reader.read()).startswith(said)
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    "framed",
+    [b"Content-Length: 2\r\n\r\nok", b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"],
+)
+def test_the_body_of_a_request_that_offers_http_2_is_read(framed: bytes) -> None:
+    """As of Java's clients and curl --http2, also of those that send the offer again."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+    async def exchange() -> None:
+        server = await _listening(_echo_app)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        for given in (offer, offer, b""):
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + given + framed)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert b"content-length: 2" in head
+            assert await reader.readexactly(2) == b"ok"
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (b"0\r\nx: ", b"y" * 6000),
+        (b"0\r\n", b"x: y\r\n" * 10),
+        (b"2\r\nok\r\n2;", b"y" * 6000),
+    ],
+)
+def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes) -> None:
+    """Else a client fills the memory, however large a body may be."""
+    bodies = list[bool]()
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        message: dict[str, Any] = {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+        bodies.append(message["type"] == "http.request")
+
+    async def exchange() -> None:
+        server = await _listening(reads)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + start)
+        said = asyncio.ensure_future(reader.read())
+        num_sent = 0
+        while not said.done() and num_sent < 64 * connection.MAX_HEAD_BYTES:
+            writer.write(more)
+            num_sent += len(more)
+            with contextlib.suppress(ConnectionError):
+                await writer.drain()
+            await asyncio.sleep(0.001)
+        assert (await said).startswith(b"HTTP/1.1 431 ")
+        assert bodies == [False]
         writer.close()
         server.close()
         await server.wait_closed()

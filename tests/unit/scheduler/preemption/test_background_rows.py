@@ -102,6 +102,30 @@ def test_a_step_of_lines_alone_is_short() -> None:
     fast.check_end()
 
 
+@pytest.mark.parametrize("plans_in_flight", [1, 2])
+def test_lines_have_all_of_the_time_while_others_are_paused(plans_in_flight: int) -> None:
+    """Such as those of a client that is stopped."""
+    harness = harness_of(DEAR, plans_in_flight=plans_in_flight)
+    names = [f"line {number}" for number in range(3)]
+    for name in names:
+        add(harness, name, 50, background=True)
+    while len(harness.tokens[names[-1]]) < 2:
+        harness.step()
+    add(harness, "other", 20)
+    while len(harness.tokens["other"]) < 2:
+        harness.step()
+    harness.scheduler.hold("other", is_held=True)
+    for _ in range(plans_in_flight):
+        harness.step()
+    made = [len(harness.tokens[name]) for name in names]
+    for _ in range(10):
+        harness.step()
+    assert [len(harness.tokens[name]) for name in names] == [one + 10 for one in made]
+    harness.scheduler.hold("other", is_held=False)
+    harness.drain()
+    harness.check_end()
+
+
 @pytest.mark.parametrize(("max_num_seqs", "num_blocks"), [(1, 64), (8, 6)])
 def test_a_request_without_room_does_not_stop_the_lines(max_num_seqs: int, num_blocks: int) -> None:
     """All slots or blocks are the line's: it goes on until they are free."""

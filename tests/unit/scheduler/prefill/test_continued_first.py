@@ -170,6 +170,21 @@ def test_nothing_stands_back_for_requests_that_cannot_run() -> None:
     harness.check_end()
 
 
+def test_nothing_stands_back_for_streams_that_are_paused() -> None:
+    harness = started()
+    add(harness, MIN_TOGETHER)
+    for number in range(MIN_TOGETHER):
+        harness.scheduler.hold(f"new{number}", is_held=True)
+    harness.step()
+    assert harness.last_rows == NUM_OLD
+    for number in range(MIN_TOGETHER):
+        harness.scheduler.hold(f"new{number}", is_held=False)
+    harness.step()
+    assert harness.last_rows == MIN_TOGETHER
+    harness.drain()
+    harness.check_end()
+
+
 def test_long_prompts_of_streams_that_continue_share_the_steps_of_others() -> None:
     """A step of their own would have few of them."""
     harness = started(max_num_batched_tokens=64)
