@@ -64,6 +64,8 @@ class OutputStream:
         self._cached_tokens = 0
         self._cache_use: CacheUsage | None = None
         self._accepted_drafts = self._rejected_drafts = 0
+        # Before the output with the last drafts: accepted ones, and tokens.
+        self._drafts_before = 0, 0
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
@@ -147,6 +149,8 @@ class OutputStream:
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
         if output.accepted_drafts or output.rejected_drafts:  # an output without times has none
+            num_before = self._num_delivered + len(self._waiting_ids) - len(output.token_ids)
+            self._drafts_before = self._accepted_drafts, num_before
             self._accepted_drafts = output.accepted_drafts
             self._rejected_drafts = output.rejected_drafts
         self._times = output.times or self._times
@@ -199,6 +203,9 @@ class OutputStream:
         error: str | None = None,
     ) -> TextDelta:
         self.finished = True
+        accepted, num_before = self._drafts_before  # none behind the last token is of the answer
+        most = accepted + max(num_tokens - num_before, 0)
+        self._accepted_drafts = min(self._accepted_drafts, most)
         return self._delta(text, num_tokens, reason=reason, stop_reason=stop_reason, error=error)
 
     def _delta(
