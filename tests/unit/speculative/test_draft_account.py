@@ -260,3 +260,20 @@ def test_a_model_that_can_compute_nothing_is_asked_again_soon_but_once() -> None
     assert lengths() == [0, 10, 0, 10, 0]
     rests.note_choice(pays=True, step_ms=10.0, asked_ms=0.0)
     assert not rests.has_missed
+
+
+def test_a_trial_is_none_of_the_drafts_in_flight_without_predictions_either() -> None:
+    """While a plan is computed, the control chooses for the next one."""
+    case = Case(ScriptedProposer(), control := Tries(NUM_SLOTS, MAX_DRAFTS))
+    for slot in range(2):
+        case.begin(slot, [1, 2, 3], 3)
+    assert control.balance is not None
+    for tries in (False, True):
+        before = control.balance._steps
+        for slot, control.tries in ((0, tries), (1, not tries)):
+            assert case.propose(slot)[0]
+        case.drafter.verified(BOTH[:1], ints(1), ints(0))
+        case.drafter.note_step(10.0, -5.0, 0.0)
+        assert control.balance._steps == before - 0.5 * (not tries)
+    case.drafter.verified(BOTH[1:], ints(1), ints(0))
+    assert not case.drafter._has_trials
