@@ -288,7 +288,14 @@ class Drafter:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
         possible = bool(np.logical_or.reduce(is_computed))
-        choice.note_computed(index, predicted, drafts.counts, pays=len(some) > 0, possible=possible)
+        choice.note_computed(
+            index,
+            predicted,
+            drafts.counts,
+            pays=len(some) > 0,
+            possible=possible,
+            plain_ms=self.plain_ms,
+        )
         if len(some):
             step = cost()
             is_alone = step.step_tokens <= 1  # then it delays no other request
