@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--steps", type=positive, default=2_000, help="updates in all, those of a checkpoint too"
     )
     made.add_argument("--batch", type=positive, default=4, help="texts of a step")
-    made.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    made.add_argument("--lr", type=rate, default=1e-3, help="learning rate after the warm-up")
     made.add_argument(
         "--checkpoint-steps", type=positive, default=200, help="between two checkpoints"
     )
@@ -91,7 +92,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", choices=("f32", "f16", "bf16"), default="bf16", help="of the head's file"
     )
-    made.add_argument("--seed", type=int, default=1, help="of texts, first weights and order")
+    made.add_argument("--seed", type=seed, default=1, help="of texts, first weights and order")
     return made
 
 
@@ -164,6 +165,7 @@ def write_head(task: Task, tensors: Mapping[str, Array], config: Mapping[str, An
 
 
 MIN_ANSWER_TOKENS = 8
+MAX_SEED = 1 << 62
 
 
 def positive(text: str) -> int:
@@ -171,4 +173,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """Return an argument as a whole number from 0 on, of which the seeds of texts follow."""
+    value = int(text)
+    if not 0 <= value < MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 0 to {MAX_SEED - 1}")
+    return value
+
+
+def rate(text: str) -> float:
+    """Return an argument as a finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
     return value
