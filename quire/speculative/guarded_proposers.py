@@ -181,8 +181,7 @@ class GuardedProposers:
             predicted = drafts.counts > 0
         if of_proposer and self._costly is not None:
             some = self._without_drafts(self.asks_proposer, index, limits, drafts)
-            if len(some):
-                may_compute[some] = self._possible(tokens, index[some], limits[some])
+            may_compute[some] = self._possible(tokens, index[some], limits[some])
         elif of_proposer:
             self._look_up(self._proposer, self.asks_proposer, tokens, index, limits, drafts)
         return drafts, may_compute, predicted
@@ -191,7 +190,7 @@ class GuardedProposers:
         """Return `possible` of the costly proposer, as `_ask` asks: one by one if that raises."""
         assert self._costly is not None, "drafts are computed"
         try:
-            return self._costly.possible(tokens, slots, limits)
+            return self._costly.possible(tokens, slots, limits) if len(slots) else limits
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm

@@ -143,8 +143,7 @@ def test_a_model_that_cannot_say_what_is_possible_costs_only_its_request_the_dra
         return possible(self, tokens, slots, limits)
 
     monkeypatch.setattr(CountedModel, "possible", fails)
-    assert guarded.find(of_predictions=False)[1] == [2, 0]
-    assert [report["request_id"] for report in guarded.reports] == ["r1"]
-    assert guarded.proposers.asks_proposer.tolist()[:2] == [True, False]
-    assert guarded.find()[1] == [2, 0]
-    assert len(guarded.reports) == 1
+    for _ in range(2):
+        guarded.find(of_predictions=False)
+        assert [report["request_id"] for report in guarded.reports] == ["r1"]
+        assert guarded.proposers.asks_proposer.tolist()[:2] == [True, False]
