@@ -1,7 +1,8 @@
-"""Acceptance of draft heads, by temperature and position, beside that of the draft model.
+"""Acceptance of draft heads, by temperature and position, beside that of the draft model and of the
+model's first layers.
 
     python -m bench.draft_heads
-    python -m bench.draft_heads --model MODEL --heads eagle=HEAD medusa=HEADS
+    python -m bench.draft_heads --model MODEL --heads eagle=HEAD medusa=HEADS self=4
 
 24 different prompts at once, 128 tokens each, a fixed number of drafts in each step. It counts, and
 takes no times, so it may run beside other programs. Every answer is compared with that without
@@ -14,21 +15,30 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.data import outside
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.bench.machine import machine_card
+from quire.engine.assembly import draft_model
 from quire.engine.assembly import drafter as assembly
 from quire.engine.library.llm import LLM
+from quire.runner.draft_runner import DraftRunner
 from quire.scheduler.speculation.plain_steps import PlainSteps
 from quire.speculative.control import FixedControl
 from quire.speculative.drafter import Drafter
 from quire.speculative.rests import NoRests
 
-BUILT_IN = ("draft=", "eagle=")
+FIRST_LAYERS = tuple(f"self={num}" for num in (1, 2, 3, 4))
+# By model; "independent" is the draft model with noise of its own.
+BUILT_IN = {
+    "": ("draft=", "independent=", "eagle=", *FIRST_LAYERS),
+    "stories260K": FIRST_LAYERS,
+}
 QUESTIONS = ("Write a story about a {}.", "What can a {} do?", "Write about a {} and a friend.")
 TOPICS = ("cat", "dog", "boat", "tree", "bird", "frog", "girl", "king")
 
@@ -68,13 +78,13 @@ class Acceptance:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
-    parser.add_argument("--model", default="", help="default: the built-in model")
+    parser.add_argument("--model", default="", help="with --heads; default: the built-in model")
     parser.add_argument(
         "--heads",
         nargs="+",
-        default=BUILT_IN,
         metavar="KIND=PATH",
-        help="what drafts: a value of --speculate and of --draft-model",
+        help="what drafts: a value of --speculate and of --draft-model, or of --self-draft-layers; "
+        "default: what there is for the built-in model, and first layers of stories260K",
     )
     parser.add_argument("--drafts", type=int, default=4, help="in each step")
     parser.add_argument("--batch", type=int, default=24)
@@ -87,10 +97,14 @@ def main() -> None:
     seen = Acceptance()
     Drafter.verified = _counting(Drafter.verified, seen)  # type: ignore[method-assign]
     cells = []
-    for given in args.heads:
-        kind, _, path = given.partition("=")
-        draft_model = {"draft_model": path} if path else {}
-        with LLM(args.model, max_num_seqs=args.batch, speculate=kind, **draft_model) as llm:
+    heads = {args.model: tuple(args.heads)} if args.heads else BUILT_IN
+    for model, given in ((model, one) for model, some in heads.items() for one in some):
+        kind, settings = settings_of(given)
+        path = str(outside(model)) if model == "stories260K" else model
+        draft_model.DraftRunner = partial(  # type: ignore[misc]
+            DraftRunner, shares_noise=kind != "independent"
+        )
+        with LLM(path, max_num_seqs=args.batch, **settings) as llm:
             for temperature in args.temperature:
                 sampling = SamplingParams(
                     temperature=temperature, max_tokens=args.tokens, ignore_eos=True, seed=7
@@ -99,16 +113,31 @@ def main() -> None:
                 seen.clear()
                 if tokens_of(llm, args.batch, sampling, is_on=True) != plain:
                     raise SystemExit("drafts changed the tokens of an answer; nothing is reported")
-                cells.append({"proposer": kind, "temperature": temperature} | seen.cell())
+                of_model = {"model": Path(model).name or "box", "proposer": kind}
+                if kind == "self":
+                    of_model["layers"] = settings["self_draft_layers"]
+                cells.append(of_model | {"temperature": temperature} | seen.cell())
                 print(json.dumps(cells[-1]), flush=True)
     result = {
         "bench": "draft_heads",
         "machine": machine_card(),
-        "model": Path(args.model).name or "box",
         "drafts": args.drafts,
         "cells": cells,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def settings_of(given: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind of KIND=PATH, and the engine's settings."""
+    kind, _, value = given.partition("=")
+    if kind == "independent":
+        return kind, {"speculate": "draft"}
+    settings: dict[str, Any] = {"speculate": kind}
+    if kind == "self":
+        settings["self_draft_layers"] = int(value)
+    elif value:
+        settings["draft_model"] = value
+    return kind, settings
 
 
 def tokens_of(

@@ -54,20 +54,24 @@ def speculation_rows(result: dict[str, Any]) -> list[str]:
 
 
 def draft_head_rows(result: dict[str, Any]) -> list[str]:
-    """Return what is accepted of a fixed number of drafts in each step, by proposer and
-    temperature."""
-    rows, model = [], _MODELS.get(result["model"], result["model"])
+    """Return what is accepted of a fixed number of drafts in each step, by proposer."""
+    shown: dict[str, list[str]] = {}
     for cell in result["cells"]:
         if not cell["drafted"]:
             continue
+        model, proposer = _MODELS.get(cell["model"], cell["model"]), _PROPOSERS[cell["proposer"]]
+        if layers := cell.get("layers"):
+            proposer = "the model's first " + ("layer" if layers == 1 else f"{layers} layers")
         by_position = ", ".join(f"{100 * rate:.0f}" for rate in cell["by_position"])
-        rows.append(
-            f"| {_PROPOSERS[cell['proposer']]}, {model}, {result['drafts']} drafts in each "
-            f"step, temperature {cell['temperature']:g}: accepted; by position; tokens per step of "
-            f"a request | {100 * cell['acceptance']:.0f} %; {by_position} %; "
-            f"{cell['tokens_per_row']:.2f} | |"
+        shown.setdefault(f"{proposer}, {model}", []).append(
+            f"{cell['temperature']:g}: {100 * cell['acceptance']:.0f} % ({by_position} %), "
+            f"{cell['tokens_per_row']:.2f}"
         )
-    return rows
+    return [
+        f"| {what}, {result['drafts']} drafts in each step, by temperature: accepted (by "
+        f"position), tokens per step of a request | {'; '.join(parts)} | |"
+        for what, parts in shown.items()
+    ]
 
 
 def _line(cell: Cell) -> tuple[Any, ...]:

@@ -112,13 +112,15 @@ class Control(Protocol):
 
     balance: what they gained; None: it does not matter. rests: steps in which it is not asked.
     is_informed: enough drafts of the engine's proposer were tried lately to know how many are
-    accepted. probes: the last choice was made to learn, and pays for itself. speedup: that it
+    accepted. probes: the last choice was made to learn, and pays for itself. tried_slot: has its
+    draft of the last choice to learn, beside others that pay; -1: none has. speedup: that it
     promises.
     """
 
     balance: DraftBalance | None
     rests: DraftRests
     probes: bool
+    tried_slot: int
     speedup: float
 
     @property
@@ -145,7 +147,7 @@ class FixedControl:
     NoRests: in every step."""
 
     balance: DraftBalance | None = None
-    is_informed, probes, speedup = True, False, math.inf
+    is_informed, probes, tried_slot, speedup = True, False, -1, math.inf
 
     def __init__(self, num_drafts: int, rests: DraftRests | None = None) -> None:
         self.rests = rests or DraftRests()
@@ -176,7 +178,7 @@ class AdaptiveControl:
         self._has_predicted = False  # a request brought a prediction
         self._last_cost: StepCost | None = None
         self._num_tried = 0.0  # rows with drafts of the engine's proposer; fades as the counts do
-        self.probes, self.speedup = False, 1.0
+        self.probes, self.tried_slot, self.speedup = False, -1, 1.0
         self._probe_steps = FIRST_PROBE_STEPS  # so many may be lost by drafts that do not pay
         self._probe_share = PROBE_SHARE  # and so many are added by a step
         self._trials: Int32s = np.zeros(num_slots, np.int32)  # rows with drafts, by slot
@@ -225,7 +227,7 @@ class AdaptiveControl:
         lengths, self.speedup = best_lengths(chances, limits, cost)
         if cost.num_steps:  # not for the question whether there would be drafts
             self._lines[slots] = lines
-            self.probes = False
+            self.probes, self.tried_slot = False, -1
             if not np.logical_or.reduce(lengths):
                 self._probe(slots, lengths, limits, cost)
             else:
@@ -249,7 +251,8 @@ class AdaptiveControl:
         one_ms = _added_ms(cost.added_ms, num_drafts + 1) - _added_ms(cost.added_ms, num_drafts)
         one_ms += cost.row_ms
         if one_ms <= self._probe_steps * step_ms:
-            lengths[can[np.argmin(self._trials[slots[can]])]] = 1
+            chosen = can[np.argmin(self._trials[slots[can]])]
+            lengths[chosen], self.tried_slot = 1, int(slots[chosen])
             self._probe_steps -= one_ms / step_ms
 
     def _probe(self, slots: Index, lengths: Int32s, limits: Int32s, cost: StepCost) -> None:

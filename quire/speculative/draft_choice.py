@@ -181,8 +181,11 @@ class DraftChoice:
         found = drafts.counts, drafts.matches
         drafts.counts[:] = self.chosen(tokens, index, *found, None, predicted, cost)
         pays = bool(np.logical_or.reduce(drafts.counts))
+        paying = drafts.counts
+        if is_own is not None and self._control.tried_slot >= 0:
+            paying = paying * (index != self._control.tried_slot)
         if is_own is None or np.logical_or.reduce(is_own):
-            counts = drafts.counts if is_own is None else drafts.counts * is_own
+            counts = drafts.counts if is_own is None else paying * is_own
             are_long = has_long = False
             if self._control.rests.looks:
                 is_long = drafts.matches >= LONG_MATCH
@@ -191,24 +194,35 @@ class DraftChoice:
             of_own = pays if is_own is None else bool(np.logical_or.reduce(counts))
             self._note(self._own, pays=of_own, are_long=are_long, has_long=has_long)
         if predicted is not None:
-            self._note_predictions(predicted, drafts.counts)
+            self._note_predictions(predicted, paying)
         return pays
 
     def note_computed(
-        self, index: Index, predicted: Bools | None, counts: Int32s, *, pays: bool, possible: bool
+        self,
+        index: Index,
+        predicted: Bools | None,
+        counts: Int32s,
+        *,
+        pays: bool,
+        possible: bool,
+        plain_ms: float,
     ) -> None:
         """Note whether drafts pay that a model computes, or that none were possible. predicted: see
-        `would_pay`. counts: of these, how many are verified."""
+        `would_pay`. counts: of these, how many are verified. plain_ms: what a step takes without
+        drafts; 0: that is unknown."""
         proposers, rests = self._proposers, self._own.rests
         if predicted is None or (
             not proposers.mutes_proposer
             and np.logical_or.reduce(proposers.asks_proposer[index] & ~predicted)
         ):
             # Heads may lack hidden states that the next step leaves behind: ask soon, but once.
-            if possible or rests.has_missed:
+            step_ms = plain_ms or self.step_ms  # the control was asked long ago, if ever
+            if possible:
                 self._note(self._own, pays=pays)
+            elif rests.has_missed and step_ms:
+                self._note(self._own, pays=False, step_ms=step_ms)
             else:
-                rests.note_miss(self.step_ms)
+                rests.note_miss(step_ms)
         if predicted is not None:
             self._note_predictions(predicted, counts)
 
@@ -235,11 +249,12 @@ class DraftChoice:
         pays: bool,
         are_long: bool = False,
         has_long: bool = False,
+        step_ms: float = 0.0,
     ) -> None:
         control = self._control
         account.rests.note_choice(
             pays=pays and not control.probes,
-            step_ms=self.step_ms,
+            step_ms=step_ms or self.step_ms,
             asked_ms=self._asked_ms,
             speedup=control.speedup,
             are_long=are_long,

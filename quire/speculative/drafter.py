@@ -83,8 +83,9 @@ class Drafter:
         rests = control.rests.another(looks=isinstance(prediction, LookupProposer))
         self._predictions = DraftAccount(prediction, proposers.asks_prediction, rests, balance)
         self._choice = DraftChoice(control, proposers, self._own, self._predictions)
-        # Which slots had their last drafts to learn; known where from_prediction is.
+        # Which slots had their last drafts to learn, and whether any has not been verified.
         self._was_trial: Bools = np.zeros(num_slots, np.bool_)
+        self._has_trials = False
         # Of the drafts verified last: what part is of predictions, and whether they were a trial.
         self._predicted_shares: PredictedShares | None = None
         self._verified_trial = False
@@ -96,6 +97,7 @@ class Drafter:
     def begin(self, slot: int, request: Request) -> None:
         """See DraftSource."""
         assert request.speculation is not None, "only requests that speculate begin"
+        self._was_trial[slot] = False
         if self.from_prediction is not None:
             self.from_prediction[slot] = False
         predicts = len(request.speculation.prediction_ids) > 0
@@ -251,8 +253,9 @@ class Drafter:
         """See DraftSource."""
         try:
             found = self._proposed(tokens, index, limits, cost)
-            if self.from_prediction is not None:
+            if self._control.probes or self._has_trials:
                 self._was_trial[index] = self._control.probes
+                self._has_trials = True
             return found
         except DeviceLost:
             raise
@@ -285,7 +288,14 @@ class Drafter:
             some = some[self._affordable(tokens, index[some])]
         drafts.counts[~is_computed] = counts[~is_computed]
         possible = bool(np.logical_or.reduce(is_computed))
-        choice.note_computed(index, predicted, drafts.counts, pays=len(some) > 0, possible=possible)
+        choice.note_computed(
+            index,
+            predicted,
+            drafts.counts,
+            pays=len(some) > 0,
+            possible=possible,
+            plain_ms=self.plain_ms,
+        )
         if len(some):
             step = cost()
             is_alone = step.step_tokens <= 1  # then it delays no other request
@@ -321,17 +331,25 @@ class Drafter:
         try:
             self._control.verified(index, drafted, accepted)
             self._predicted_shares = predicted = None
-            self._verified_trial = self._control.probes
+            self._verified_trial = self._has_trials and self._take_trials(index)
             if self._proposers.num_predicting and self.from_prediction is not None:
                 predicted = self.from_prediction[index]
                 self._predicted_shares = PredictedShares.of(predicted, drafted, accepted)
-                # While one plan is computed, the control may choose for the next.
-                self._verified_trial = bool(np.logical_or.reduce(self._was_trial[index]))
             if self._verified_trial:
                 self._choice.note_success(2 * accepted >= drafted, predicted)
         except Exception as error:  # noqa: BLE001  the tokens are known
             self.fail(error)
         self._proposers.verified(index, drafted, accepted)
+
+    def _take_trials(self, index: Index) -> bool:
+        """Return whether any of slots `index` had its last drafts to learn, which are over then.
+
+        While one plan is computed, the control may choose for the next.
+        """
+        found = bool(np.logical_or.reduce(self._was_trial[index]))
+        self._was_trial[index] = False
+        self._has_trials = bool(np.logical_or.reduce(self._was_trial))
+        return found
 
     def _lose(self, index: Index, error: Exception) -> None:
         """Propose no more for slots `index` if a proposer raised `error`, or else for any."""

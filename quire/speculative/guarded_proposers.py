@@ -168,8 +168,6 @@ class GuardedProposers:
         """Return the drafts that are known without computing a model, for requests that have none
         how many could be computed, and which rows have drafts of predictions; None: no request
         brings any. of_proposer, of_predictions: whether these are asked.
-
-        Raises ProposerFailed.
         """
         drafts, predicted = no_drafts(len(index), self._max_drafts), None
         may_compute = np.zeros(len(index), np.int32)
@@ -183,14 +181,24 @@ class GuardedProposers:
             predicted = drafts.counts > 0
         if of_proposer and self._costly is not None:
             some = self._without_drafts(self.asks_proposer, index, limits, drafts)
-            if len(some):
-                try:
-                    may_compute[some] = self._costly.possible(tokens, index[some], limits[some])
-                except Exception as error:  # noqa: BLE001  raised again
-                    _raise_failed(error)
+            may_compute[some] = self._possible(tokens, index[some], limits[some])
         elif of_proposer:
             self._look_up(self._proposer, self.asks_proposer, tokens, index, limits, drafts)
         return drafts, may_compute, predicted
+
+    def _possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
+        """Return `possible` of the costly proposer, as `_ask` asks: one by one if that raises."""
+        assert self._costly is not None, "drafts are computed"
+        try:
+            return self._costly.possible(tokens, slots, limits) if len(slots) else limits
+        except DeviceLost:
+            raise
+        except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
+            if len(slots) == 1:
+                self._give_up(int(slots[0]), error)
+                return np.zeros(1, np.int32)
+        ones = [slice(at, at + 1) for at in range(len(slots))]
+        return np.concatenate([self._possible(tokens, slots[one], limits[one]) for one in ones])
 
     def making_ms(
         self, tokens: TokenTable, slots: Index, num_requests: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +21,25 @@ from quire.config.machine import num_compute_threads
 from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.train.loop import LoopSettings
+from quire.train.precision import Precision, identity
 from quire.train.progress import Progress
 from quire.train.tensor_file import Array, write_tensors
 from quire.train.texts import Text, TextSettings, generated_texts, read_prompts
 
 TEXTS = "texts.jsonl"
+_PRECISION = ("quantization", "head_precision", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A training as it was asked for. model: its directory; quantization: as it is computed; out:
-    where everything is written."""
+    """A training as it was asked for. model: its directory; precision: in which it is computed;
+    out: where everything is written."""
 
     model: Path
     out: Path
     num_threads: int
     max_tokens: int
-    quantization: str
+    precision: Precision
     dtype: str
     loop: LoopSettings
     texts: list[Text]
@@ -55,6 +58,12 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--quantization",
         default="auto",
         help="of the model, as it will be served: int8, int4, none and so on; auto: as its file",
+    )
+    made.add_argument(
+        "--head-precision", default="auto", help="of the model's output head, as it will be served"
+    )
+    made.add_argument(
+        "--kv-cache-dtype", default="auto", help="of the model's KV cache, as it will be served"
     )
     made.add_argument("--prompts", type=Path, required=True, help="a file with one prompt per line")
     made.add_argument(
@@ -75,7 +84,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--steps", type=positive, default=2_000, help="updates in all, those of a checkpoint too"
     )
     made.add_argument("--batch", type=positive, default=4, help="texts of a step")
-    made.add_argument("--lr", type=float, default=1e-3, help="learning rate after the warm-up")
+    made.add_argument("--lr", type=rate, default=1e-3, help="learning rate after the warm-up")
     made.add_argument(
         "--checkpoint-steps", type=positive, default=200, help="between two checkpoints"
     )
@@ -83,7 +92,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--dtype", choices=("f32", "f16", "bf16"), default="bf16", help="of the head's file"
     )
-    made.add_argument("--seed", type=int, default=1, help="of texts, first weights and order")
+    made.add_argument("--seed", type=seed, default=1, help="of texts, first weights and order")
     return made
 
 
@@ -92,12 +101,19 @@ def model_of(args: argparse.Namespace) -> Path:
     return local_model(args.model) if args.model else box_path()
 
 
+def precision_of(args: argparse.Namespace) -> Precision:
+    """Return the settings that say how the model is computed, by the engine's names."""
+    given: dict[str, str] = {name: getattr(args, name) for name in _PRECISION}
+    return {name: value for name, value in given.items() if value != "auto"}
+
+
 def prepared(args: argparse.Namespace) -> Task:
     """Generate the texts, as far as they are not there. Raises SettingError or ModelError."""
     progress = Progress()
     out = user_path(str(args.out))
     out.mkdir(parents=True, exist_ok=True)
-    model = model_of(args)
+    model, precision = model_of(args), precision_of(args)
+    name = identity(model, precision)
     num_threads = num_compute_threads(args.threads)
     torch.manual_seed(args.seed)
     torch.set_num_threads(num_threads)
@@ -109,10 +125,10 @@ def prepared(args: argparse.Namespace) -> Task:
         seed=args.seed,
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
-        quantization=args.quantization,
+        precision=precision,
     )
     prompts = read_prompts(user_path(str(args.prompts)))
-    texts = generated_texts(str(model), prompts, settings, out / TEXTS, progress)
+    texts = generated_texts(str(model), name, prompts, settings, out / TEXTS, progress)
     fitting = [text for text in texts if len(text.ids) - text.num_prompt_tokens > MIN_ANSWER_TOKENS]
     fitting = [text for text in fitting if text.num_prompt_tokens < args.max_tokens]
     if not fitting:
@@ -133,7 +149,7 @@ def prepared(args: argparse.Namespace) -> Task:
         out=out,
         num_threads=num_threads,
         max_tokens=args.max_tokens,
-        quantization=args.quantization,
+        precision=precision,
         dtype=args.dtype,
         loop=loop,
         texts=fitting,
@@ -149,6 +165,7 @@ def write_head(task: Task, tensors: Mapping[str, Array], config: Mapping[str, An
 
 
 MIN_ANSWER_TOKENS = 8
+MAX_SEED = 1 << 62
 
 
 def positive(text: str) -> int:
@@ -156,4 +173,20 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """Return an argument as a whole number from 0 on, of which the seeds of texts follow."""
+    value = int(text)
+    if not 0 <= value < MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number from 0 to {MAX_SEED - 1}")
+    return value
+
+
+def rate(text: str) -> float:
+    """Return an argument as a finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
     return value

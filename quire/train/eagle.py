@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
             max_tokens=task.max_tokens,
             num_threads=task.num_threads,
             layers=taps,
-            quantization=task.quantization,
+            precision=task.precision,
         )
         vocab_size = teacher.program.vocab_size
         num_ids = min(args.draft_vocab_size or 32_000, vocab_size)

@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             task.model,
             max_tokens=task.max_tokens,
             num_threads=task.num_threads,
-            quantization=task.quantization,
+            precision=task.precision,
         )
         heads = MedusaHeads(args.heads, args.layers, model_head(teacher))
         train(heads, teacher, task.texts, task.loop, task.out, task.progress)

@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import SettingError
-from quire.config.groups import EngineConfig, ModelConfig
-from quire.engine.assembly.programs import engine_program
 from quire.execute.executor import HEAD_ROWS, ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
 from quire.models.registry import open_model
@@ -26,6 +24,7 @@ from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.program import Program
 from quire.program.serialize import digest
 from quire.program.taps import HEAD_INPUT, TAPS, with_head_input, with_taps
+from quire.train.precision import AUTO, Precision, served_program
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import from_bf16_bits
 
@@ -43,8 +42,8 @@ class Lesson(NamedTuple):
 
 
 class Teacher:
-    """Computes texts of at most `max_tokens` tokens. layers: the tapped ones. quantization: as the
-    engine's setting. Raises SettingError or ModelError where an engine on this CPU would."""
+    """Computes texts of at most `max_tokens` tokens. layers: the tapped ones. precision: as the
+    engine's settings. Raises SettingError or ModelError where an engine on this CPU would."""
 
     def __init__(
         self,
@@ -53,13 +52,12 @@ class Teacher:
         max_tokens: int,
         num_threads: int,
         layers: Sequence[int] = (),
-        quantization: str = "auto",
+        precision: Precision = AUTO,
     ) -> None:
         self.spec = open_model(folder)
         self.checkpoint = open_checkpoint(folder)
         self.max_tokens = min(max_tokens, self.spec.max_positions)
-        config = EngineConfig(model=ModelConfig(model=str(folder), quantization=quantization))
-        served = engine_program(config, self.spec, self.checkpoint)
+        served = served_program(folder, self.spec, self.checkpoint, precision)
         self._program_digest = digest(served)
         self.layers = tuple(layers)
         self.program: Program = with_head_input(replace(served, max_positions=self.max_tokens))

@@ -19,6 +19,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.strict_json import parse_object
 from quire.engine.library.answers import Answer
 from quire.engine.library.llm import LLM
+from quire.train.precision import Precision
 from quire.train.progress import Progress
 
 MAX_LINE_BYTES = 1 << 22
@@ -37,8 +38,8 @@ class Text:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
     """What is generated: at least num_tokens tokens of answers of at most answer_tokens each, at
-    the temperatures in turn, by the model in the precision `quantization`. form: "text", or "chat"
-    for prompts that are messages of a user, or "both" in turn."""
+    the temperatures in turn, by the model in a precision. form: "text", or "chat" for prompts that
+    are messages of a user, or "both" in turn."""
 
     num_tokens: int
     answer_tokens: int
@@ -47,19 +48,18 @@ class TextSettings:
     seed: int
     max_num_seqs: int
     threads: int | None
-    quantization: str = "auto"
+    precision: Precision
 
-    def origin(self, model: str) -> str:
-        """Return the first line of a file of such texts."""
+    def origin(self, identity: str) -> str:
+        """Return the first line of a file of such texts. identity: of the model."""
         made = {
-            "model": model,
+            "model": identity,
             "form": self.form,
             "answer_tokens": self.answer_tokens,
             "temperatures": list(self.temperatures),
             "seed": self.seed,
+            **self.precision,
         }
-        if self.quantization != "auto":
-            made["quantization"] = self.quantization
         return json.dumps(made)
 
     def is_chat(self, number: int) -> bool:
@@ -80,15 +80,21 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def generated_texts(
-    model: str, prompts: Sequence[str], settings: TextSettings, path: Path, progress: Progress
+    model: str,
+    identity: str,
+    prompts: Sequence[str],
+    settings: TextSettings,
+    path: Path,
+    progress: Progress,
 ) -> list[Text]:
-    """Return the texts in `path`, generated as far as they are not there yet."""
-    origin = settings.origin(model)
+    """Return the texts in `path`, generated as far as they are not there yet. model: where it lies;
+    identity: what names it (precision.py)."""
+    origin = settings.origin(identity)
     texts = _read(path, origin)
     done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
     if done >= settings.num_tokens:
         return texts
-    options: dict[str, Any] = {"quantization": settings.quantization}
+    options: dict[str, Any] = dict(settings.precision)
     if settings.threads:
         options["threads"] = settings.threads
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,8 +170,9 @@ def _read(path: Path, origin: str) -> list[Text]:
     first, *lines = raw[:end].splitlines() or [b""]
     if first.decode(errors="replace") != origin and raw:
         raise SettingError(
-            f"{path} has texts that were made otherwise ({first[:500].decode(errors='replace')}, "
-            f"not {origin}); give another --out, or delete the file to generate it anew"
+            f"{path} has texts that were made otherwise, or by another model "
+            f"({first[:500].decode(errors='replace')}, not {origin}); give another --out, or "
+            "delete the file to generate it anew"
         )
     texts = []
     for number, line in enumerate(lines, start=2):

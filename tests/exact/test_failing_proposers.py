@@ -26,7 +26,7 @@ KINDS = (
 )
 METHODS = (
     *("begin", "end", "propose", "verified", "possible", "behind_ms", "pass_ms"),
-    *("note_kv", "may_find", "learn"),
+    *("note_kv", "may_find", "finds_long", "learn", "note_rest", "call_ms"),
 )
 NUM_CASES = 24
 FAILS = 0.03  # of the calls, half of them after their work

@@ -63,7 +63,7 @@ class OutputStream:
         self._num_chars = 0  # of the delivered tokens
         self._cached_tokens = 0
         self._cache_use: CacheUsage | None = None
-        self._accepted_drafts = self._rejected_drafts = 0
+        self._drafts = 0, 0, 0, 0  # accepted, rejected; accepted ones and tokens before the last
         self._times: RequestTimes | None = None
         self._prompt_logprobs: Sequence[TokenText | None] = ()  # not delivered yet
         self._score: float | None = None
@@ -147,8 +147,8 @@ class OutputStream:
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         self._cache_use = output.cache_use or self._cache_use
         if output.accepted_drafts or output.rejected_drafts:  # an output without times has none
-            self._accepted_drafts = output.accepted_drafts
-            self._rejected_drafts = output.rejected_drafts
+            before = self._num_delivered + len(self._waiting_ids) - len(output.token_ids)
+            self._drafts = output.accepted_drafts, output.rejected_drafts, self._drafts[0], before
         self._times = output.times or self._times
         if output.token_ids:
             self._keep_time(step_ms)
@@ -186,9 +186,7 @@ class OutputStream:
             num_free -= count
 
     def _num_complete_tokens(self) -> int:
-        if self._held:
-            return self._held[0][1]
-        return self._detokenizer.num_settled_tokens
+        return self._held[0][1] if self._held else self._detokenizer.num_settled_tokens
 
     def _last(
         self,
@@ -199,6 +197,8 @@ class OutputStream:
         error: str | None = None,
     ) -> TextDelta:
         self.finished = True
+        num, rejected, before, at = self._drafts  # none behind the last token is of the answer
+        self._drafts = min(num, before + max(num_tokens - at, 0)), rejected, before, at
         return self._delta(text, num_tokens, reason=reason, stop_reason=stop_reason, error=error)
 
     def _delta(
@@ -244,8 +244,8 @@ class OutputStream:
             score=self._score,
             pooled=self._pooled,
             token_chars=chars if self._tells_chars else (),
-            accepted_drafts=self._accepted_drafts,
-            rejected_drafts=self._rejected_drafts,
+            accepted_drafts=self._drafts[0],
+            rejected_drafts=self._drafts[1],
             held_tokens=len(self._waiting_ids),
         )
 

@@ -147,9 +147,18 @@ def test_the_models_own_proposers_are_measured_by_temperature_and_batch(proposer
 def test_what_heads_guess_right_is_shown_by_temperature_and_position() -> None:
     cell = {"drafted": 200, "acceptance": 0.435, "tokens_per_row": 2.741}
     cell |= {"by_position": [0.65, 0.472], "temperature": 0.6}
+    cell |= {"model": "box"}
     cells = [{"proposer": "eagle"} | cell, {"proposer": "draft"} | cell | {"drafted": 0}]
-    rows = draft_head_rows({"model": "box", "drafts": 2, "cells": cells})
-    assert rows == [
-        "| EAGLE-3 head, built-in model, 2 drafts in each step, temperature 0.6: accepted; by "
-        "position; tokens per step of a request | 44 %; 65, 47 %; 2.74 | |"
+    cells.append(cells[0] | {"temperature": 1.0})
+    other = {"proposer": "self", "model": "stories260K"}
+    cells += [cell | other | {"layers": layers} for layers in (1, 2)]
+    rows = draft_head_rows({"drafts": 2, "cells": cells})
+    assert rows[0] == (
+        "| EAGLE-3 head, built-in model, 2 drafts in each step, by temperature: accepted (by "
+        "position), tokens per step of a request | 0.6: 44 % (65, 47 %), 2.74; "
+        "1: 44 % (65, 47 %), 2.74 | |"
+    )
+    assert [row.split(", stories260K")[0] for row in rows[1:]] == [
+        "| the model's first layer",
+        "| the model's first 2 layers",
     ]

@@ -439,3 +439,30 @@ def test_a_stream_with_logprobs_or_stops_is_not_plain(asked: dict[str, Any]) -> 
 def test_a_stream_that_counts_characters_is_not_plain() -> None:
     rules = TextRules(counts_chars=True)
     assert not OutputStream(_tokenizer("metaspace"), _request(), rules).is_plain
+
+
+def test_accepted_drafts_behind_the_last_token_are_none_of_the_answer() -> None:
+    """A step verifies drafts beyond the end of an answer, which is found afterwards."""
+    tokenizer = _tokenizer("byte-level")
+    ids = tuple(tokenizer.encode("ab!cd"))
+    assert len(ids) == 5
+
+    def counts(*outputs: RequestOutput, **sampling: Any) -> tuple[int, int, int]:
+        last = _run(tokenizer, _request(**sampling), list(outputs))[-1]
+        return last.num_output_tokens, last.accepted_drafts, last.rejected_drafts
+
+    def output(part: tuple[int, ...], accepted: int, rejected: int, **more: Any) -> RequestOutput:
+        return RequestOutput(
+            "r/2", part, accepted_drafts=accepted, rejected_drafts=rejected, **more
+        )
+
+    first = output(ids[:2], 1, 0)
+    length = {"finish_reason": FinishReason.LENGTH}
+    stopped = {"finish_reason": FinishReason.STOP, "stop_id": EOS}
+    assert counts(first, output(ids[2:], 3, 2, **length)) == (5, 3, 2)
+    # The end of the text is the third of eight drafts, of which six are accepted.
+    assert counts(first, output((*ids[2:4], EOS), 1 + 6, 2, **stopped)) == (5, 1 + 3, 2)
+    # A stop string ends within the run: three of its five tokens are left.
+    assert counts(first, output((*ids[2:], 5, 6), 1 + 4, 0), stop=("cd",)) == (5, 1 + 3, 0)
+    assert counts(output(ids, 4, 0), stop=("ab",)) == (2, 2, 0)
+    assert counts(first, RequestOutput("r/2", ids[2:], **length)) == (5, 1, 0)

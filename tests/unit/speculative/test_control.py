@@ -304,3 +304,21 @@ def test_drafts_of_a_first_long_match_are_all_tried() -> None:
     control.begin(1, predicts=False)
     found = control.limits(SLOT, ints(MAX_DRAFTS), cost(0.2), np.array([LONG_MATCHES]))
     assert found.tolist() == [MAX_DRAFTS]
+
+
+def test_a_request_that_is_tried_beside_others_is_named() -> None:
+    control, both = AdaptiveControl(2, MAX_DRAFTS), np.arange(2)
+    for slot in both.tolist():
+        control.begin(slot, predicts=False)
+    price = StepCost(10.0, 2, np.zeros(2), added_ms=0.3 * np.arange(2.0))
+    for _ in range(30):
+        control.limits(both, ints(MAX_DRAFTS, MAX_DRAFTS), price)
+        control.verified(both, ints(MAX_DRAFTS, MAX_DRAFTS), ints(MAX_DRAFTS, 0))
+    named = []
+    for _ in range(60):
+        lengths = control.limits(both, ints(MAX_DRAFTS, MAX_DRAFTS), price)
+        assert lengths[0] == MAX_DRAFTS
+        assert (control.tried_slot == 1) == (lengths[1] == 1)
+        named.append(control.tried_slot)
+        control.verified(both[:1], ints(MAX_DRAFTS), ints(MAX_DRAFTS))
+    assert set(named) == {-1, 1}

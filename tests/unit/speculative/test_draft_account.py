@@ -260,3 +260,56 @@ def test_a_model_that_can_compute_nothing_is_asked_again_soon_but_once() -> None
     assert lengths() == [0, 10, 0, 10, 0]
     rests.note_choice(pays=True, step_ms=10.0, asked_ms=0.0)
     assert not rests.has_missed
+
+
+@pytest.mark.parametrize(("timed_ms", "longest"), [(0.0, 0), (20.0, 4), (0.5, 160)])
+def test_where_nothing_could_ever_be_computed_rests_are_as_long_as_steps_say(
+    timed_ms: float, longest: int
+) -> None:
+    """All requests may be longer than a draft model's context, so that the control is not asked."""
+    case = Case(model := CountedModel(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    model.possible = lambda tokens, slots, limits: 0 * limits  # type: ignore[method-assign]
+    case.begin(0, [1, 2, 3], 3)
+    case.drafter.plain_ms = timed_ms
+    rests = case.drafter._control.rests
+    found = []
+    for _ in range(40):
+        rests.left = 0
+        assert case.propose(0) == [[]]
+        found.append(rests.left)
+    assert max(found) == longest
+
+
+class TriesOne(FixedControl):
+    """Takes all drafts, of which those of slot `tried_slot` are to learn."""
+
+    def __init__(self, tried_slot: int) -> None:
+        super().__init__(MAX_DRAFTS)
+        self.tried_slot = tried_slot
+
+
+@pytest.mark.parametrize("tried", [-1, 0, 1])
+def test_drafts_that_are_tried_beside_others_are_none_that_pay(tried: int) -> None:
+    text = (1, 2, 5, 6, 7, 1, 2)
+    case = beside(NgramProposer(NUM_SLOTS), TriesOne(tried), text=text)
+    case.tokens.admit(1, ints(1, 2, 3, 30, 31), 3)
+    assert case.propose(0, 1) == [[5, 6, 7], [32, 33]]
+    accounts = (case.drafter._own, case.drafter._predictions)
+    assert [one.rests.last > 0 for one in accounts] == [tried == 0, tried == 1]
+
+
+def test_a_trial_is_none_of_the_drafts_in_flight_without_predictions_either() -> None:
+    """While a plan is computed, the control chooses for the next one."""
+    case = Case(ScriptedProposer(), control := Tries(NUM_SLOTS, MAX_DRAFTS))
+    for slot in range(2):
+        case.begin(slot, [1, 2, 3], 3)
+    assert control.balance is not None
+    for tries in (False, True):
+        before = control.balance._steps
+        for slot, control.tries in ((0, tries), (1, not tries)):
+            assert case.propose(slot)[0]
+        case.drafter.verified(BOTH[:1], ints(1), ints(0))
+        case.drafter.note_step(10.0, -5.0, 0.0)
+        assert control.balance._steps == before - 0.5 * (not tries)
+    case.drafter.verified(BOTH[1:], ints(1), ints(0))
+    assert not case.drafter._has_trials

@@ -106,7 +106,7 @@ def test_a_request_that_ends_or_loses_its_drafts_asks_nothing() -> None:
     assert len(guarded.reports) == 1
 
 
-@pytest.mark.parametrize("method", ["possible", "pass_ms", "behind_ms", "call_ms"])
+@pytest.mark.parametrize("method", ["pass_ms", "behind_ms", "call_ms"])
 def test_an_error_that_is_of_no_known_request_is_the_callers_to_place(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,3 +129,21 @@ def test_an_error_that_is_of_no_known_request_is_the_callers_to_place(
             assert error in (raised.value, raised.value.__cause__)
     assert not guarded.reports
     ask()
+
+
+def test_a_model_that_cannot_say_what_is_possible_costs_only_its_request_the_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guarded = Guarded(CountedModel())
+    possible = CountedModel.possible
+
+    def fails(self: Any, tokens: Any, slots: Any, limits: Any) -> Any:
+        if 1 in slots:
+            raise RuntimeError("no more")
+        return possible(self, tokens, slots, limits)
+
+    monkeypatch.setattr(CountedModel, "possible", fails)
+    for _ in range(2):
+        guarded.find(of_predictions=False)
+        assert [report["request_id"] for report in guarded.reports] == ["r1"]
+        assert guarded.proposers.asks_proposer.tolist()[:2] == [True, False]

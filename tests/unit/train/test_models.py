@@ -67,11 +67,35 @@ def test_a_head_of_a_gguf_file(prompts: Path, tmp_path: Path) -> None:
 def test_texts_and_hidden_states_have_the_precision_that_is_asked_for(
     deep_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert trained("medusa", deep_model, prompts, tmp_path, 2, "--quantization", "int8") == 0
-    first = (tmp_path / "texts.jsonl").read_text().splitlines()[0]
-    assert json.loads(first)["quantization"] == "int8"
-    assert trained("medusa", deep_model, prompts, tmp_path, 4) == 1
-    assert "has texts that were made otherwise" in capsys.readouterr().err
-    other = tmp_path / "other"
-    assert trained("medusa", deep_model, prompts, other, 2, "--quantization", "int3") == 1
-    assert "quantization is 'int3'" in capsys.readouterr().err
+    served = ["--quantization", "int8", "--head-precision", "none", "--kv-cache-dtype", "int8"]
+    assert trained("medusa", deep_model, prompts, tmp_path, 2, *served) == 0
+    first = json.loads((tmp_path / "texts.jsonl").read_text().splitlines()[0])
+    assert [first[name] for name in ("quantization", "head_precision", "kv_cache_dtype")] == [
+        "int8",
+        "none",
+        "int8",
+    ]
+    for other in ([], served[:2], served[:4], [*served[:2], *served[4:]]):
+        assert trained("medusa", deep_model, prompts, tmp_path, 4, *other) == 1
+        assert "has texts that were made otherwise" in capsys.readouterr().err
+    assert trained("medusa", deep_model, prompts, tmp_path, 4, *served) == 0
+    for option in ("--quantization", "--head-precision"):
+        assert trained("medusa", deep_model, prompts, tmp_path / "other", 2, option, "int3") == 1
+        error = capsys.readouterr().err
+        assert f"error: {option[2:].replace('-', '_')}" in error
+        assert "'int3'" in error
+    assert not (tmp_path / "other" / "texts.jsonl").exists()
+
+
+def test_a_model_that_was_moved_is_the_same_and_another_in_its_place_is_not(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, moved, out = (tmp_path / name for name in ("model", "moved", "out"))
+    write_tiny_llama(model, seed=3, num_hidden_layers=3)
+    assert trained("eagle", model, prompts, out, 2) == 0
+    model.rename(moved)
+    assert trained("eagle", moved, prompts, out, 3, "--tokens", "900") == 0
+    write_tiny_llama(model, seed=4, num_hidden_layers=3)
+    (out / "training.safetensors").unlink()
+    assert trained("eagle", model, prompts, out, 2) == 1
+    assert "or by another model" in capsys.readouterr().err

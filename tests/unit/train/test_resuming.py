@@ -59,7 +59,12 @@ def test_another_model_in_the_same_place_is_noticed(
     assert trained(kind, model, prompts, out, 3) == 0
     write_tiny_llama(model, seed=4, num_hidden_layers=3)
     assert trained(kind, model, prompts, out, 6) == 1
+    assert "made otherwise, or by another model" in capsys.readouterr().err
+    texts = out / "texts.jsonl"
+    texts.rename(tmp_path / "texts.jsonl")
+    assert trained(kind, model, prompts, out, 6) == 1
     assert "or for another model" in capsys.readouterr().err
+    (tmp_path / "texts.jsonl").rename(texts)
     write_tiny_llama(model, seed=3, num_hidden_layers=3)
     assert trained(kind, model, prompts, out, 6) == 0
 

@@ -38,14 +38,15 @@ def model_of(plain: Path, folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "quantization"),
+    ("kind", "precision"),
     [
-        ("plain", "auto"),
-        ("plain", "int8"),
-        ("Q8_0", "auto"),
-        ("Q4_0", "auto"),
-        ("Q8_0", "none"),
-        ("fp8", "none"),
+        ("plain", {}),
+        ("plain", {"quantization": "int8"}),
+        ("plain", {"quantization": "int4", "head_precision": "none", "kv_cache_dtype": "int8"}),
+        ("Q8_0", {}),
+        ("Q4_0", {}),
+        ("Q8_0", {"quantization": "none"}),
+        ("fp8", {"quantization": "none"}),
     ],
 )
 @pytest.mark.parametrize("is_eagle", [True, False])
@@ -53,7 +54,7 @@ def test_hidden_states_are_those_of_the_served_model(
     plain: Path,
     tmp_path: Path,
     kind: str,
-    quantization: str,
+    precision: dict[str, str],
     is_eagle: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,14 +73,14 @@ def test_hidden_states_are_those_of_the_served_model(
         served.update(zip(positions.tolist(), rows.copy(), strict=True))
 
     monkeypatch.setattr(HiddenStateRing, "put", watching)
-    given = {**SETTINGS, "quantization": quantization, "draft_model": str(head)}
+    given = {**SETTINGS, **precision, "draft_model": str(head)}
     with LLM(model, **given) as llm:
         served.clear()  # of the warm-up and of passes that were timed
         sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
         answer = llm.generate([[5, 6, 7, 8]], sampling)[0]
     text = [5, 6, 7, 8, *answer.outputs[0].token_ids]
     layers = (0, 1, 2) if is_eagle else ()
-    teacher = Teacher(model, max_tokens=64, num_threads=1, layers=layers, quantization=quantization)
+    teacher = Teacher(model, max_tokens=64, num_threads=1, layers=layers, precision=precision)
     lesson = teacher.lesson(text)
     teacher.close()
     computed = lesson.taps if is_eagle else lesson.head_input
@@ -107,6 +108,6 @@ def test_a_digest_is_of_weights_and_precision(plain: Path, tmp_path: Path) -> No
 
     first = model_digest(plain, max_tokens=64)
     assert model_digest(plain, max_tokens=32, layers=(0, 2)) == first
-    assert model_digest(plain, max_tokens=64, quantization="int8") != first
+    assert model_digest(plain, max_tokens=64, precision={"quantization": "int8"}) != first
     other = write_tiny_llama(tmp_path / "other", seed=4, dtype="bf16", **SHAPE)
     assert model_digest(other, max_tokens=64) != first

@@ -155,6 +155,22 @@ def test_the_trained_head_and_the_served_one_compute_the_same(
     assert all(guessed[length - 2] == draft for length, draft in drafts)
 
 
+@pytest.mark.parametrize(
+    ("option", "values"), [("--seed", ["-1", "9" * 30]), ("--lr", ["nan", "-1", "0", "inf"])]
+)
+def test_numbers_that_no_training_has_are_refused(
+    prompts: Path,
+    tmp_path: Path,
+    option: str,
+    values: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for value in values:
+        with pytest.raises(SystemExit):
+            trained("medusa", tmp_path / "none", prompts, tmp_path, 3, f"{option}={value}")
+        assert f"argument {option}: {value} is no " in capsys.readouterr().err
+
+
 def test_what_cannot_be_trained_is_refused(
     deep_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
