@@ -204,6 +204,7 @@ class Program:
         seq_starts: _Int32s,
         block_tables: _Int32s,
         sample_rows: _Int32s,
+        keeps_taps: bool = False,
         features: NDArray[np.float32] | None = None,
         then: int = -1,
     ) -> None: ...
@@ -220,6 +221,7 @@ class Program:
         sample_rows: _Int32s,
         first: int,
         end: int,
+        keeps_taps: bool = False,
     ) -> None: ...
     def num_layers(self, segment: int) -> int: ...
     def set_group(self, group: RankGroup) -> None: ...

@@ -347,7 +347,7 @@ void add_segment(quire::Program& self,
 quire::StepInputs inputs_of(const Int32s& token_ids, const Int32s& positions,
                             const Int32s& rope_positions, const Int32s& kv_slots,
                             const Int32s& seq_starts, const Table& block_tables,
-                            const Int32s& sample_rows) {
+                            const Int32s& sample_rows, bool keeps_taps) {
     const size_t tokens = token_ids.size(), sequences = block_tables.shape(0);
     if (positions.size() != tokens || rope_positions.size() != tokens ||
         kv_slots.size() != tokens || seq_starts.size() != sequences + 1) {
@@ -365,15 +365,16 @@ quire::StepInputs inputs_of(const Int32s& token_ids, const Int32s& positions,
     inputs.seq_starts = seq_starts.data();
     inputs.block_tables = block_tables.data();
     inputs.sample_rows = sample_rows.data();
+    inputs.keeps_taps = keeps_taps;
     return inputs;
 }
 
 void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const Int32s& positions,
          const Int32s& rope_positions, const Int32s& kv_slots, const Int32s& seq_starts,
-         const Table& block_tables, const Int32s& sample_rows,
+         const Table& block_tables, const Int32s& sample_rows, bool keeps_taps,
          const std::optional<Floats>& features, int64_t then) {
     quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
-                                         seq_starts, block_tables, sample_rows);
+                                         seq_starts, block_tables, sample_rows, keeps_taps);
     if (features) {
         if (features->shape(0) != token_ids.size()) {
             throw std::invalid_argument("features have not a row for each token");
@@ -390,9 +391,9 @@ void run(quire::Program& self, int64_t segment, const Int32s& token_ids, const I
 void run_layers(quire::Program& self, int64_t segment, const Int32s& token_ids,
                 const Int32s& positions, const Int32s& rope_positions, const Int32s& kv_slots,
                 const Int32s& seq_starts, const Table& block_tables, const Int32s& sample_rows,
-                int64_t first, int64_t end) {
+                int64_t first, int64_t end, bool keeps_taps) {
     const quire::StepInputs inputs = inputs_of(token_ids, positions, rope_positions, kv_slots,
-                                               seq_starts, block_tables, sample_rows);
+                                               seq_starts, block_tables, sample_rows, keeps_taps);
     nb::gil_scoped_release release;
     const ComputeTime counted;
     self.run_layers(segment, inputs, first, end);
@@ -474,12 +475,12 @@ void bind_interpreter(nb::module_& module) {
              "copy_from"_a, "copy_to"_a)
         .def("run", &run, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
-             "features"_a = nb::none(), "then"_a = -1,
-             "features: what a feed reads. then: a segment that follows at once, on the same "
-             "inputs; -1 none.")
+             "keeps_taps"_a = false, "features"_a = nb::none(), "then"_a = -1,
+             "keeps_taps: whether a tap is computed. features: what a feed reads. then: a segment "
+             "that follows at once, on the same inputs; -1 none.")
         .def("run_layers", &run_layers, "segment"_a, nb::kw_only(), "token_ids"_a, "positions"_a,
              "rope_positions"_a, "kv_slots"_a, "seq_starts"_a, "block_tables"_a, "sample_rows"_a,
-             "first"_a, "end"_a,
+             "first"_a, "end"_a, "keeps_taps"_a = false,
              "Layers first .. end - 1 in the second arena, which keeps what is between layers.")
         .def("num_layers", &quire::Program::num_layers, "segment"_a)
         .def("set_group", &quire::Program::set_group, "group"_a,

@@ -535,6 +535,9 @@ void Program::run_rows(const Operation& operation, const StepInputs& inputs, int
                 kernels.soft_cap({at(op.x), count, static_cast<float>(op.cap), pool});
             },
             [&](const CopyOp& op) { kernels.copy({at(op.x), at(op.y), count, pool}); },
+            [&](const TapOp& op) {
+                if (inputs.keeps_taps) kernels.copy({at(op.x), at(op.y), count, pool});
+            },
             [&](const RouteOp& op) {
                 kernels.route({at(op.x), at(op.y), count, op.score, op.form, op.top_k,
                                vector_of(op.bias), op.groups, op.top_groups,

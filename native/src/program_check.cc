@@ -171,6 +171,7 @@ void Program::check_op(const Operation& operation) const {
                 if (!(op.cap > 0.0)) refuse(op.kind, "the cap is not above zero");
             },
             [&](const CopyOp& op) { check_width(op.kind, op.x, op.y); },
+            [&](const TapOp& op) { check_width(op.kind, op.x, op.y); },
             [&](const GatherRowsOp& op) {
                 check_width(op.kind, op.x, op.y);
                 if (type_of(op.x) != type_of(op.y)) refuse(op.kind, "views differ in dtype");

@@ -203,7 +203,7 @@ class TappedExecutor(Protocol):
 
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
         """Return the first rows of an output, bf16 perhaps as uint16: the trunk's hold until the
-        next run_trunk, the head's until the next run_head."""
+        next run_trunk, the head's until the next run_head; taps only of a batch that keeps them."""
 
 
 @runtime_checkable

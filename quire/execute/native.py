@@ -174,8 +174,8 @@ class NativeExecutor(NativeSizing):
         """Layers first .. end - 1 of the trunk, see LayeredExecutor."""
         self._reserve_angles(batch)
         try:
-            arrays = _arrays(batch, batch.sample_rows[:0])
-            self._native.run_layers(TRUNK, **arrays, first=first, end=end)
+            inputs = _inputs(batch, batch.sample_rows[:0])
+            self._native.run_layers(TRUNK, **inputs, first=first, end=end)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 
@@ -195,10 +195,7 @@ class NativeExecutor(NativeSizing):
         return self.output("pooled", count)
 
     def output(self, name: str, num_rows: int) -> NDArray[Any]:
-        """Return the first rows of a named output, without a copy; bf16 as uint16.
-
-        Trunk outputs hold until the next run_trunk, the head's until the next run_head.
-        """
+        """See TappedExecutor; without a copy, bf16 as uint16."""
         kept = self._outputs.get((name, num_rows))
         if kept is None:
             kept = self._native.array(encode_view(self._program.outputs[name]), num_rows)
@@ -285,8 +282,8 @@ class NativeExecutor(NativeSizing):
         self, segment: int, batch: ForwardBatch, sample_rows: Int32s, then: int = NONE
     ) -> None:
         try:
-            arrays = _arrays(batch, sample_rows)
-            self._native.run(segment, **arrays, features=batch.features, then=then)
+            inputs = _inputs(batch, sample_rows)
+            self._native.run(segment, **inputs, features=batch.features, then=then)
         except _native.Aborted as error:
             raise WorkerError(str(error)) from error
 
@@ -300,7 +297,7 @@ class NativeExecutor(NativeSizing):
         self._num_angles = self._ropes[0].num_positions
 
 
-def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.int32]]:
+def _inputs(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, Any]:
     """Return the arguments of a native run."""
     (cache,) = batch.caches
     return {
@@ -311,6 +308,7 @@ def _arrays(batch: ForwardBatch, sample_rows: Int32s) -> dict[str, NDArray[np.in
         "seq_starts": batch.seq_starts,
         "block_tables": cache.block_tables,
         "sample_rows": sample_rows,
+        "keeps_taps": batch.keeps_taps,
     }
 
 

@@ -54,6 +54,7 @@ from quire.program.ops import (
     Scale,
     SoftCap,
     StoreKV,
+    Tap,
 )
 from quire.program.program import Program
 from quire.program.stage_ops import Recv, Send
@@ -357,7 +358,9 @@ class ReferenceExecutor:
                 self._scale(op)
             case SoftCap():
                 self._soft_cap(op)
-            case Copy():
+            case Tap() if not batch.keeps_taps:
+                pass
+            case Copy() | Tap():
                 self._copy(op)
             case GatherRows():
                 self._gather_rows(op)
@@ -518,7 +521,7 @@ class ReferenceExecutor:
     def _soft_cap(self, op: SoftCap) -> None:
         self._write(op.x, ops.soft_cap(self._read(op.x), op.cap))
 
-    def _copy(self, op: Copy) -> None:
+    def _copy(self, op: Copy | Tap) -> None:
         self._write(op.y, ops.copy(self._read(op.x)))
 
     def _all_gather(self, op: AllGather) -> None:

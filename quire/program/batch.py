@@ -36,7 +36,7 @@ class ForwardBatch:
     each of the program's cache groups, in order; without any, one that nothing reads. sample_rows
     index token rows, ascending. late_slots, where it is not empty: row i takes the token chosen
     last for slot late_slots[i], which only the device has yet, and token_ids[i] where that is -1.
-    features: what a Feed reads.
+    features: what a Feed reads. keeps_taps: each Tap is computed, as its output is read afterwards.
     """
 
     token_ids: Int32s  # [T]
@@ -47,3 +47,4 @@ class ForwardBatch:
     sample_rows: Int32s  # [R]
     late_slots: Int32s = field(default_factory=lambda: NO_SLOTS)  # [T] or empty
     features: NDArray[np.float32] | None = None  # [T, W]
+    keeps_taps: bool = False

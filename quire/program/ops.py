@@ -441,6 +441,23 @@ class Copy(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tap(Operation):
+    """y = x, rounded to y's dtype, in steps that keep taps (ForwardBatch.keeps_taps). In others
+    nothing is computed, and y holds anything."""
+
+    kind = "tap"
+    reads = ("x",)
+    writes = ("y",)
+
+    x: View
+    y: View
+
+    def check(self, declared: Declarations) -> None:
+        """Both are as wide."""
+        check_width("y", self.y, self.x.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatherRows(Operation):
     """y[S] = rows of x[T] at the batch's sample_rows."""
 
@@ -472,6 +489,7 @@ Op = (
     | Scale
     | SoftCap
     | Copy
+    | Tap
     | GatherRows
     | Route
     | Experts

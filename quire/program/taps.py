@@ -10,10 +10,11 @@
     with_taps(program, (2, 16, 29)).outputs["taps"]
     with_head_input(program).outputs["head_input"]
 
-The normed stream of all token rows is not among them. Rewrites; they load nothing. A copy follows
-the operation that completes the stream of a layer; what the head reads is only named. No other
-operation changes, so a tapped program gives the same answers in every bit. Knows no reader of the
-taps. Always holds: layer i is what lies from attention i to the next attention's inputs.
+The normed stream of all token rows is not among them. Rewrites; they load nothing. A Tap follows
+the operation that completes the stream of a layer; steps of which no tap is read leave it out
+(ForwardBatch.keeps_taps). What the head reads is only named. No other operation changes, so a
+tapped program gives the same answers in every bit. Knows no reader of the taps. Always holds: layer
+i is what lies from attention i to the next attention's inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.program.ops import Attention, Copy, Linear, Op
+from quire.program.ops import Attention, Linear, Op, Tap
 from quire.program.program import Program
 from quire.program.tensors import Buffer, DType, Rows, View
 
@@ -49,13 +50,13 @@ def with_taps(program: Program, layers: Sequence[int]) -> Program:
     places = [_completed_at(program, hidden, layer) for layer in layers]
     index, width = len(program.buffers), len(layers) * hidden.width
     buffer = Buffer(index, f"{TAPS}.{index}", Rows.TOKENS, width, DType.F32)
-    copies: dict[int, list[Op]] = {}
-    for tap, place in enumerate(places):
-        y = View(buffer, tap * hidden.width, hidden.width)
-        copies.setdefault(place, []).append(Copy(x=hidden, y=y))
+    taps: dict[int, list[Op]] = {}
+    for number, place in enumerate(places):
+        y = View(buffer, number * hidden.width, hidden.width)
+        taps.setdefault(place, []).append(Tap(x=hidden, y=y))
     trunk: list[Op] = []
     for place, op in enumerate(program.segments["trunk"]):
-        trunk += [op, *copies.get(place, ())]
+        trunk += [op, *taps.get(place, ())]
     return replace(
         program,
         buffers=(*program.buffers, buffer),

@@ -4,12 +4,13 @@ TappedPipelinedRunner, the same on several stages.
 After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
 the head read, by slot and position (HiddenStateRing). Knows no proposer. Always holds: rows are
 kept in the order of the plans; parts of prompts that are computed by layers leave none, nor do
-steps of decoding while drafts rest for long.
+steps of decoding while drafts rest for long, in which no layer is tapped; which these are is
+decided when a plan is handed in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -88,13 +89,18 @@ class _TappedRun(StepRun):
         self, plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
     ) -> None:
         super().__init__(plan, resources, **settings)
-        self._taps, self._keeps = taps, True
+        self._taps = taps
+        self._keeps = taps.ring.keeps(plan.step, is_decode=self.rows.is_decode)
+        if self._keeps and taps.of_layers:
+            self.batch = replace(self.batch, keeps_taps=True)
 
     def begin(self) -> None:
         """Run the trunk, and keep the tapped layers."""
         super().begin()
-        self._keeps = self._taps.ring.keeps(self._plan.step, is_decode=self.rows.is_decode)
-        if not (self._taps.of_layers and self._keeps):
+        if not self._keeps:
+            self._taps.ring.note_gap()
+            return
+        if not self._taps.of_layers:
             return
         slots, tenancies = self.rows.slots, self.rows.tenancy
         if not self.rows.is_decode:

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control, Passes, StepCost
 from quire.speculative.draft_account import DraftAccount
-from quire.speculative.guarded_proposers import GuardedProposers
-from quire.speculative.plain_counts import LONG_MATCHES, OF_TEXT, PREDICTED
-from quire.speculative.proposer import LONG_MATCH, Drafts
+from quire.speculative.guarded_proposers import Found, GuardedProposers
+from quire.speculative.plain_counts import LONG_MATCHES
 
 Index = NDArray[np.intp]
 Int32s = NDArray[np.int32]
@@ -70,12 +69,10 @@ class DraftChoice:
         self.step_ms = self._asked_ms = 0.0
         self._num_refused = 0  # steps in turn, by the last costs
 
-    def would_pay(
-        self, index: Index, limits: Int32s, matches: Int32s, predicted: Bools | None
-    ) -> Bools:
-        """Return for which of slots `index` some of limits[i] drafts would pay, as far as the costs
-        of the last step say. matches: see Drafts. predicted: rows with drafts of predictions; None:
-        no request brings any."""
+    def would_pay(self, index: Index, found: Found) -> Bools:
+        """Return for which of slots `index` some of the drafts that were found, or can be computed,
+        would pay, as far as the costs of the last step say."""
+        limits, predicted = found.limits, found.predicted
         # After a rest, or many refusals, the last costs may no longer hold: ask again.
         last = self._control.rests.last
         if self._num_refused >= MAX_REFUSED or (last and predicted is None):
@@ -85,38 +82,25 @@ class DraftChoice:
         some = limits.nonzero()[0]
         if not len(some):
             return pay
-        kinds = None
-        if self._control.rests.looks:
-            kinds = LONG_MATCHES * (matches[some] >= LONG_MATCH)
-        if predicted is not None:
-            kinds = np.where(predicted[some], PREDICTED, OF_TEXT if kinds is None else kinds)
+        kinds = None if found.kinds is None else found.kinds[some]
         pay[some] = self._control.limits(index[some], limits[some], None, kinds) > 0
         if predicted is not None:
             pay |= (limits > 0) & (np.where(predicted, self._predictions.rests.last, last) > 0)
         self._num_refused = 0 if np.logical_or.reduce(pay) else self._num_refused + 1
         return pay
 
-    def chosen(
-        self,
-        tokens: TokenTable,
-        index: Index,
-        limits: Int32s,
-        matches: Int32s,
-        is_computed: Bools | None,
-        predicted: Bools | None,
-        cost: Cost,
-    ) -> Int32s:
-        """Return how many of limits[i] drafts pay, those of rows `is_computed` with their making;
-        None: a lookup makes all. matches: see Drafts. predicted: see `would_pay`. Raises
-        ProposerFailed."""
+    def chosen(self, tokens: TokenTable, index: Index, found: Found, cost: Cost) -> Int32s:
+        """Return how many of the drafts that were found, or can be computed, pay, the latter with
+        their making. Raises ProposerFailed."""
+        limits = found.limits
         some = limits.nonzero()[0]
         if not len(some):
             return limits
         passes, price, once_ms = None, cost(), 0.0
-        if is_computed is None:
+        if found.is_computed is None:
             draft_ms = np.zeros(len(some))
         else:
-            rows = is_computed[some]
+            rows = found.is_computed[some]
             num_computed = int(np.add.reduce(rows))
             making = self._proposers.making_ms(tokens, index[some], num_computed)
             pass_ms, behind_ms, once_ms = making
@@ -137,11 +121,7 @@ class DraftChoice:
             price.added_ms,
         )
         counts = np.zeros(len(index), np.int32)
-        kinds = None
-        if self._control.rests.looks:
-            kinds = LONG_MATCHES * (matches[some] >= LONG_MATCH)
-        if predicted is not None:
-            kinds = np.where(predicted[some], PREDICTED, OF_TEXT if kinds is None else kinds)
+        kinds = None if found.kinds is None else found.kinds[some]
         counts[some] = self._control.limits(index[some], limits[some], of_some, kinds)
         return counts
 
@@ -160,17 +140,9 @@ class DraftChoice:
             return np.ones(len(slots), np.bool_)
         return balance.affords(self._proposers.behind_ms(tokens, slots), self.step_ms)
 
-    def keep_found(
-        self,
-        tokens: TokenTable,
-        index: Index,
-        drafts: Drafts,
-        predicted: Bools | None,
-        cost: Cost,
-    ) -> bool:
-        """Cut drafts that were all looked up to those that pay; return whether any do. predicted:
-        see `would_pay`."""
-        proposers = self._proposers
+    def keep_found(self, tokens: TokenTable, index: Index, found: Found, cost: Cost) -> bool:
+        """Cut drafts that were all looked up to those that pay; return whether any do."""
+        proposers, drafts, predicted = self._proposers, found.drafts, found.predicted
         if not proposers.mutes_proposer:
             self._control.rests.forget_misses()
         if predicted is not None and not proposers.mutes_predictions:
@@ -178,8 +150,7 @@ class DraftChoice:
         if not np.logical_or.reduce(drafts.counts):
             return False
         is_own = None if predicted is None else (drafts.counts > 0) & ~predicted
-        found = drafts.counts, drafts.matches
-        drafts.counts[:] = self.chosen(tokens, index, *found, None, predicted, cost)
+        drafts.counts[:] = self.chosen(tokens, index, found, cost)
         pays = bool(np.logical_or.reduce(drafts.counts))
         paying = drafts.counts
         if is_own is not None and self._control.tried_slot >= 0:
@@ -187,8 +158,8 @@ class DraftChoice:
         if is_own is None or np.logical_or.reduce(is_own):
             counts = drafts.counts if is_own is None else paying * is_own
             are_long = has_long = False
-            if self._control.rests.looks:
-                is_long = drafts.matches >= LONG_MATCH
+            if found.kinds is not None:
+                is_long = found.kinds == LONG_MATCHES
                 are_long = not np.logical_or.reduce(counts * ~is_long)
                 has_long = bool(np.logical_or.reduce(is_long))
             of_own = pays if is_own is None else bool(np.logical_or.reduce(counts))
@@ -208,8 +179,8 @@ class DraftChoice:
         plain_ms: float,
     ) -> None:
         """Note whether drafts pay that a model computes, or that none were possible. predicted: see
-        `would_pay`. counts: of these, how many are verified. plain_ms: what a step takes without
-        drafts; 0: that is unknown."""
+        Found. counts: of these, how many are verified. plain_ms: what a step takes without drafts;
+        0: that is unknown."""
         proposers, rests = self._proposers, self._own.rests
         if predicted is None or (
             not proposers.mutes_proposer
@@ -227,7 +198,7 @@ class DraftChoice:
             self._note_predictions(predicted, counts)
 
     def note_success(self, is_right: Bools, predicted: Bools | None) -> None:
-        """Note of which rows drafts were right that were tried. predicted: see `would_pay`."""
+        """Note of which rows drafts were right that were tried. predicted: see Found."""
         if predicted is None:
             if np.logical_or.reduce(is_right):
                 self._own.rests.note_success()

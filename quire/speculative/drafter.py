@@ -73,7 +73,7 @@ class Drafter:
         self.learns, self.uses_cache = proposers.learns, proposers.uses_cache
         self.notes_rests = proposers.pauses
         self.may_begin_late = proposers.may_begin_late
-        control.rests.looks = isinstance(proposer, LookupProposer) and proposer.knows_matches
+        control.rests.looks = proposers.knows_matches
         if control.balance is not None and proposers.computes:
             control.balance.retry_steps = RETRY_STEPS
         # Which slots had their last drafts from a prediction; None before one was asked.
@@ -236,11 +236,10 @@ class Drafter:
             of_proposer = is_open and self._own.is_open(tokens, index)
             if not (of_proposer or of_predictions):
                 return np.zeros(len(index), np.bool_)
-            drafts, may_compute, predicted = self._proposers.find(
+            found = self._proposers.find(
                 tokens, index, limits, of_proposer=of_proposer, of_predictions=of_predictions
             )
-            limits = drafts.counts + may_compute
-            return self._choice.would_pay(index, limits, drafts.matches, predicted)
+            return self._choice.would_pay(index, found)
         except DeviceLost:
             raise
         except Exception as error:  # noqa: BLE001  nothing waits for drafts
@@ -268,21 +267,20 @@ class Drafter:
     ) -> tuple[Int32s, Int32s]:
         """Return the counts and the drafts of what pays."""
         proposers, choice = self._proposers, self._choice
-        drafts, may_compute, predicted = proposers.find(
+        found = proposers.find(
             tokens,
             index,
             limits,
             of_proposer=not proposers.mutes_proposer,
             of_predictions=not proposers.mutes_predictions,
         )
+        drafts, predicted = found.drafts, found.predicted
         if predicted is not None:
             self._note_predicted(index, predicted)
-        if not proposers.computes:
-            pays = choice.keep_found(tokens, index, drafts, predicted, cost)
+        if (is_computed := found.is_computed) is None:
+            pays = choice.keep_found(tokens, index, found, cost)
             return self._joined(drafts) if pays else (drafts.counts, NO_INTS)
-        is_computed = may_compute > 0
-        limits = drafts.counts + may_compute
-        counts = choice.chosen(tokens, index, limits, drafts.matches, is_computed, predicted, cost)
+        counts = choice.chosen(tokens, index, found, cost)
         some = (is_computed & (counts > 0)).nonzero()[0]
         if len(some) and not self._control.is_informed:
             some = some[self._affordable(tokens, index[some])]

@@ -11,7 +11,7 @@ once, those are asked one by one then; the loss of the model's device is passed 
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,14 @@ from quire.base.errors import DeviceLost
 from quire.base.records import Request
 from quire.base.report import Report
 from quire.base.token_table import TokenTable
+from quire.speculative.plain_counts import LONG_MATCHES, OF_TEXT, PREDICTED
 from quire.speculative.proposer import (
+    LONG_MATCH,
     CacheProposer,
     CostlyProposer,
     Drafts,
     LearningProposer,
+    LookupProposer,
     PausingProposer,
     Proposer,
     no_drafts,
@@ -47,11 +50,26 @@ def _raise_failed(error: Exception) -> NoReturn:
     raise ProposerFailed from error
 
 
+class Found(NamedTuple):
+    """What `find` found for B requests. drafts: those that are known without computing a model.
+    limits: how many these are, or could be computed for a request without. is_computed: for which
+    requests some could be; None: the engine's proposer computes none. predicted: which have drafts
+    of predictions; None: no request brings any. kinds: of the drafts (plain_counts.py); None: all
+    are OF_TEXT."""
+
+    drafts: Drafts
+    limits: Int32s  # [B]
+    is_computed: Bools | None  # [B]
+    predicted: Bools | None  # [B]
+    kinds: Index | None  # [B]
+
+
 class GuardedProposers:
     """For requests in `num_slots` slots, with at most `max_drafts` drafts a step.
 
     proposer: of the engine. prediction: proposes from the texts that requests bring. report:
-    receives each error. computes: the engine's proposer is a CostlyProposer. asks_proposer,
+    receives each error. computes: the engine's proposer is a CostlyProposer. knows_matches: see
+    LookupProposer, of the engine's proposer. asks_proposer,
     asks_prediction: which slots ask either, and num_asking, num_predicting: how many of them.
     mutes_proposer, mutes_predictions: which of the two is not asked in this step, as it rests
     beside the other; neither, where no request brings a prediction.
@@ -75,6 +93,7 @@ class GuardedProposers:
         self.pauses = self._pausing is not None
         self.computes = self._costly is not None
         self.learns, self.uses_cache = self._learner is not None, self._in_cache is not None
+        self.knows_matches = isinstance(proposer, LookupProposer) and proposer.knows_matches
         self.may_begin_late = proposer.may_begin_late and not self.learns
         self._max_drafts, self._vocab_size, self._report = max_drafts, vocab_size, report
         self._request_ids = [""] * num_slots
@@ -164,27 +183,32 @@ class GuardedProposers:
         *,
         of_proposer: bool,
         of_predictions: bool,
-    ) -> tuple[Drafts, Int32s, Bools | None]:
-        """Return the drafts that are known without computing a model, for requests that have none
-        how many could be computed, and which rows have drafts of predictions; None: no request
-        brings any. of_proposer, of_predictions: whether these are asked.
-        """
-        drafts, predicted = no_drafts(len(index), self._max_drafts), None
-        may_compute = np.zeros(len(index), np.int32)
-        is_plain = self._costly is None and not self.num_predicting
-        if is_plain and np.logical_and.reduce(self.asks_proposer[index]):  # all at once
-            self._ask(self._proposer, tokens, index, limits, drafts)
-            return drafts, may_compute, None
+    ) -> Found:
+        """Return what can be drafted. of_proposer, of_predictions: whether these are asked."""
+        drafts = no_drafts(len(index), self._max_drafts)
+        is_computed = predicted = kinds = None
         if self.num_predicting:
             if of_predictions:
                 self._look_up(self._prediction, self.asks_prediction, tokens, index, limits, drafts)
             predicted = drafts.counts > 0
-        if of_proposer and self._costly is not None:
-            some = self._without_drafts(self.asks_proposer, index, limits, drafts)
-            may_compute[some] = self._possible(tokens, index[some], limits[some])
+        most = drafts.counts
+        if self._costly is not None:
+            may_compute = np.zeros(len(index), np.int32)
+            if of_proposer:
+                some = self._without_drafts(self.asks_proposer, index, limits, drafts)
+                may_compute[some] = self._possible(tokens, index[some], limits[some])
+            is_computed, most = may_compute > 0, most + may_compute
         elif of_proposer:
-            self._look_up(self._proposer, self.asks_proposer, tokens, index, limits, drafts)
-        return drafts, may_compute, predicted
+            asks = self.asks_proposer
+            if predicted is None and np.logical_and.reduce(asks[index]):  # all at once
+                self._ask(self._proposer, tokens, index, limits, drafts)
+            else:
+                self._look_up(self._proposer, asks, tokens, index, limits, drafts)
+        if self.knows_matches:
+            kinds = LONG_MATCHES * (drafts.matches >= LONG_MATCH)
+        if predicted is not None:
+            kinds = np.where(predicted, PREDICTED, OF_TEXT if kinds is None else kinds)
+        return Found(drafts, most, is_computed, predicted, kinds)
 
     def _possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:
         """Return `possible` of the costly proposer, as `_ask` asks: one by one if that raises."""

@@ -71,12 +71,13 @@ class HiddenStateRing:
 
     def keeps(self, step: int, *, is_decode: bool) -> bool:
         """Return whether the rows of `step` are put in: all but those of decoding during a pause.
-        Called once in each step."""
+        Called once for each step, in their order; steps before it may not have put theirs."""
         self._step = step
-        if step > self._paused_until or not is_decode:
-            return True
+        return step > self._paused_until or not is_decode
+
+    def note_gap(self) -> None:
+        """Note that a step puts no rows, after those of the steps before it."""
         self._first_kept = self._num_put
-        return False
 
     def num_kept(self, slots: Index) -> Index:
         """Return how many rows at most follow each other up to the newest one of slots[i]: those of

@@ -73,12 +73,6 @@ class SelfProposer(ModelProposer, CacheProposer):
         super()._follow(tokens, slots)
         self._computed[slots] = self.mirror.known[slots] - 1
 
-    def _room(self, slots: Index, lengths: Int32s, limits: Int32s) -> Int32s:
-        """Return how many drafts the blocks allow."""
-        limits = np.minimum(limits, self._limits.max_model_len - lengths)
-        room: Int32s = np.minimum(limits, self.blocks.capacity[slots] - lengths + 1)
-        return room
-
 
 def _nothing() -> None:
     """Do nothing."""

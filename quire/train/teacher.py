@@ -104,6 +104,7 @@ class Teacher:
             ),
             seq_starts=np.array([0, num_tokens], np.int32),
             sample_rows=numbers,
+            keeps_taps=True,
         )
         self._executor.run_trunk(batch)
         taps = np.empty((num_tokens, 0), np.float32)

@@ -1,7 +1,8 @@
 """Draft heads of the exact tests: drawn weights, over hidden states of the model of a case.
 
-They are mostly wrong, and their runner and their tapped program are what servers use. Whatever they
-propose, every token and log-probability must stay as it is.
+They are mostly wrong, and their runner and their tapped program are what servers use. Some steps of
+decoding keep no hidden states, as in a rest. Whatever they propose, every token and log-probability
+must stay as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ from tests.exact.workload import Settings
 
 NUM_MEDUSA_HEADS = 3
 MAX_POSITIONS = 512  # that an EAGLE head counts
+RESTING_STEPS = 6  # of so many steps, one keeps no hidden states
 MakeExecutor = Callable[[Program, Checkpoint], Executor]
+
+
+class RestingRing(HiddenStateRing):
+    """A HiddenStateRing with some steps of rest."""
+
+    def keeps(self, step: int, *, is_decode: bool) -> bool:
+        """See HiddenStateRing."""
+        is_kept = super().keeps(step, is_decode=is_decode)
+        return is_kept and not (is_decode and step % RESTING_STEPS == 0)
 
 
 class Heads:
@@ -86,7 +97,7 @@ class Heads:
             feeds_back=is_eagle,
             has_cache=is_eagle,
         )
-        ring = HiddenStateRing(10 * num_slots, self.width, num_slots)
+        ring = RestingRing(10 * num_slots, self.width, num_slots)
         times = count()
 
         def now_ms() -> float:

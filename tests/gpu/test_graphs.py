@@ -6,6 +6,7 @@ Mixed steps are in test_mixed_graphs.py, step sizes in test_step_sizes.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ pytest.importorskip("triton")
 from quire.execute.gpu.executor import TorchExecutor  # noqa: E402
 from quire.execute.gpu.graphs import Graphs  # noqa: E402
 from quire.program.batch import CacheRows, ForwardBatch  # noqa: E402
+from quire.program.taps import TAPS, with_taps  # noqa: E402
 from quire.program.tensors import DType  # noqa: E402
 from quire.sampling import reference  # noqa: E402
 from quire.sampling.batch import SampleBatch  # noqa: E402
@@ -127,3 +129,37 @@ def test_tokens_are_sampled_on_the_device(tmp_path: Path) -> None:
     assert np.array_equal(found.top_ids, right.top_ids)
     np.testing.assert_array_equal(found.logprobs, right.logprobs)
     np.testing.assert_array_equal(found.top_logprobs, right.top_logprobs)
+
+
+def test_steps_that_keep_taps_and_those_that_keep_none_are_captured_apart(tmp_path: Path) -> None:
+    """With equal logits; a step that keeps none launches no copy of a layer."""
+    folder = LLAMA.write(tmp_path)
+    plain = program_of(folder, DType.BF16)
+    tapped, recorder = with_taps(plain, (0,)), LaunchCapture()
+    right = _steps(torch_executor(folder, plain, kernels=True), [3] * 6)
+    captured = torch_executor(folder, tapped, kernels=True, capture=recorder)
+    launches = []
+    for depth, keeps_taps in enumerate((True, False, True, False, True, False)):
+        batch = decode_batch([3 + depth + 7 * row for row in range(3)], [depth] * 3)
+        batch = replace(batch, keeps_taps=keeps_taps)
+        captured.run_trunk(batch, head_rows=3)
+        logits = torch.as_tensor(captured.run_head(batch, 0, 3)).numpy()
+        assert np.array_equal(logits, right[depth])
+        taps = captured.output(TAPS, 3)
+        assert (taps == captured.output("hidden", 3)).all() == keeps_taps
+        launches.append(recorder.launches)
+    assert (recorder.captured, recorder.replayed) == (2, 4)
+    assert launches[0] == launches[1] + 1
+
+
+def test_plain_tensors_are_tapped_in_steps_that_keep_taps(tmp_path: Path) -> None:
+    folder = LLAMA.write(tmp_path)
+    executor = torch_executor(folder, with_taps(program_of(folder, DType.BF16), (0,)))
+    found = []
+    for keeps_taps in (True, False):
+        batch = replace(decode_batch([3, 4], [0, 0]), keeps_taps=keeps_taps)
+        executor.run_trunk(batch, head_rows=2)
+        found.append(np.array(executor.run_head(batch, 0, 2)))
+        taps = executor.output(TAPS, 2)
+        assert (taps == executor.output("hidden", 2)).all() == keeps_taps
+    assert np.array_equal(*found)

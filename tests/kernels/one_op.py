@@ -92,6 +92,7 @@ class OneOp:
         *,
         num_rows: int,
         batch: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+        keeps_taps: bool = True,
     ) -> list[Float32s]:
         """Return all operands' rows after the run; `inputs` by operand index, the others
         start as NaN.
@@ -113,6 +114,7 @@ class OneOp:
             **{"sample_rows": NO_INTS, **arrays},
             seq_starts=np.array([0, num_rows], np.int32),
             block_tables=np.zeros((1, 1), np.int32),
+            keeps_taps=keeps_taps,
         )
         return [self._read(index, num_rows) for index in range(len(self.operands))]
 

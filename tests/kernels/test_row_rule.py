@@ -241,6 +241,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "soft_cap bf16": partial(_plain, "soft_cap", "bf16", cap=30.0),
     "copy": partial(_plain, "copy", "f32", "bf16", output=1),
     "copy bf16": partial(_plain, "copy", "bf16", "f32", output=1),
+    "tap": partial(_plain, "tap", "f32", "f32", output=1),
     "gather_rows": partial(_plain, "gather_rows", "f32", "f32", output=1),
     "route by softmax": partial(_route, "softmax", 37),
     "route by sigmoid in groups": partial(_route, "sigmoid", 40, groups=5),

@@ -68,7 +68,9 @@ def _program(isa: str, threads: int, *, apart: bool, shared: bool = False) -> _n
     return program
 
 
-def _run(program: _native.Program, segments: int, rows: int) -> list[NDArray[Any]]:
+def _run(
+    program: _native.Program, segments: int, rows: int, *, keeps_taps: bool = True
+) -> list[NDArray[Any]]:
     rng = np.random.default_rng(7)
     positions = np.arange(rows, dtype=np.int32)
     slots = rng.permutation(MAX_ROWS)[:rows].astype(np.int32)
@@ -83,7 +85,7 @@ def _run(program: _native.Program, segments: int, rows: int) -> list[NDArray[Any
         "sample_rows": np.empty(0, np.int32),
     }
     for segment in range(segments):
-        program.run(segment, **batch)
+        program.run(segment, keeps_taps=keeps_taps, **batch)
     widths = {X: WIDTH, QKV: 3 * WIDTH, OUT: WIDTH}
     arrays = [program.array((index, 0, width), rows) for index, width in widths.items()]
     return [array.copy() for array in (*arrays, program.cache)]
@@ -133,3 +135,38 @@ def test_compute_time_is_counted() -> None:
     before = _native.compute_ns()
     _run(_program("", 1, apart=False), 1, 16)
     assert _native.compute_ns() > before
+
+
+@each_case("isa", ISAS)
+def test_a_tap_is_left_out_among_the_operations_it_runs_with(isa: str) -> None:
+    """Of which it reads what one has written, and the next writes on."""
+    for keeps_taps in (True, False):
+        found = []
+        for kinds in (("norm", "tap", "scale"), ("norm", "copy" if keeps_taps else None, "scale")):
+            program = _tapped(isa, kinds)
+            assert [unit[:2] for unit in program.units(0)] == [(0, len([*filter(None, kinds)]) + 1)]
+            found.append(_run(program, 1, 96, keeps_taps=keeps_taps)[:3])
+        for tapped, plain in zip(*found, strict=True):
+            assert tapped.tobytes() == plain.tobytes()
+
+
+def _tapped(isa: str, kinds: tuple[str | None, ...]) -> _native.Program:
+    """Return an embedding, and operations of these kinds on its rows."""
+    pool = _native.Pool(2, isa=isa)
+    program = _native.Program(pool, 5 * MAX_ROWS * WIDTH * 4)
+    for index, (width, first) in enumerate(((WIDTH, 0), (3 * WIDTH, 1), (WIDTH, 4))):
+        program.add_buffer(0, first * MAX_ROWS * WIDTH * 4, width, MAX_ROWS, "f32")
+        program.array((index, 0, width), MAX_ROWS)[:] = 0.0
+    rng, x, out = np.random.default_rng(5), (X, 0, WIDTH), (OUT, 0, WIDTH)
+    vector = packed(pool, "vector", "f32", draw(rng, WIDTH))
+    table = packed(pool, "table", "f32", draw(rng, VOCAB, WIDTH))
+    norm = {"form": "rms", "eps": 1e-6, "group": 0, "weight": vector, "bias": None, "delta": None}
+    fields: dict[str, dict[str, Any]] = {
+        "norm": {"x": x, "y": (QKV, 0, WIDTH), **norm},
+        "tap": {"x": x, "y": out},
+        "copy": {"x": x, "y": out},
+        "scale": {"x": x, "factor": 0.5},
+    }
+    ops: Ops = [("embed", {"y": x, "weight": table, "ids": "tokens"})]
+    program.add_segment([*ops, *((kind, fields[kind]) for kind in kinds if kind is not None)])
+    return program

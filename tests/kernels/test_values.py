@@ -178,6 +178,17 @@ def test_copy_rounds_to_the_output_type(isa: str, dtype: str, out: str) -> None:
 
 @each_isa
 @each_dtype
+def test_a_tap_is_a_copy_in_steps_that_keep_taps_only(isa: str, dtype: str) -> None:
+    x = draw(np.random.default_rng(8), 3, 45, dtype=dtype)
+    tap = OneOp("tap", [Operand(45, dtype), Operand(45)], isa)
+    found = [tap({0: x}, num_rows=3, keeps_taps=keeps)[1] for keeps in (True, False, True)]
+    np.testing.assert_array_equal(found[0], x)
+    assert np.isnan(found[1]).all()
+    np.testing.assert_array_equal(found[2], x)
+
+
+@each_isa
+@each_dtype
 @each_case("form", ["rms", "layer"])
 def test_a_norm_without_a_weight_uses_ones(isa: str, dtype: str, form: str) -> None:
     rng = np.random.default_rng(7)

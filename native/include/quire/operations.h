@@ -201,6 +201,11 @@ struct CopyOp {
     }
 };
 
+// A copy that only steps make which keep taps (StepInputs).
+struct TapOp : CopyOp {
+    static constexpr const char* kind = "tap";
+};
+
 struct GatherRowsOp {
     static constexpr const char* kind = "gather_rows";
     static constexpr bool is_row_wise = false;
@@ -293,8 +298,9 @@ struct RecvOp {
 };
 
 using Operation = std::variant<EmbedOp, FeedOp, NormOp, LinearOp, RopeOp, StoreKVOp, AttentionOp,
-                               ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, GatherRowsOp,
-                               RouteOp, ExpertsOp, AllGatherOp, AllReduceOp, SendOp, RecvOp>;
+                               ActivationOp, AddOp, ScaleOp, SoftCapOp, CopyOp, TapOp,
+                               GatherRowsOp, RouteOp, ExpertsOp, AllGatherOp, AllReduceOp, SendOp,
+                               RecvOp>;
 
 // Calls visit(name, field) for each field of an operation.
 template <class Visit>

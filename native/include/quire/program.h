@@ -33,6 +33,7 @@ struct StepInputs {
     const int32_t* sample_rows = nullptr;
     const float* features = nullptr;  // [num_tokens, feature_columns]
     int64_t feature_columns = 0;
+    bool keeps_taps = false;  // TapOp is computed
 
     // Ids that an embedding looks up.
     const int32_t* ids(IdSource source) const {

@@ -410,7 +410,8 @@ class TorchExecutor:
             if samples:
                 self._launch("head", counts)
 
-        key = size, samples, self._place.ends.exchange is not None and bool(len(batch.late_slots))
+        is_broadcast = self._place.ends.exchange is not None and bool(len(batch.late_slots))
+        key = size, samples, batch.keeps_taps, is_broadcast
         self._stream.do(lambda: graphs.run(key, body))
         if samples:
             self._head_of = batch, head_rows

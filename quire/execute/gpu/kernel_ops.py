@@ -2,8 +2,8 @@
 
 Each operation becomes a call on tensors at fixed addresses, as in ops.py, and some that follow one
 another become one (fused.py). Products are in products.py; what has no kernel yet is plain PyTorch
-on the device. Always holds: a call launches the same kernels for the same counts, and asks nothing
-of the device, so calls can be captured.
+on the device. Always holds: a call launches the same kernels for the same counts, in steps that all
+keep taps or all keep none, and asks nothing of the device, so calls can be captured.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from quire.program.ops import (
     Scale,
     SoftCap,
     StoreKV,
+    Tap,
 )
 from quire.program.program import Program
 from quire.program.stage_ops import Recv, Send
@@ -96,6 +97,8 @@ class KernelOps:
                 return partial(_soft_cap, self, step)
             case Copy():
                 return partial(_copy, self, step)
+            case Tap():
+                return partial(_tap, self, step)
             case GatherRows():
                 return partial(_gather_rows, self, step)
             case AllGather() | AllReduce() | Send() | Recv():
@@ -245,8 +248,13 @@ def _soft_cap(ops: KernelOps, op: SoftCap, counts: Counts) -> None:
     row_kernels.soft_cap(ops.place.of(op.x, counts), op.cap)
 
 
-def _copy(ops: KernelOps, op: Copy, counts: Counts) -> None:
+def _copy(ops: KernelOps, op: Copy | Tap, counts: Counts) -> None:
     row_kernels.copy(ops.place.of(op.x, counts), ops.place.of(op.y, counts))
+
+
+def _tap(ops: KernelOps, op: Tap, counts: Counts) -> None:
+    if counts.batch.keeps_taps:
+        _copy(ops, op, counts)
 
 
 def _gather_rows(ops: KernelOps, op: GatherRows, counts: Counts) -> None:

@@ -40,6 +40,7 @@ from quire.program.ops import (
     Scale,
     SoftCap,
     StoreKV,
+    Tap,
 )
 from quire.program.stage_ops import Recv, Send
 
@@ -98,6 +99,8 @@ def _bound(op: Op, place: Place) -> Call:
             return partial(_soft_cap, op, place)
         case Copy():
             return partial(_copy, op, place)
+        case Tap():
+            return partial(_tap, op, place)
         case GatherRows():
             return partial(_gather_rows, op, place)
         case AllGather() | AllReduce() | Send() | Recv():
@@ -215,8 +218,13 @@ def _soft_cap(op: SoftCap, place: Place, counts: Counts) -> None:
     x.copy_(plain.soft_cap(x, op.cap))
 
 
-def _copy(op: Copy, place: Place, counts: Counts) -> None:
+def _copy(op: Copy | Tap, place: Place, counts: Counts) -> None:
     place.of(op.y, counts).copy_(place.of(op.x, counts))
+
+
+def _tap(op: Tap, place: Place, counts: Counts) -> None:
+    if counts.batch.keeps_taps:
+        _copy(op, place, counts)
 
 
 def _gather_rows(op: GatherRows, place: Place, counts: Counts) -> None:

@@ -12,7 +12,7 @@ from quire.base.errors import SettingError
 from quire.models.registry import build_program, open_model
 from quire.program.cost import StepShape
 from quire.program.first_layers import first_layers
-from quire.program.ops import Add, Attention, Copy, Embed, Linear, Norm, StoreKV
+from quire.program.ops import Add, Attention, Embed, Linear, Norm, StoreKV, Tap
 from quire.program.pooling import with_pooling
 from quire.program.program import Program
 from quire.program.quantize import quantize
@@ -164,8 +164,8 @@ def test_taps_of_all_stages_are_outputs_of_the_last(tmp_path: Path) -> None:
     taps = last.outputs[TAPS]
     assert taps.width == 3 * width
     of_taps = [view.offset for view in received if view.buffer == taps.buffer]
-    copied = [op.y.offset for op in last.segments["trunk"] if isinstance(op, Copy)]
-    assert sorted([*of_taps, *copied]) == [0, width, 2 * width]
+    tapped = [op.y.offset for op in last.segments["trunk"] if isinstance(op, Tap)]
+    assert sorted([*of_taps, *tapped]) == [0, width, 2 * width]
     assert of_taps
     assert TAPS not in first.outputs
 

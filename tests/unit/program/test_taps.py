@@ -14,7 +14,7 @@ from quire.execute.reference import ReferenceExecutor
 from quire.models.registry import FAMILIES, build_program, open_model
 from quire.program.batch import CacheRows, ForwardBatch
 from quire.program.cost import StepShape
-from quire.program.ops import Copy
+from quire.program.ops import Tap
 from quire.program.program import Program
 from quire.program.serialize import from_plain, to_plain
 from quire.program.table import format_program
@@ -41,7 +41,7 @@ def program(folder: Path) -> Program:
     return build_program(open_model(folder), dtype=DType.F32, max_positions=64)
 
 
-def batch() -> ForwardBatch:
+def batch(*, keeps_taps: bool = True) -> ForwardBatch:
     numbers = np.arange(len(IDS), dtype=np.int32)
     return ForwardBatch(
         token_ids=IDS,
@@ -50,6 +50,7 @@ def batch() -> ForwardBatch:
         caches=(CacheRows(kv_slots=numbers, block_tables=np.zeros((1, 1), np.int32)),),
         seq_starts=np.array([0, len(IDS)], np.int32),
         sample_rows=numbers,
+        keeps_taps=keeps_taps,
     )
 
 
@@ -117,9 +118,26 @@ def test_a_tapped_program_is_printed_counted_and_sent_like_others(program: Progr
     step = StepShape([5], [0])
     more = tapped.step_cost(step).buffer_bytes - program.step_cost(step).buffer_bytes
     assert more == 2 * 2 * 5 * 60 * 4  # read and written, two layers
-    assert sum(isinstance(op, Copy) for op in tapped.segments["trunk"]) == 2
+    assert sum(isinstance(op, Tap) for op in tapped.segments["trunk"]) == 2
     head = with_head_input(program)
     assert (head.segments, head.buffers) == (program.segments, program.buffers)
+
+
+def test_steps_that_keep_no_taps_compute_none_and_all_else_alike(
+    folder: Path, program: Program
+) -> None:
+    """Whatever the step before kept. The output of a tap that is not kept is any memory."""
+    for executor in executors(with_taps(program, (2, 0)), open_checkpoint(folder)):
+        whole = logits_of(executor)
+        taps = executor.output(TAPS, len(IDS)).copy()
+        resting, keeping = batch(keeps_taps=False), batch()
+        executor.run_trunk(resting, head_rows=len(IDS))
+        assert np.array_equal(executor.run_head(resting, 0, len(IDS)), whole)
+        assert not (executor.output(TAPS, len(IDS)) == taps).any()
+        for first in range(executor.num_layers):
+            executor.run_layers(resting, first, first + 1)
+        executor.run_trunk(keeping)
+        assert np.array_equal(executor.output(TAPS, len(IDS)), taps)
 
 
 @pytest.mark.parametrize("layers", [(), (3,), (-1,), (1, 1)])

@@ -233,8 +233,11 @@ class Engine:
             tokens += answer[first : first + num].tolist()
         self.num_tokens += len(tokens)
         is_decode = bool((plan.counts == 1).all() and (plan.sample_counts == 1).all())
-        if self.load.kind == "heads" and self._ring.keeps(plan.step, is_decode=is_decode):
-            self._keep_hidden_states(plan)
+        if self.load.kind == "heads":
+            if self._ring.keeps(plan.step, is_decode=is_decode):
+                self._keep_hidden_states(plan)
+            else:
+                self._ring.note_gap()
         self._spend_step(plan)
         result = StepResult(
             step=plan.step,

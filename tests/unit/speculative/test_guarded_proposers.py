@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from quire.base.errors import DeviceLost
 from quire.base.rare_records import Speculation
 from quire.base.records import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
-from quire.speculative.guarded_proposers import GuardedProposers, ProposerFailed
+from quire.speculative.guarded_proposers import Found, GuardedProposers, ProposerFailed
+from quire.speculative.plain_counts import OF_TEXT, PREDICTED
 from quire.speculative.prediction import PredictionProposer
 from tests.unit.speculative.test_drafter import (
     MAX_DRAFTS,
@@ -57,30 +57,35 @@ class Guarded:
             )
             self.proposers.begin(slot, request, predicts=len(prediction) > 0)
 
-    def find(self, **asked: bool) -> tuple[list[int], list[int], NDArray[np.bool_] | None]:
+    def find(self, **asked: bool) -> Found:
         asked = {"of_proposer": True, "of_predictions": True} | asked
-        drafts, may_compute, predicted = self.proposers.find(self.tokens, BOTH, LIMITS, **asked)
-        return drafts.counts.tolist(), may_compute.tolist(), predicted
+        return self.proposers.find(self.tokens, BOTH, LIMITS, **asked)
 
 
 def test_what_is_found_is_of_the_prediction_first_and_of_those_asked_only() -> None:
     guarded = Guarded(ScriptedProposer())
-    counts, may_compute, predicted = guarded.find()
-    assert (counts, may_compute) == ([3, 2], [0, 0])
-    assert predicted is not None
-    assert predicted.tolist() == [False, True]
-    assert guarded.find(of_proposer=False)[0] == [0, 2]
-    counts, _, predicted = guarded.find(of_predictions=False)
-    assert counts == [3, 3]
-    assert predicted is not None
-    assert not predicted.any()
+    found = guarded.find()
+    assert (found.drafts.counts.tolist(), found.limits.tolist()) == ([3, 2], [3, 2])
+    assert found.is_computed is None
+    assert found.predicted is not None
+    assert found.kinds is not None
+    assert (found.predicted.tolist(), found.kinds.tolist()) == ([False, True], [OF_TEXT, PREDICTED])
+    assert guarded.find(of_proposer=False).drafts.counts.tolist() == [0, 2]
+    found = guarded.find(of_predictions=False)
+    assert found.drafts.counts.tolist() == [3, 3]
+    assert found.predicted is not None
+    assert not found.predicted.any()
     guarded.proposers.end(1)
-    assert guarded.find()[2] is None
+    found = guarded.find()
+    assert (found.predicted, found.kinds) == (None, None)
 
 
 def test_of_a_model_it_is_found_how_many_drafts_it_could_compute() -> None:
     guarded = Guarded(model := CountedModel())
-    assert guarded.find()[:2] == ([0, 2], [2, 0])
+    found = guarded.find()
+    assert (found.drafts.counts.tolist(), found.limits.tolist()) == ([0, 2], [2, 2])
+    assert found.is_computed is not None
+    assert found.is_computed.tolist() == [True, False]
     assert not model.asked
     made, drafting_ms = guarded.proposers.compute(guarded.tokens, BOTH[:1], ints(1), 5.0)
     assert (made.counts.tolist(), model.catch_up_ms, drafting_ms) == ([1], 5.0, 0.0)

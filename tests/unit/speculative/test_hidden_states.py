@@ -100,7 +100,11 @@ def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_non
     put(ring, 1, [2], 1.0)
     assert ring.num_kept(slots).tolist() == [3, 3, 0]
     ring.pause(1)
-    ring.keeps(2, is_decode=True)
+    assert not ring.keeps(2, is_decode=True)
+    assert ring.num_kept(slots).tolist() == [3, 3, 0]  # a step before may still put some
+    put(ring, 0, [3], 1.0)
+    assert ring.num_kept(slots).tolist() == [4, 3, 0]
+    ring.note_gap()
     assert ring.num_kept(slots).tolist() == [0, 0, 0]
     put(ring, 0, [4, 5], 1.0)
     put(ring, 2, [7], 1.0)
