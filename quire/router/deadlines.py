@@ -7,19 +7,16 @@ replica. Always holds: a request without deadline_ms is not affected.
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 
 from quire.base.deadline import until_deadline
 from quire.router.faults import Refusal
 from quire.router.routed_request import RoutedRequest
 
-_UNLIMITED = nullcontext()
-
 
 def before_deadline(request: RoutedRequest) -> AbstractAsyncContextManager[None]:
     """Run a block that waits; raise Refusal once the deadline of the request has passed."""
-    deadline_s = request.deadline_s
-    return _UNLIMITED if deadline_s is None else until_deadline(deadline_s, _missed)
+    return until_deadline(request.deadline_s, _missed)
 
 
 def _missed() -> Refusal:
