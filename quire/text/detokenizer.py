@@ -78,13 +78,13 @@ class PieceTable:
         self.num_ids = num_ids
         self._token_of_id = token_of_id
         self._chain = chain
-        self.known: dict[int, Piece] = {}  # those that `piece` has returned
+        self._later: dict[int, Piece] = {}
 
     def piece(self, token_id: int) -> Piece:
         """Return the piece of a token that is not first. Raises InvalidParameter out of range."""
-        piece = self.known.get(token_id)
+        piece = self._later.get(token_id)
         if piece is None:
-            piece = self.known[int(token_id)] = self._made(token_id, self._chain.later)
+            piece = self._later[int(token_id)] = self._made(token_id, self._chain.later)
         return piece
 
     def first_piece(self, token_id: int) -> Piece:
@@ -161,16 +161,16 @@ class Detokenizer:
     def spans(self, token_ids: Iterable[int]) -> list[Span]:
         """Like `push`, with the token that completed each piece of text."""
         spans: list[Span] = []
-        skipped, pieces, run = self._skipped, self._pieces, self._run
-        known, index = pieces.known, self.num_tokens
+        skipped, piece_of, run = self._skipped, self._pieces.piece, self._run
+        index = self.num_tokens
         for token_id in token_ids:
             if token_id not in skipped:
-                piece: Piece | None
+                piece: Piece
                 if self._opens:
-                    piece = pieces.first_piece(token_id)
+                    piece = self._pieces.first_piece(token_id)
                     self._opens = piece == b""  # an id without a token opens nothing
-                elif (piece := known.get(token_id)) is None:
-                    piece = pieces.piece(token_id)
+                else:
+                    piece = piece_of(token_id)
                 if isinstance(piece, bytes):
                     if piece:
                         spans += run.push(piece, index)
