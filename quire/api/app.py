@@ -80,12 +80,12 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
     routes = [
         Route("/v1/completions", completions.post, methods=["POST"]),
         Route("/v1/chat/completions", endpoint(server_state, chat.ROUTE), methods=["POST"]),
+        Route("/generate", endpoint(server_state, generate), methods=["POST"]),
         *messages_routes(server_state),
         *ollama_routes(server_state, read_embeddings),
         *llama_cpp_routes(server_state, read_embeddings),
         *_responses_routes(server_state, siblings),
         *embedding_routes(server_state, DEFAULT_DIALECT),
-        Route("/generate", endpoint(server_state, generate), methods=["POST"]),
         Route("/tokenize", tokenize.tokenize, methods=["POST"]),
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
         Route("/apply_template", tokenize.apply_template, methods=["POST"]),

@@ -7,7 +7,7 @@ engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from quire.base.cache_usage import CacheReport
@@ -48,7 +48,7 @@ class Engine(Protocol):
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
         output_ids: Sequence[int] = (),
-    ) -> AsyncIterator[TextDelta]: ...
+    ) -> AsyncGenerator[TextDelta, None]: ...
 
     def num_waiting(self, request_id: str) -> int: ...
 

@@ -22,11 +22,11 @@ def until_deadline(
 
     deadline_s: by the clock of the event loop; None: without a limit.
     """
-    return _UNLIMITED if deadline_s is None else _until(deadline_s, late)
+    return _UNLIMITED if deadline_s is None else _limited(deadline_s, late)
 
 
 @asynccontextmanager
-async def _until(deadline_s: float, late: Callable[[], QuireError]) -> AsyncIterator[None]:
+async def _limited(deadline_s: float, late: Callable[[], QuireError]) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout_at(deadline_s) as limit:
             yield

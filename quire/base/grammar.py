@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from quire.base.errors import InvalidParameter
@@ -23,6 +24,8 @@ MAX_DEPTH = 64  # levels of objects and lists in a schema
 MAX_CHOICES = 4_096
 MAX_WHITESPACE_CHARS = 256
 FIELD = "structured_outputs"
+# Digests that are kept: each is read several times a request.
+_KEPT_DIGESTS = 64
 
 
 class GrammarKind(StrEnum):
@@ -70,11 +73,17 @@ class Grammar:
     @property
     def digest(self) -> bytes:
         """Equal for equal languages, whatever field they came from."""
-        parts = (self.kind.value, self.text, "" if self.whitespace is None else self.whitespace)
-        content = json.dumps((*parts, self.whitespace is None))
-        if (budget := self.thinking) is not None:
-            content += json.dumps((budget.form, budget.param))  # errors name the field
-        return hashlib.blake2b(content.encode(), digest_size=16).digest()
+        return _digest(self)
+
+
+@lru_cache(maxsize=_KEPT_DIGESTS)
+def _digest(grammar: Grammar) -> bytes:
+    whitespace = grammar.whitespace
+    parts = (grammar.kind.value, grammar.text, "" if whitespace is None else whitespace)
+    content = json.dumps((*parts, whitespace is None))
+    if (budget := grammar.thinking) is not None:
+        content += json.dumps((budget.form, budget.param))  # errors name the field
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def json_schema(

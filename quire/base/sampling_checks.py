@@ -8,8 +8,9 @@ limits, and no two fields contradict each other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from quire.base.errors import InvalidParameter
@@ -68,11 +69,6 @@ SAMPLERS: Mapping[str, str] = {
 MIROSTAT_OFF: Mapping[str, Any] = {**FILTERS_OFF, "samplers": ()}
 BEAMS_OFF: Mapping[str, Any] = {"temperature": 0.0, **FILTERS_OFF, "mirostat": 0, "samplers": ()}
 EXCLUDING = frozenset({"mirostat", "use_beam_search"})
-# Lists of token ids, and how many each may have.
-_ID_LISTS = (
-    ("stop_token_ids", MAX_STOP_TOKEN_IDS),
-    ("logprob_token_ids", MAX_LOGPROB_TOKEN_IDS),
-)
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "use_beam_search")
 MAY_BE_NONE = frozenset(
     {"seed", "max_tokens", "logprobs", "prompt_logprobs", "best_of", "repeat_last_n"}
@@ -198,45 +194,43 @@ def _is_off(field: str, values: Mapping[str, Any]) -> bool:
     return bool(value == off) or (field == "top_k" and value == -1)
 
 
-def checked_rare_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields, those outside of USUAL and FLAGS checked, and their combinations.
+def checked_rare_fields(
+    given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Check the fields outside of USUAL and FLAGS and all combinations; return the fields that have
+    another value or type then.
 
-    given: all fields of a SamplingParams; those of USUAL and FLAGS are checked already. Raises
-    InvalidParameter naming a field.
+    given: all fields of a SamplingParams; those of USUAL and FLAGS are checked already, and so are
+    `defaults`. Raises InvalidParameter naming a field.
     """
     values = dict(given)
+    named = {
+        name
+        for name, off in defaults.items()
+        if name not in USUAL and (type(values[name]) is not type(off) or values[name] != off)
+    }
     for name, low, high in WHOLE_NUMBERS:
-        if name not in USUAL and (values[name] is not None or name not in MAY_BE_NONE):
+        if name in named and (values[name] is not None or name not in MAY_BE_NONE):
             values[name] = whole(name, values[name], low, high)
     for name, least, most in NUMBERS:
-        if name not in USUAL:
+        if name in named:
             open_low = name in MUST_BE_ABOVE
             values[name] = number(name, values[name], least, most, open_low=open_low)
     if values["top_n_sigma"] < 0:  # off, as in llama.cpp
         values["top_n_sigma"] = 0.0
-    values["stop"] = texts(
-        "stop", values["stop"], most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS
-    )
-    most, max_chars = MAX_STOP_PATTERNS, MAX_STOP_PATTERN_CHARS
-    values["stop_regex"] = texts("stop_regex", values["stop_regex"], most=most, max_chars=max_chars)
-    for name, max_ids in _ID_LISTS:
-        values[name] = token_ids(name, values[name], most=max_ids)
+    for name, check in _FORMS.items():
+        if name in named:
+            values[name] = check(values[name])
     if values["logprob_token_ids"]:
         values["logprobs"] = _beside_listed(values["logprobs"])
-    values["bad_words"] = _bad_words(values["bad_words"])
-    values["dry_sequence_breakers"] = _breakers(values["dry_sequence_breakers"])
-    values["allowed_token_ids"] = _allowed_ids(values["allowed_token_ids"])
-    values["logit_bias"] = _logit_bias(values["logit_bias"])
     values["samplers"] = _samplers(values)
     _check_mirostat_and_xtc(values)
     _check_best_of(values)
-    if not isinstance(values["structured_outputs"], Grammar | None):
-        values["structured_outputs"] = grammar_of(values["structured_outputs"])
     _check_beams(values)
     _check_pooling(values)
     if values["max_tokens"] == 0:
         _check_no_output(values)
-    return values
+    return [(name, value) for name, value in values.items() if value is not given[name]]
 
 
 def _beside_listed(logprobs: int | None) -> int:
@@ -248,6 +242,11 @@ def _beside_listed(logprobs: int | None) -> int:
             param="logprob_token_ids",
         )
     return logprobs or 0
+
+
+def _grammar(value: Any) -> Grammar | None:
+    """Return a grammar as it is, or the one that an object of vLLM's form is."""
+    return value if isinstance(value, Grammar | None) else grammar_of(value)
 
 
 def _logit_bias(biases: Any) -> dict[int, float]:
@@ -467,3 +466,19 @@ def _check_beams(values: Mapping[str, Any]) -> None:
             "least 1, or leave beam search out",
             param="max_tokens",
         )
+
+
+# The checks of fields that are no numbers.
+_FORMS: Mapping[str, Callable[[Any], Any]] = {
+    "stop": partial(texts, "stop", most=MAX_STOP_STRINGS, max_chars=MAX_STOP_STRING_CHARS),
+    "stop_regex": partial(
+        texts, "stop_regex", most=MAX_STOP_PATTERNS, max_chars=MAX_STOP_PATTERN_CHARS
+    ),
+    "stop_token_ids": partial(token_ids, "stop_token_ids", most=MAX_STOP_TOKEN_IDS),
+    "logprob_token_ids": partial(token_ids, "logprob_token_ids", most=MAX_LOGPROB_TOKEN_IDS),
+    "bad_words": _bad_words,
+    "dry_sequence_breakers": _breakers,
+    "allowed_token_ids": _allowed_ids,
+    "logit_bias": _logit_bias,
+    "structured_outputs": _grammar,
+}

@@ -157,7 +157,7 @@ class SamplingParams(metaclass=_Checked):
         rare = _rare_values(self)
         if tuple(map(type, rare)) != _RARE_TYPES or rare != _RARE or self.max_tokens == 0:
             given = dict(zip(_NAMES, _values(self), strict=True))
-            for name, value in checked_rare_fields(given).items():
+            for name, value in checked_rare_fields(given, _DEFAULTS):
                 self._settle(name, value)
 
     def _settle(self, name: str, value: Any) -> None:

@@ -49,7 +49,8 @@ def parse_object(raw: bytes, *, limit_bytes: int, yields: bool = False) -> dict[
         raise ValueError(
             str(error) if strings is None else strings.described(str(error))
         ) from error
-    _check_depth(document)
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:  # fewer cannot be deeper
+        _check_depth(document)
     if strings is not None:
         document = strings.restored(document)
     if not isinstance(document, dict):

@@ -126,8 +126,10 @@ class Matcher:
         llguidance renews the work budget of its lexer only when it computes a mask; without one
         before each token a long replay exhausts the budget of a single step. Raises MatcherError.
         """
+        words = np.empty(self._vocabulary.mask_words, np.uint32)  # one for all; nothing reads it
+        place, num_bytes = words.ctypes.data, words.nbytes
         for token_id in token_ids:
-            self._grammar_mask()
+            self._matcher.unsafe_compute_mask_ptr(place, num_bytes)
             self.take([token_id])
 
     def go_back(self, num_tokens: int) -> None:

@@ -42,11 +42,11 @@ class StopStrings:
             self.num_used_chars = 0
             return ""
         automaton, state = self._automaton, self._state
+        step, begins, longest = automaton.step, automaton.begins, automaton.longest
         for place, character in enumerate(text):
-            state = automaton.step(state, character)
-            longest = automaton.longest[state]
-            if longest is not None and armed:
-                return self._match(longest, text[: place + 1])
+            state = step(state, character) if state else begins.get(character, 0)
+            if state and armed and (stop := longest[state]) is not None:
+                return self._match(stop, text[: place + 1])
         self._state = state
         self.num_used_chars = len(text)
         seen = self._held + text
@@ -71,7 +71,7 @@ class _Automaton:
     """States are prefixes of stop strings; state 0 is the empty one.
 
     num_open: how many of the last characters could still become a stop string. longest: the
-    longest stop string that ends there.
+    longest stop string that ends there. begins: the states after one character from state 0.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -81,6 +81,7 @@ class _Automaton:
         self.longest: list[str | None] = [None]
         for stop in stops:
             self._add(stop)
+        self.begins = self._next[0]
         self._link()
 
     def step(self, state: int, character: str) -> int:

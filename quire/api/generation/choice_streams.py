@@ -7,11 +7,9 @@ the stream closes every generator of the engine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from msgspec import structs
 
@@ -25,11 +23,11 @@ from quire.api.generation.usage import (
     speeds_of,
     timings_of,
 )
-from quire.api.http.errors import NothingToChoose
+from quire.api.http.errors import row_failure
 from quire.base.cache_usage import CacheUsage, for_strangers
-from quire.base.errors import OverloadedError, QuireError, RequestError, ShuttingDown, StepRowError
+from quire.base.errors import OverloadedError, RequestError, ShuttingDown
 from quire.base.rare_records import PooledSums
-from quire.base.records import NOTHING_LEFT, FinishReason
+from quire.base.records import FinishReason
 from quire.base.sampling_params import SamplingParams
 from quire.base.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from quire.engine.client.interleaving import MAX_RUNS, SHORT_RUNS, interleaved
@@ -49,11 +47,6 @@ class Prompt:
     first: TokenText | None = None
     text_rules: TextRules = PLAIN_TEXT
     terms: SchedulingParams | None = None
-
-    @property
-    def nums_logprobs(self) -> tuple[int | None, int | None]:
-        """Return the alternatives of each token of the answer, and of the prompt."""
-        return self.sampling.logprobs, self.sampling.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +110,12 @@ class ChoiceStreams:
         """
         refused = False
         try:
+            if self._is_one:
+                async with aclosing(self._stream(0, self.prompts[0])) as stream:
+                    async for delta in stream:
+                        self._count(0, delta)
+                        yield 0, delta
+                return
             async with aclosing(self._merged()) as merged:
                 async for prompt, delta in merged:
                     self._count(prompt, delta)
@@ -127,30 +126,6 @@ class ChoiceStreams:
         finally:
             if not refused:
                 self._count_unended()
-
-    async def whole(self) -> list[list[Choice]]:
-        """Return all choices of each prompt once all have ended."""
-        choices = [[Choice() for _ in range(prompt.sampling.n)] for prompt in self.prompts]
-        texts: list[list[list[str]]] = [[[] for _ in of_prompt] for of_prompt in choices]
-        async with aclosing(self.deltas()) as deltas:
-            async for prompt, delta in deltas:
-                choice = choices[prompt][delta.index]
-                texts[prompt][delta.index].append(delta.text)
-                choice.token_ids.extend(delta.token_ids)
-                choice.logprobs.extend(delta.logprobs)
-                choice.token_chars.extend(delta.token_chars)
-                choice.finish_reason = delta.finish_reason
-                choice.stop_reason = delta.stop_reason
-                choice.seed = delta.seed
-                choice.output_tokens = delta.num_output_tokens
-                choice.pooled = delta.pooled
-                if delta.prompt_logprobs:
-                    for each in choices[prompt]:
-                        each.prompt_logprobs = delta.prompt_logprobs
-        for of_prompt, pieces in zip(choices, texts, strict=True):
-            for choice, text in zip(of_prompt, pieces, strict=True):
-                choice.text = "".join(text)
-        return choices
 
     @property
     def usage(self) -> Usage:
@@ -203,29 +178,38 @@ class ChoiceStreams:
     def _id_of(self, at: int) -> str:
         return self._request_id if len(self.prompts) == 1 else f"{self._request_id}.{at}"
 
+    @property
+    def _is_one(self) -> bool:
+        """Whether one request to the engine gives all deltas, as they are."""
+        return len(self.prompts) == 1
+
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        if len(self.prompts) == 1:
-            return self._run(0, self.prompts[0])
         admission = PromptAdmission(self._engine.card.queue_timeout_s)
         most = SHORT_RUNS if self.prompts[0].sampling.pooling else MAX_RUNS
         sends = senders(self._run, self.prompts, self._terms)
         return interleaved([admission.run(send) for send in sends], max_runs=most)
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        first = self._first_stream(at)
+        async with aclosing(self._stream(at, prompt)) as deltas:
+            async for delta in deltas:
+                yield at, structs.replace(delta, index=delta.index - first) if first else delta
+
+    def _first_stream(self, at: int) -> int:
         # All prompts have one seed; different stream numbers give equal prompts different answers.
-        first = sum(before.sampling.num_sequences for before in self.prompts[:at])
-        stream = self._engine.generate(
+        return sum(before.sampling.num_sequences for before in self.prompts[:at])
+
+    def _stream(self, at: int, prompt: Prompt) -> AsyncGenerator[TextDelta, None]:
+        """Return the deltas of the engine."""
+        return self._engine.generate(
             prompt.token_ids,
             prompt.sampling,
             request_id=self._id_of(at),
-            first_stream=first,
+            first_stream=self._first_stream(at),
             cache_salt=self._cache_salt,
             terms=prompt.terms or self._terms,
             text_rules=prompt.text_rules,
         )
-        async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
-            async for delta in deltas:
-                yield at, structs.replace(delta, index=delta.index - first) if first else delta
 
     def _count(self, prompt: int, delta: TextDelta) -> None:
         self._last[prompt, delta.index] = delta
@@ -243,7 +227,7 @@ class ChoiceStreams:
         self._num_open -= 1
         self._ended(prompt, delta, delta.finish_reason)
         if delta.finish_reason is FinishReason.ERROR:
-            raise _failure(self.prompts[prompt].sampling, delta.error)
+            raise row_failure(self.prompts[prompt].sampling, delta.error)
         if delta.finish_reason is FinishReason.ABORT:
             raise ShuttingDown("the engine ended this request before it was complete; try again")
 
@@ -270,18 +254,3 @@ class ChoiceStreams:
             output_tokens=delta.num_output_tokens,
             terms=self._terms,
         )
-
-
-def _failure(sampling: SamplingParams, message: str | None) -> QuireError:
-    """Return the error of a failed row: the request's fault if it may have left no token."""
-    reason = message or "the engine could not compute this request"
-    bans = (
-        sampling.structured_outputs is not None
-        or sampling.allowed_token_ids is not None
-        or sampling.bad_words
-        or sampling.no_repeat_ngram_size
-        or sampling.min_tokens
-        or -math.inf in sampling.logit_bias.values()
-    )
-    is_own = bans and reason.startswith(NOTHING_LEFT)
-    return NothingToChoose(reason) if is_own else StepRowError(reason)

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from msgspec import structs
@@ -96,18 +96,17 @@ class ContinuedStreams(ChoiceStreams):
         self._num_unchecked = sum(digest is not None for digest in self._digests)
         self._writer = writer
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Yield (prompt, delta) of what follows the known tokens. A choice that has not begun waits
-        until the cursors of the others were checked: they say whether the prompt is the same."""
+    def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Return (prompt, delta) of what follows the known tokens."""
+        return super().deltas() if self._is_one else self._of_several()
+
+    async def _of_several(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Yield the deltas of several choices. One that has not begun waits until the cursors of
+        the others were checked: they say whether the prompt is the same."""
         held: list[tuple[int, TextDelta]] = []
-        if len(self._known) > 1:
-            await self._begin()
+        await self._begin()
         async with aclosing(super().deltas()) as deltas:
             async for prompt, delta in deltas:
-                if delta.prompt_progress is None:
-                    self._check_digest(prompt, delta)
-                if delta.known is not None:
-                    self._write(prompt, structs.replace(delta.known, index=delta.index))
                 known = self._known[prompt * self._num_each + delta.index]
                 if self._num_unchecked and known.cursor is None:
                     held.append((prompt, delta))
@@ -117,6 +116,14 @@ class ContinuedStreams(ChoiceStreams):
                 yield prompt, delta
         for each in held:
             yield each
+
+    def _count(self, prompt: int, delta: TextDelta) -> None:
+        """Count a delta; check what the client has, and let the writer write it."""
+        super()._count(prompt, delta)
+        if delta.prompt_progress is None:
+            self._check_digest(prompt, delta)
+        if delta.known is not None:
+            self._write(prompt, structs.replace(delta.known, index=delta.index))
 
     async def _begin(self) -> None:
         """Bring the writer and the counts to where the choices of the original stood. What a choice
@@ -183,10 +190,12 @@ class ContinuedStreams(ChoiceStreams):
                 param=CURSOR_PARAM,
             )
 
+    @property
+    def _is_one(self) -> bool:
+        return len(self._known) == 1
+
     def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         """Run each choice that has not ended as a request of its own."""
-        if len(self._known) == 1:
-            return self._run(0, self.prompts[0])
         admission = PromptAdmission(self._engine.card.queue_timeout_s)
         left = [choice for choice, known in enumerate(self._known) if not known.has_ended]
         prompts = [self.prompts[choice // self._num_each] for choice in left]
@@ -197,10 +206,17 @@ class ContinuedStreams(ChoiceStreams):
         return interleaved([admission.run(send) for send in senders(run, prompts, self._terms)])
 
     async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """Run one choice; it draws the noise that it draws among the others."""
-        known, (number, index) = self._known[at], divmod(at, self._num_each)
+        """Run one choice."""
+        number, index = divmod(at, self._num_each)
+        async with aclosing(self._stream(at, prompt)) as deltas:
+            async for delta in deltas:
+                yield number, delta if delta.index == index else structs.replace(delta, index=index)
+
+    def _stream(self, at: int, prompt: Prompt) -> AsyncGenerator[TextDelta, None]:
+        """Return the deltas of one choice; it draws the noise that it draws among the others."""
+        known = self._known[at]
         held_tokens = 0 if known.cursor is None else known.cursor.held_tokens
-        stream = self._engine.generate(
+        return self._engine.generate(
             prompt.token_ids,
             _of_one(prompt.sampling),
             request_id=self._id_of(at),
@@ -210,12 +226,9 @@ class ContinuedStreams(ChoiceStreams):
             text_rules=replace(prompt.text_rules, held_tokens=held_tokens),
             output_ids=known.output_ids,
         )
-        async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
-            async for delta in deltas:
-                yield number, delta if delta.index == index else structs.replace(delta, index=index)
 
     def _id_of(self, at: int) -> str:
-        return self._request_id if len(self._known) == 1 else f"{self._request_id}.{at}"
+        return self._request_id if self._is_one else f"{self._request_id}.{at}"
 
     def _ended(self, prompt: int, delta: TextDelta, reason: FinishReason) -> None:
         """Count the tokens that were computed here."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -181,7 +181,7 @@ class RecordingEngine:
         stream = self._engine.generate(prompt_ids, sampling, **options)
         failure: QuireError | None = None
         try:
-            async with aclosing(cast(AsyncGenerator[TextDelta, None], stream)) as deltas:
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     outcome.add(delta)
                     yield delta

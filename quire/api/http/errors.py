@@ -32,6 +32,8 @@ from quire.base.errors import (
     WorkerError,
 )
 from quire.base.http_apis import ERROR_CODE_HEADER
+from quire.base.records import NOTHING_LEFT
+from quire.base.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,3 +203,18 @@ def error_headers(error: QuireError) -> dict[str, str]:
     elif isinstance(error, _FINAL):
         headers["x-should-retry"] = "false"
     return headers
+
+
+def row_failure(sampling: SamplingParams, message: str | None) -> QuireError:
+    """Return the error of a failed row: the request's fault if it may have left no token."""
+    reason = message or "the engine could not compute this request"
+    bans = (
+        sampling.structured_outputs is not None
+        or sampling.allowed_token_ids is not None
+        or sampling.bad_words
+        or sampling.no_repeat_ngram_size
+        or sampling.min_tokens
+        or -math.inf in sampling.logit_bias.values()
+    )
+    is_own = bans and reason.startswith(NOTHING_LEFT)
+    return NothingToChoose(reason) if is_own else StepRowError(reason)

@@ -241,9 +241,12 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     num_announced = announced_bytes(request)
     if num_announced > _DISCARD_BYTES + limit_bytes:
         raise _too_large(str(num_announced), limit_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in request.stream():
+    parts, num_bytes, goes_on = list[bytes](), 0, True
+    while goes_on:  # as request.stream(), without a generator
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, goes_on = message.get("body", b""), message.get("more_body", False)
         num_bytes += len(part)
         if num_bytes <= limit_bytes:
             parts.append(part)

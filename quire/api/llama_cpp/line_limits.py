@@ -68,12 +68,12 @@ class LineLimitedStreams(ChoiceStreams):
         super().__init__(*args, **options)
         self._limits = limits
 
-    async def _run(self, at: int, prompt: Prompt) -> AsyncGenerator[tuple[int, TextDelta], None]:
+    async def _stream(self, at: int, prompt: Prompt) -> AsyncGenerator[TextDelta, None]:
         lines = AnswerLines(self._limits)
-        async with aclosing(super()._run(at, prompt)) as deltas:
-            async for index, delta in deltas:
+        async with aclosing(super()._stream(at, prompt)) as deltas:
+            async for delta in deltas:
                 cut = lines.cut(delta)
-                yield index, cut or delta
+                yield cut or delta
                 if cut is not None and delta.finish_reason is None:
                     return  # leaving the stream aborts the request
 

@@ -46,7 +46,7 @@ from quire.api.openai.chat_output import (
 from quire.api.openai.dialect import OPENAI
 from quire.api.openai.logprobs import chat_logprobs
 from quire.base.sampling_checks import ALL_LOGPROBS
-from quire.engine.client.request_builder import default_sampling
+from quire.engine.client.request_builder import default_max_tokens
 from quire.engine.output.output_stream import PLAIN_TEXT, TextDelta
 from quire.engine.output.token_text import TokenText
 
@@ -89,7 +89,7 @@ async def read_job(request: GenerationRequest) -> GenerationJob:
         refuse_streamed_prompt(sampling.prompt_logprobs, stream=flag(given, "stream"))
         num_numbers = len(token_ids) * (1 + max(sampling.prompt_logprobs, 0))
         check_prompt_numbers(num_numbers, param="prompt_logprobs")
-    default = default_sampling(engine.card, num_prompt_tokens=len(token_ids)).max_tokens
+    default = default_max_tokens(engine.card, len(token_ids))
     sampling = request.limited(sampling, len(token_ids), default_tokens=default)
     returned = chat_fields.ReturnedFields(
         logprobs=num_top is not None,

@@ -114,11 +114,16 @@ def default_sampling(card: ModelCard, *, num_prompt_tokens: int | None = None) -
     has room for: a default never makes a request that cannot be served.
     """
     given: dict[str, Any] = dict(card.generation_defaults)
-    max_tokens, limit = None, given.pop("max_new_tokens", None)
-    if num_prompt_tokens is not None and limit is not None:
-        room_tokens = card.max_model_len - num_prompt_tokens
-        max_tokens = min(limit, room_tokens) if room_tokens > 0 else None
+    given.pop("max_new_tokens", None)
+    max_tokens = None if num_prompt_tokens is None else default_max_tokens(card, num_prompt_tokens)
     return SamplingParams(**given, max_tokens=max_tokens)
+
+
+def default_max_tokens(card: ModelCard, num_prompt_tokens: int) -> int | None:
+    """Return the model's own default number of new tokens, as default_sampling has it."""
+    limit: Any = card.generation_defaults.get("max_new_tokens")
+    room_tokens = card.max_model_len - num_prompt_tokens
+    return None if limit is None or room_tokens <= 0 else min(limit, room_tokens)
 
 
 def prompt_too_long(found: str, max_model_len: int, *, min_output: int) -> str:

@@ -91,7 +91,7 @@ class OutputStream:
                 self._chars_of[token] = self._chars_of.get(token, 0) + len(part)
         stops = self._stops
         if stops is None:
-            text = "".join(part for part, _ in spans)
+            text = "".join([part for part, _ in spans])
         else:
             text, last_token = self._cut(stops, spans)
             if stops.matched is not None:
@@ -176,6 +176,8 @@ class OutputStream:
     def _hold(self, num_chars: int, token: int, num_held_chars: int) -> None:
         """Add characters of a token to those held, then release all but `num_held_chars`."""
         held = self._held
+        if not (held or num_held_chars):
+            return
         held.append((num_chars, token))
         num_free = self._num_held_chars + num_chars - num_held_chars
         self._num_held_chars = num_held_chars

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
@@ -134,15 +133,9 @@ class SupervisedEngine(CallEngine):
         """Raise the RequestError that `generate` would raise for these, if any."""
         self._life.client.check(prompt_ids, sampling)
 
-    async def deltas(self, call: Call) -> AsyncGenerator[TextDelta, None]:
+    def deltas(self, call: Call) -> AsyncGenerator[TextDelta, None]:
         """See CallEngine."""
-        self._num_open += 1
-        try:
-            async with aclosing(SupervisedRequest(self, call).deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self._num_open -= 1
+        return SupervisedRequest(self, call, self._count_open).deltas()
 
     def num_waiting(self, request_id: str) -> int:
         """Return the number of unread deltas of a request; 0 where it is not known."""
@@ -265,6 +258,9 @@ class SupervisedEngine(CallEngine):
         return life.client.dead.is_set() if self._closed else await has_died(life, error)
 
     # ---- supervision
+
+    def _count_open(self, change: int) -> None:
+        self._num_open += change
 
     async def _supervise(self) -> None:
         try:

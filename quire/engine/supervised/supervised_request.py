@@ -10,7 +10,7 @@ arrival, whatever engines it waits for.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -80,10 +80,12 @@ async def has_died(life: Life, error: QuireError) -> bool:
 
 
 class SupervisedRequest:
-    """One call of generate."""
+    """One call of generate. count: called with 1 when it begins, with -1 when it has ended."""
 
-    def __init__(self, lives: Lives, call: Call) -> None:
-        self._lives = lives
+    def __init__(
+        self, lives: Lives, call: Call, count: Callable[[int], None] = lambda change: None
+    ) -> None:
+        self._lives, self._count = lives, count
         # One seed for all engines; none is drawn for a request that has one.
         self._call = replace(call, sampling=call.sampling.resolve())
         self._journals: dict[int, ChoiceJournal] = {}  # by stream
@@ -103,24 +105,29 @@ class SupervisedRequest:
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yield the deltas. Raises as Engine.generate does."""
         is_first = True
-        while True:
-            async with self._in_time():
-                life = await self._lives.now()
-            self._was_sent = self._has_moved = False
-            run = self._sent(life) if is_first else self._resent(life)
-            is_first = False
-            try:
-                async with aclosing(run) as deltas:
-                    async for delta in deltas:
-                        yield delta
-                return
-            except QuireError as error:
+        self._count(1)
+        try:
+            while True:
                 async with self._in_time():
-                    has_died = await self._lives.has_died(life, error)
-                if has_died:
-                    self._count_death(error)
-                else:
-                    await self._wait_for_room(error)
+                    life = await self._lives.now()
+                self._was_sent = self._has_moved = False
+                run = self._run(life, self._call_now()) if is_first else self._resent(life)
+                is_first = False
+                try:
+                    async with aclosing(run) as deltas:
+                        async for delta in deltas:
+                            if (found := self._noted(delta)) is not None:
+                                yield found
+                    return
+                except QuireError as error:
+                    async with self._in_time():
+                        has_died = await self._lives.has_died(life, error)
+                    if has_died:
+                        self._count_death(error)
+                    else:
+                        await self._wait_for_room(error)
+        finally:
+            self._count(-1)
 
     def _count_death(self, error: QuireError) -> None:
         """Raise PoisonRequest at the second death without a token between."""
@@ -213,19 +220,16 @@ class SupervisedRequest:
         finally:
             turn.leave()
 
-    def _sent(self, life: Life) -> AsyncGenerator[TextDelta, None]:
-        return self._noted(life, self._call_now())
-
     def _continued(self, life: Life) -> AsyncGenerator[TextDelta, None]:
         """Return what follows the deltas that were delivered."""
         if not self._journals:
-            return self._noted(life, self._call_now())
+            return self._run(life, self._call_now())
         first, sampling = self._call.first_stream, self._call.sampling
         runs = []
         for stream in range(first, first + sampling.num_sequences):
             journal = self._journals.setdefault(stream, ChoiceJournal(self._call.output_ids))
             if not journal.has_ended:
-                runs.append(self._noted(life, self._rest_of(stream, journal)))
+                runs.append(self._run(life, self._rest_of(stream, journal)))
         return runs[0] if len(runs) == 1 else interleaved(runs)
 
     def _rest_of(self, stream: int, journal: ChoiceJournal) -> Call:
@@ -246,10 +250,10 @@ class SupervisedRequest:
             output_ids=() if is_anew else tuple(journal.output_ids),
         )
 
-    async def _noted(self, life: Life, call: Call) -> AsyncGenerator[TextDelta, None]:
-        """Run a call, and note what it delivers."""
+    def _run(self, life: Life, call: Call) -> AsyncGenerator[TextDelta, None]:
+        """Run a call with an engine."""
         self._was_sent = not life.client.dead.is_set()
-        stream = life.client.generate(
+        return life.client.generate(
             call.prompt_ids,
             call.sampling,
             request_id=call.request_id,
@@ -259,22 +263,23 @@ class SupervisedRequest:
             text_rules=call.text_rules,
             output_ids=call.output_ids,
         )
-        async with aclosing(stream) as deltas:
-            async for delta in deltas:
-                if delta.prompt_progress is not None:
-                    if delta.prompt_progress.processed > self._progress:
-                        self._progress = delta.prompt_progress.processed
-                        yield delta
-                    continue
-                self._full_since_s = None
-                journal = self._journals.get(delta.index)
-                if journal is None:
-                    journal = self._journals[delta.index] = ChoiceJournal(self._call.output_ids)
-                found = journal.continued(delta)
-                if found is not None:
-                    self._has_moved = True
-                    journal.delivered(found)
-                    yield found
+
+    def _noted(self, delta: TextDelta) -> TextDelta | None:
+        """Note a delta of an engine; return what of it is delivered, None for nothing."""
+        if delta.prompt_progress is not None:
+            if delta.prompt_progress.processed <= self._progress:
+                return None
+            self._progress = delta.prompt_progress.processed
+            return delta
+        self._full_since_s = None
+        journal = self._journals.get(delta.index)
+        if journal is None:
+            journal = self._journals[delta.index] = ChoiceJournal(self._call.output_ids)
+        found = journal.continued(delta)
+        if found is not None:
+            self._has_moved = True
+            journal.delivered(found)
+        return found
 
 
 class Turn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,7 +266,7 @@ class FakeEngine:
         terms: SchedulingParams = DEFAULT_SCHEDULING,
         text_rules: TextRules = PLAIN_TEXT,
         output_ids: Sequence[int] = (),
-    ) -> AsyncIterator[TextDelta]:
+    ) -> AsyncGenerator[TextDelta, None]:
         self.asked.append(
             Asked(
                 prompt_ids=list(prompt_ids),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.base import sampling_checks
 from quire.base.errors import InvalidParameter
 from quire.base.sampling_checks import FILTERS_OFF
 from quire.base.sampling_params import SamplingParams
@@ -353,3 +354,21 @@ def test_values_are_converted_to_the_fields_type() -> None:
     assert SamplingParams(top_p=0.5).changed(**named) == SamplingParams(top_p=0.5, **named)
     with pytest.raises(TypeError, match="top_q"):
         SamplingParams().changed(top_q=1)
+
+
+def test_only_the_fields_that_are_named_are_checked_by_their_own_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Records are made for each request, and again where the engine reads them."""
+    checked = []
+    for name in ("whole", "number"):
+        check = getattr(sampling_checks, name)
+        monkeypatch.setattr(
+            sampling_checks,
+            name,
+            lambda field, *rest, check=check, **more: (
+                checked.append(field) or check(field, *rest, **more)
+            ),
+        )
+    SamplingParams(frequency_penalty=0.5, dry_multiplier=0.8, mirostat=0, stop=("end",), top_p=0.5)
+    assert checked == ["frequency_penalty", "dry_multiplier"]

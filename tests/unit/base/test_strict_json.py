@@ -47,3 +47,8 @@ def test_depth_is_limited(depth: int) -> None:
     parse_object(nested(MAX_DEPTH), limit_bytes=1 << 20)
     with pytest.raises(ValueError, match="more than 64 levels"):
         parse_object(nested(depth), limit_bytes=1 << 20)
+
+
+def test_brackets_within_texts_are_no_levels() -> None:
+    raw = b'{"a": "' + b"[{" * MAX_DEPTH + b'"}'
+    assert parse_object(raw, limit_bytes=1 << 10) == {"a": "[{" * MAX_DEPTH}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from typing import Any
@@ -218,6 +219,17 @@ def test_any_library_exception_fails_one_grammar(
     with pytest.raises(WorkerError, match="ZeroDivisionError: within"):
         compiler.matcher(regex("b"))
     compiler.matcher(regex("a"))
+
+
+def test_a_digest_is_made_once_however_often_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    blake2b = hashlib.blake2b
+    monkeypatch.setattr(
+        hashlib, "blake2b", lambda *text, **size: made.append(text) or blake2b(*text, **size)
+    )
+    one, again = (regex(pattern) for pattern in ("a read-once pattern", "a read-once pattern"))
+    assert {one.digest, one.digest, again.digest} == {one.digest}
+    assert len(made) == 1
 
 
 def test_equal_languages_have_one_digest_and_others_differ() -> None:

@@ -138,6 +138,19 @@ def test_a_long_replay_on_a_fresh_grammar_renews_the_lexer_budget(
     compiler.matcher(DEAR).replay(token_ids)  # the shared lexer is intact
 
 
+def test_a_replay_makes_one_array_for_all_its_masks(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matcher, made = compiler.matcher(regex("[a-z ]{1,200}")), list[int]()
+    for name in ("zeros", "empty"):
+        make = getattr(np, name)
+        monkeypatch.setattr(
+            np, name, lambda size, *kind, make=make: made.append(size) or make(size, *kind)
+        )
+    matcher.replay(tokenizer.encode("once upon a time " * 8, add_special_tokens=False))
+    assert len(made) == 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(sorted(KINDS)))
 def test_forced_tokens_are_those_that_masks_leave_one_by_one(

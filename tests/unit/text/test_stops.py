@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -93,4 +94,10 @@ def test_long_stop_strings_cost_one_step_per_character() -> None:
     automaton.step = lambda state, char: steps.append(1) or original(state, char)  # type: ignore
     assert watcher.push("a" * 5000 + "b") == "a" * (5001 - 1024)
     assert watcher.matched == stop
-    assert len(steps) == 5001
+    assert len(steps) == 5000  # the first character only begins a string
+
+
+def test_text_that_begins_no_stop_string_costs_no_step() -> None:
+    watcher = StopStrings(["the end", "zebra"])
+    watcher._automaton.step = lambda state, char: pytest.fail("a step")  # type: ignore
+    assert watcher.push("a long fox\n" * 100) == "a long fox\n" * 100

@@ -51,7 +51,7 @@ from quire.api.server_state import ServerState
 from quire.api.streaming.resumable_stream import FollowStream
 from quire.base.errors import InvalidParameter, OverloadedError, RequestError
 from quire.base.sampling_params import SamplingParams
-from quire.engine.client.request_builder import default_sampling
+from quire.engine.client.request_builder import default_max_tokens
 from quire.engine.output.output_stream import PLAIN_TEXT
 
 
@@ -183,7 +183,7 @@ class ResponseRequest:
             budget=budget_of(given),
         )
         num_tokens = len(prompt.token_ids)
-        default = default_sampling(engine.card, num_prompt_tokens=num_tokens).max_tokens
+        default = default_max_tokens(engine.card, num_tokens)
         sampling = request.limited(sampling, num_tokens, default_tokens=default)
         text_rules = PLAIN_TEXT if parser is None else parser.text_rules(engine.tokenizer)
         self._keeps_encrypted_content = ENCRYPTED in include

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,6 +170,20 @@ async def text_of(engine: SupervisedEngine, prompt: int, **options: Any) -> str:
 
 
 WHOLE = "".join(f"0.{token} " for token in range(NUM_TOKENS))
+
+
+def test_deltas_pass_one_generator_beside_the_engines() -> None:
+    async def test() -> None:
+        engine, _ = await supervised(FakeClient())
+        before, names = sys.get_asyncgen_hooks(), list[str]()
+        sys.set_asyncgen_hooks(firstiter=lambda one: names.append(one.__qualname__))
+        try:
+            assert await text_of(engine, 1) == WHOLE
+        finally:
+            sys.set_asyncgen_hooks(firstiter=before.firstiter)
+        assert names == ["SupervisedRequest.deltas", "FakeClient.generate"]
+
+    run(test)
 
 
 def test_an_answer_goes_on_at_the_next_engine() -> None:
