@@ -126,8 +126,8 @@ class HiddenStateRing:
         is_right = self._slots[places] == slots
         is_right &= self._positions[places] == positions
         is_right &= self._tenancies[places] == self.tenancy[slots]
-        # Rows that were put since the one at a place, and since the last step that put none.
-        is_right &= (self._num_put - 1 - places) % len(self.rows) < self._num_put - self._first_kept
+        if (num_since := self._num_put - self._first_kept) < len(self.rows):  # rows since the gap
+            is_right &= (self._num_put - 1 - places) % len(self.rows) < num_since
         return np.where(is_right & (places >= 0), places, -1)
 
 
