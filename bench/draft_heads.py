@@ -92,6 +92,8 @@ def main() -> None:
     parser.add_argument("--temperature", nargs="+", type=float, default=(0.0, 0.6, 1.0))
     parser.add_argument("--out", type=Path, default=Path("bench/results/draft_heads.json"))
     args = parser.parse_args()
+    if args.model and not args.heads:
+        parser.error("--model needs --heads: which of its drafts are counted")
     assembly.AdaptiveControl = lambda *_: FixedControl(args.drafts, NoRests())  # type: ignore
     PlainSteps.begin_if_due = lambda *_, **__: False  # type: ignore  # none is left out to be timed
     seen = Acceptance()

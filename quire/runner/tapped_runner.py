@@ -4,8 +4,8 @@ TappedPipelinedRunner, the same on several stages.
 After the trunk it keeps the tapped layers of all token rows, or after each slice of the head what
 the head read, by slot and position (HiddenStateRing). Knows no proposer. Always holds: rows are
 kept in the order of the plans; parts of prompts that are computed by layers leave none, nor do
-steps of decoding while drafts rest for long, in which no layer is tapped; which these are is
-decided when a plan is handed in.
+steps that are computed by halves for lack of memory, and steps of decoding while drafts rest for
+long, in which no layer is tapped; which these are is decided when a plan is handed in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import ModelError
 from quire.base.records import StepPlan, StepResult
-from quire.execute.executor import Executor, TappedExecutor
+from quire.execute.executor import Executor, StepMemoryError, TappedExecutor
 from quire.program.taps import HEAD_INPUT, TAPS
 from quire.runner.async_steps import AsyncSteps
 from quire.runner.batch_builder import Index, Int32s
@@ -96,7 +96,11 @@ class _TappedRun(StepRun):
 
     def begin(self) -> None:
         """Run the trunk, and keep the tapped layers."""
-        super().begin()
+        try:
+            super().begin()
+        except StepMemoryError:  # its halves keep nothing
+            self._taps.ring.note_gap()
+            raise
         if not self._keeps:
             self._taps.ring.note_gap()
             return
@@ -109,7 +113,11 @@ class _TappedRun(StepRun):
         self._keep(TAPS, slots, tenancies, self.batch.positions)
 
     def _choose_slice(self, first: int, slots: Index, positions: Int32s, masks: Masks) -> None:
-        super()._choose_slice(first, slots, positions, masks)
+        try:
+            super()._choose_slice(first, slots, positions, masks)
+        except StepMemoryError:  # as above
+            self._taps.ring.note_gap()
+            raise
         if self._keeps and not self._taps.of_layers:
             tenancies = self._resources.tables.tenancy[slots]
             self._keep(HEAD_INPUT, slots, tenancies, positions - np.int32(1))

@@ -153,10 +153,10 @@ class DraftChoice:
         drafts.counts[:] = self.chosen(tokens, index, found, cost)
         pays = bool(np.logical_or.reduce(drafts.counts))
         paying = drafts.counts
-        if is_own is not None and self._control.tried_slot >= 0:
+        if self._control.tried_slot >= 0:  # beside others that pay
             paying = paying * (index != self._control.tried_slot)
         if is_own is None or np.logical_or.reduce(is_own):
-            counts = drafts.counts if is_own is None else paying * is_own
+            counts = paying if is_own is None else paying * is_own
             are_long = has_long = False
             if found.kinds is not None:
                 is_long = found.kinds == LONG_MATCHES
@@ -186,13 +186,12 @@ class DraftChoice:
             not proposers.mutes_proposer
             and np.logical_or.reduce(proposers.asks_proposer[index] & ~predicted)
         ):
-            # Heads may lack hidden states that the next step leaves behind: ask soon, but once.
             step_ms = plain_ms or self.step_ms  # the control was asked long ago, if ever
             if possible:
                 self._note(self._own, pays=pays)
             elif rests.has_missed and step_ms:
                 self._note(self._own, pays=False, step_ms=step_ms)
-            else:
+            else:  # heads may lack hidden states that the next step leaves behind: ask soon, once
                 rests.note_miss(step_ms)
         if predicted is not None:
             self._note_predictions(predicted, counts)

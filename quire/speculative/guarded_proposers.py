@@ -5,8 +5,10 @@ which is kept by slot; a request's predicted text is asked first, and the engine
 requests that have no drafts from that. Knows no control, no rests, no prices and no clock: when
 drafts are asked for, and how many are computed, is the caller's choice. Always holds: drafts are
 token ids of the model, at most as many as were asked for; a proposer that raises costs the request
-its drafts and nothing else, and is reported once for it; where a call is for several requests at
-once, those are asked one by one then; the loss of the model's device is passed on.
+its drafts and nothing else, and is reported once for it; where a call for drafts, or for what is
+possible, is for several requests at once, those are asked one by one then, while an error in the
+times of passes, or in what a proposer is let know of a step, costs all requests of the call theirs;
+the loss of the model's device is passed on.
 """
 
 from __future__ import annotations
@@ -52,10 +54,10 @@ def _raise_failed(error: Exception) -> NoReturn:
 
 class Found(NamedTuple):
     """What `find` found for B requests. drafts: those that are known without computing a model.
-    limits: how many these are, or could be computed for a request without. is_computed: for which
-    requests some could be; None: the engine's proposer computes none. predicted: which have drafts
-    of predictions; None: no request brings any. kinds: of the drafts (plain_counts.py); None: all
-    are OF_TEXT."""
+    limits: how many these are, or could be computed for a request without; the counts of `drafts`
+    themselves where none are computed. is_computed: for which requests some could be; None: the
+    engine's proposer computes none. predicted: which have drafts of predictions; None: no request
+    brings any. kinds: of the drafts (plain_counts.py); None: all are OF_TEXT."""
 
     drafts: Drafts
     limits: Int32s  # [B]
@@ -69,10 +71,10 @@ class GuardedProposers:
 
     proposer: of the engine. prediction: proposes from the texts that requests bring. report:
     receives each error. computes: the engine's proposer is a CostlyProposer. knows_matches: see
-    LookupProposer, of the engine's proposer. asks_proposer,
-    asks_prediction: which slots ask either, and num_asking, num_predicting: how many of them.
-    mutes_proposer, mutes_predictions: which of the two is not asked in this step, as it rests
-    beside the other; neither, where no request brings a prediction.
+    LookupProposer, of the engine's proposer. asks_proposer, asks_prediction: which slots ask
+    either, and num_asking, num_predicting: how many of them. mutes_proposer, mutes_predictions:
+    which of the two is not asked in this step, as it rests beside the other; neither, where no
+    request brings a prediction.
     """
 
     def __init__(
@@ -186,18 +188,17 @@ class GuardedProposers:
     ) -> Found:
         """Return what can be drafted. of_proposer, of_predictions: whether these are asked."""
         drafts = no_drafts(len(index), self._max_drafts)
-        is_computed = predicted = kinds = None
+        may_compute = is_computed = predicted = kinds = None
         if self.num_predicting:
             if of_predictions:
                 self._look_up(self._prediction, self.asks_prediction, tokens, index, limits, drafts)
             predicted = drafts.counts > 0
-        most = drafts.counts
         if self._costly is not None:
             may_compute = np.zeros(len(index), np.int32)
             if of_proposer:
                 some = self._without_drafts(self.asks_proposer, index, limits, drafts)
                 may_compute[some] = self._possible(tokens, index[some], limits[some])
-            is_computed, most = may_compute > 0, most + may_compute
+            is_computed = may_compute > 0
         elif of_proposer:
             asks = self.asks_proposer
             if predicted is None and np.logical_and.reduce(asks[index]):  # all at once
@@ -208,6 +209,7 @@ class GuardedProposers:
             kinds = LONG_MATCHES * (drafts.matches >= LONG_MATCH)
         if predicted is not None:
             kinds = np.where(predicted, PREDICTED, OF_TEXT if kinds is None else kinds)
+        most = drafts.counts if may_compute is None else drafts.counts + may_compute
         return Found(drafts, most, is_computed, predicted, kinds)
 
     def _possible(self, tokens: TokenTable, slots: Index, limits: Int32s) -> Int32s:

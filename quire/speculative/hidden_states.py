@@ -3,10 +3,11 @@
 The runner puts rows in, by slot and position; proposers take them out. Bounded: a new row takes the
 place of the oldest of all slots, so that a request without rows has no drafts until it is
 computed again. What the model can offer is listed in quire/program/taps.py. Knows no executor.
-Always holds: of two rows of a position the newer one is found, and rows of an earlier request never
-are, as its slot has another tenancy. Each step puts rows, and few look for some, so places are
-noted when they are looked for; while drafts rest for long, steps put none. Letters: N rows, R rows
-that are kept, W columns.
+Always holds: of two rows of a position the newer one is found; rows of an earlier request never
+are, as its slot has another tenancy, nor are rows from before a step that put none, as that step
+may have computed their position again, with another token than a rejected draft. Each step puts
+rows, and few look for some, so places are noted when they are looked for; while drafts rest for
+long, steps put none. Letters: N rows, R rows that are kept, W columns.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ class HiddenStateRing:
         is_right = self._slots[places] == slots
         is_right &= self._positions[places] == positions
         is_right &= self._tenancies[places] == self.tenancy[slots]
+        if (num_since := self._num_put - self._first_kept) < len(self.rows):  # rows since the gap
+            is_right &= (self._num_put - 1 - places) % len(self.rows) < num_since
         return np.where(is_right & (places >= 0), places, -1)
 
 

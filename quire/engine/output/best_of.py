@@ -34,10 +34,17 @@ class Ranking:
         return [] if self._num_open else self._best()
 
     def _best(self) -> list[TextDelta]:
-        """Return the n best, failed last; the first has the number of tokens of the others."""
+        """Return the n best, failed last; the first has the numbers of tokens and of drafts of the
+        sequences that are dropped."""
         ranked = sorted(self._deltas.values(), key=lambda deltas: -_mean_logprob(deltas))
         best = [_joined(deltas) for deltas in ranked[: self._sampling.n]]
-        unseen = sum(deltas[-1].num_output_tokens for deltas in ranked[self._sampling.n :])
+        dropped = [deltas[-1] for deltas in ranked[self._sampling.n :]]
+        best[0] = structs.replace(
+            best[0],
+            num_unseen_tokens=sum(one.num_output_tokens for one in dropped),
+            accepted_drafts=sum(one.accepted_drafts for one in (best[0], *dropped)),
+            rejected_drafts=sum(one.rejected_drafts for one in (best[0], *dropped)),
+        )
         prompt_logprobs = next(
             (d.prompt_logprobs for deltas in ranked for d in deltas if d.prompt_logprobs), ()
         )
@@ -48,7 +55,6 @@ class Ranking:
                 index=self._first + place,
                 logprobs=delta.logprobs if shows_logprobs else (),
                 prompt_logprobs=() if place else prompt_logprobs,
-                num_unseen_tokens=0 if place else unseen,
             )
             for place, delta in enumerate(best)
         ]

@@ -50,10 +50,11 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     asked for: by one of its streams, in its first delta, before any other stream has one.
     num_unseen_tokens: of sequences that best_of computed and dropped. score: of a beam.
     token_chars: how many characters of the text each token completed, parallel to token_ids, where
-    it was asked for. accepted_drafts, rejected_drafts: proposed tokens so far, as in RequestOutput.
-    prompt_progress: in a delta of nothing else. held_tokens: tokens that are known and not
-    delivered yet; part of their text may be. known: in the first delta of a stream with output_ids,
-    what these had delivered already. A Struct, not a dataclass: there is one a token.
+    it was asked for. accepted_drafts, rejected_drafts: proposed tokens so far, as in RequestOutput,
+    without accepted ones behind the end, and with those of dropped sequences. prompt_progress: in a
+    delta of nothing else. held_tokens: tokens that are known and not delivered yet; part of their
+    text may be. known: in the first delta of a stream with output_ids, what these had delivered
+    already. A Struct, not a dataclass: there is one a token.
     """
 
     index: int

@@ -116,11 +116,11 @@ class ContinuedFirst(StepExtension):
 
     @property
     def _able(self) -> list[SequenceState]:
-        """Those that continue and have no output yet, without those that are paused."""
+        """The requests that continue and have no output yet, without paused ones."""
         return [one for one in self._pending if not one.is_held]
 
     def _slots(self) -> Index:
-        """Return the slots of those."""
+        """Return the slots of the able ones."""
         return np.array([one.slot for one in self._able if one.slot != NO_SLOT], np.intp)
 
     def _step_ms(self) -> float:

@@ -184,7 +184,9 @@ class DraftRows(StepExtension):
         source, predicts = self._source, _predicts(sequence)  # it may have drafts at once
         self._may_predict |= predicts
         if self.is_resting:
-            is_alone = not self._requests.sequences
+            # Requests that are paused for their client have no slots.
+            live = self._requests.sequences.values()
+            is_alone = not len(self._batch.active) and all(one.is_held for one in live)
             wakes = predicts or (source.asks_predictions_only and _uses_proposer(sequence))
             if not (wakes or is_alone):
                 return

@@ -283,6 +283,19 @@ def test_both_executors_draft_alike(deep_model: Path, eagle: Path, watched: Watc
     assert drafts[0] == drafts[1]
 
 
+def test_ranks_and_stages_draft_alike(watched: Watched) -> None:
+    """Layers are tapped whole by each rank, and those of the first stage reach the last."""
+    drafts = []
+    for given in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        settings: dict[str, Any] = {**SETTINGS, "threads": 2, **given}
+        with LLM(speculate="eagle", **settings) as llm:
+            watched.drafts.clear()
+            llm.generate(["Once upon a time"], SAMPLING[0])
+            drafts.append(watched.drafts.copy())
+    assert sum(len(drafted) for _, drafted in drafts[0]) > 30
+    assert all(one == drafts[0] for one in drafts)
+
+
 def test_a_head_of_eagle_3_1_with_two_layers_and_the_models_own_product_drafts(
     deep_model: Path, tmp_path: Path, watched: Watched
 ) -> None:

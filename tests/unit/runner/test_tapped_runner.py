@@ -38,6 +38,19 @@ class TappingExecutor(ScriptedExecutor):
     def __init__(self) -> None:
         super().__init__()
         self.begun: list[bool] = []
+        self.fail_next: dict[str, Exception] = {}  # by segment
+
+    def run_trunk(self, batch: ForwardBatch, *, head_rows: int = 0) -> None:
+        self._fail("trunk")
+        super().run_trunk(batch, head_rows=head_rows)
+
+    def run_head(self, batch: ForwardBatch, first: int, count: int) -> NDArray[np.float32]:
+        self._fail("head")
+        return super().run_head(batch, first, count)
+
+    def _fail(self, segment: str) -> None:
+        if (error := self.fail_next.pop(segment, None)) is not None:
+            raise error
 
     def begin_trunk(self, batch: ForwardBatch) -> None:
         self.begun.append(batch.keeps_taps)
@@ -59,6 +72,7 @@ class World:
 
     def __init__(self, kind: str = "plain", *, of_layers: bool = True) -> None:
         self.executor = executor = TappingExecutor()
+        self.fail_next = executor.fail_next
         self.ring = HiddenStateRing(32, WIDTH, NUM_SLOTS)
         taps, given = Taps(ring=self.ring, of_layers=of_layers), cast(Any, executor)
         self.runner: ModelRunner
@@ -66,6 +80,7 @@ class World:
             self.runner = TappedPipelinedRunner(given, taps=taps, **SIZES)
         elif kind == "device":
             device = cast(Any, TappingDevice(executor))
+            self.fail_next = device.fail_next
             self.runner = TappedRunner(device, taps=taps, overlap=True, **SIZES)
         else:
             self.runner = TappedRunner(given, taps=taps, overlap=kind == "thread", **SIZES)
@@ -92,11 +107,12 @@ def test_steps_of_a_rest_tap_nothing_and_keep_nothing(kind: str) -> None:
     world = World(kind)
     decodes = [plan_of(step, [(0, step, 1, 1)]) for step in (2, 3, 4)]
     world.run(decodes[0])
+    assert [world.has(0, position) for position in range(4)] == [True, True, True, False]
     world.ring.pause(1)
     world.run(decodes[1])
     world.run(decodes[2])
     assert world.kept == [True, True, False, True]
-    assert [world.has(0, position) for position in range(6)] == [True] * 3 + [False, True, False]
+    assert [world.has(0, position) for position in range(6)] == [False] * 4 + [True, False]
     world.runner.close()
 
 
@@ -117,8 +133,8 @@ def test_a_rest_that_begins_or_ends_later_changes_no_plan_in_flight(kind: str) -
     assert world.kept == [True, True, False, True]
     if kind == "pipelined":
         assert world.executor.begun == world.kept
-    assert [world.has(slot, 2) for slot in range(NUM_SLOTS)] == [True, False, True]
     # Only the last step has put rows since the one that put none, whatever was begun before it.
+    assert [world.has(slot, 2) for slot in range(NUM_SLOTS)] == [False, False, True]
     assert world.ring.num_kept(np.arange(NUM_SLOTS)).tolist() == [0, 0, 1]
     world.runner.close()
 
@@ -126,18 +142,28 @@ def test_a_rest_that_begins_or_ends_later_changes_no_plan_in_flight(kind: str) -
 def test_what_the_head_reads_is_no_tap_of_the_program() -> None:
     world = World(of_layers=False)
     world.run(plan_of(2, [(0, 2, 1, 1)]))
+    assert [world.has(0, position) for position in range(1, 4)] == [True, True, False]
     world.ring.pause(9)
     world.run(plan_of(3, [(0, 3, 1, 1)]))
     assert world.kept == [False] * 3
-    assert [world.has(0, position) for position in range(1, 4)] == [True, True, False]
+    assert [world.has(0, position) for position in range(1, 4)] == [False] * 3
 
 
-def test_parts_of_a_step_that_lacks_memory_tap_nothing() -> None:
-    world = World()
-    world.executor.fail_next_trunk = StepMemoryError("too large")
-    world.run(plan_of(2, [(0, 2, 1, 1), (1, 2, 1, 1)]))
-    assert world.kept == [True, False, False]
-    assert not world.has(0, 2)
+@pytest.mark.parametrize("kind", ["plain", "device"])
+@pytest.mark.parametrize("of_layers", [True, False])
+@pytest.mark.parametrize("lacks", ["trunk", "head"])
+def test_parts_of_a_step_that_lacks_memory_keep_nothing(
+    kind: str, lacks: str, *, of_layers: bool
+) -> None:
+    """What was kept of their positions is not found: it may be of rejected drafts."""
+    world = World(kind, of_layers=of_layers)
+    world.fail_next[lacks] = StepMemoryError("too large")
+    world.run(plan_of(2, [(0, 1, 1, 1), (1, 2, 1, 1)]))
+    assert world.kept[-2:] == [False, False]
+    assert not world.has(0, 1)
+    assert not world.has(1, 2)
+    world.run(plan_of(3, [(0, 2, 1, 1)]))
+    assert world.has(0, 2)
 
 
 def test_an_executor_without_outputs_is_refused() -> None:

@@ -104,6 +104,19 @@ def test_a_request_that_begins_alone_ends_a_pause_before_its_prompt() -> None:
     assert [num for _, num in proposer.rests] == [0]
 
 
+def test_a_request_that_begins_beside_paused_ones_begins_alone() -> None:
+    proposer = Pausing()
+    case = run(proposer)
+    while case.scheduler._drafts is None or not case.scheduler._drafts.is_resting:
+        case.turn()
+    for number in (1, 2):
+        case.scheduler.hold(f"r{number}", is_held=True)
+    assert case.scheduler.schedule(case.now_ms) is None
+    proposer.rests.clear()
+    case.add([1, 7, 7], max_total_tokens=400)
+    assert [num for _, num in proposer.rests] == [0]
+
+
 def test_a_request_has_no_drafts_in_the_step_that_admits_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

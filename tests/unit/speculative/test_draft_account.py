@@ -298,6 +298,20 @@ def test_drafts_that_are_tried_beside_others_are_none_that_pay(tried: int) -> No
     assert [one.rests.last > 0 for one in accounts] == [tried == 0, tried == 1]
 
 
+@pytest.mark.parametrize(("tried", "shorter"), [(-1, True), (0, True), (1, False)])
+def test_a_draft_that_is_tried_beside_those_of_a_long_match_shortens_no_rest(
+    tried: int, *, shorter: bool
+) -> None:
+    """Only drafts of a long match pay then, which ends a rest anyway."""
+    case = Case(NgramProposer(NUM_SLOTS), TriesOne(tried))
+    case.begin(0, [*range(1, 13), 5, *range(1, 13)], 3)
+    case.begin(1, [1, 2, 5, 6, 7, 1, 2], 3)
+    rests = case.drafter._control.rests
+    rests._kept = 16
+    assert case.propose(0, 1) == [[5, 1, 2], [5, 6, 7]]
+    assert (rests._kept < 16) == shorter
+
+
 def test_a_trial_is_none_of_the_drafts_in_flight_without_predictions_either() -> None:
     """While a plan is computed, the control chooses for the next one."""
     case = Case(ScriptedProposer(), control := Tries(NUM_SLOTS, MAX_DRAFTS))

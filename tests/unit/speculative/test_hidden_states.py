@@ -115,6 +115,20 @@ def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_non
     assert ring.num_kept(slots).tolist() == [0, 7, 0]
 
 
+def test_rows_from_before_a_step_that_put_none_are_not_found() -> None:
+    """Those of rejected drafts would be the newest of positions that it computed anew."""
+    ring = HiddenStateRing(8, 2, 2)
+    put(ring, 0, [4, 5, 6, 7], 1.0)  # of drafts, of which the first was right
+    put(ring, 1, [2], 1.0)
+    ring.note_gap()  # a step that computed position 6 of slot 0
+    assert [value(ring, 0, at) for at in (5, 6, 7)] == [None, None, None]
+    assert (value(ring, 1, 2), ring.first_of_run(0, 7)) == (None, 7)
+    put(ring, 0, [7], 2.0)
+    assert [value(ring, 0, at) for at in (6, 7)] == [None, 2.0]
+    put(ring, 0, [8, 9, 10, 11], 2.0)
+    assert (value(ring, 0, 11), ring.first_of_run(0, 12)) == (2.0, 7)
+
+
 def test_it_does_not_matter_when_rows_are_looked_for() -> None:
     """Also over many puts, which displace rows that were never looked for."""
     rng = np.random.default_rng(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from quire import LLM, SamplingParams
 from quire.base.records import FinishReason
@@ -40,6 +41,18 @@ def test_the_highest_mean_is_the_best_and_nothing_is_emitted_before_all_have_end
     assert [(one.index, one.text) for one in best] == [(8, "<9><9><9>"), (9, "<11>" * 9)]
     assert [one.num_unseen_tokens for one in best] == [3, 0]
     assert all(one.logprobs == () for one in best)
+
+
+def test_drafts_of_sequences_that_are_dropped_count_with_those_of_the_best() -> None:
+    """As their tokens do."""
+    ranking = Ranking(SamplingParams(n=2, best_of=4), first_stream=0)
+    best: list[TextDelta] = []
+    for index, (accepted, rejected) in enumerate([(1, 0), (2, 5), (0, 0), (40, 70)]):
+        ended = delta(index, [-1.0 * index] * 50)
+        best = ranking.take(
+            structs.replace(ended, accepted_drafts=accepted, rejected_drafts=rejected)
+        )
+    assert [(one.accepted_drafts, one.rejected_drafts) for one in best] == [(41, 70), (2, 5)]
 
 
 def test_a_failed_sequence_comes_last_and_ties_keep_their_order() -> None:
