@@ -321,6 +321,9 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self._report_disconnect()
+        elif not self._in_head:  # it was answered before its body came
+            self.transport.close()
+            return
         self.transport.write(refusal(self._dialect, status, message, code=code))
         self._stop_timer()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)

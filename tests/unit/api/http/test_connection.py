@@ -133,6 +133,28 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
     asyncio.run(exchange())
 
 
+@pytest.mark.parametrize("more", [b"x: y\r\n" * 2000, b"\0"])
+def test_a_request_that_is_answered_before_its_body_comes_gets_no_second_response(
+    more: bytes,
+) -> None:
+    async def exchange() -> None:
+        server = await _listening()
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"2\r\nok\r\n0\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204 ")
+        rest = asyncio.ensure_future(reader.read())
+        while not rest.done():
+            writer.write(more)
+            await asyncio.sleep(0.01)
+        assert rest.exception() is not None or rest.result() == b""
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
 def test_tls_at_a_plain_port_is_refused_and_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
