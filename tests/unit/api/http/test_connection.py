@@ -116,7 +116,7 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(head + start)
-        said = asyncio.ensure_future(reader.read())
+        said = asyncio.ensure_future(reader.readline())
         num_sent = 0
         while not said.done() and num_sent < 64 * connection.MAX_HEAD_BYTES:
             writer.write(more)
@@ -125,6 +125,7 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
                 await writer.drain()
             await asyncio.sleep(0.001)
         assert (await said).startswith(b"HTTP/1.1 431 ")
+        assert b'"headers_too_large"' in await reader.read()
         assert bodies == [False]
         writer.close()
         server.close()
