@@ -191,7 +191,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         if not self.cycle.response_started:
             self.transport.write(PROBE)
             self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
-        elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
+        elif (probe := cast(dict[str, Any], self.cycle.scope).get("quire.probe")) is not None:
             probe()
         abort_at_reset(self.transport, lambda: self._is_answering)
         return True

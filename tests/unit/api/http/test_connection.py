@@ -211,3 +211,30 @@ def test_a_low_limit_on_open_files_is_logged_with_what_it_leaves(
     warn_of_few_connections(Log("server", lines))
     assert lines.getvalue().endswith(f"max_connections={limit}\n" if warns else "")
     assert ("`ulimit -n 4096`" in lines.getvalue()) is warns
+
+
+def test_a_stream_is_probed_behind_which_half_a_head_was_sent() -> None:
+    """By the scope of its own request, and not by that of the next one."""
+    probed = asyncio.Event()
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        scope["quire.probe"] = probed.set
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await probed.wait()
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def exchange() -> None:
+        server = await _listening(streams)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"one\r\n")
+        writer.write(b"GET / HTTP/1.1\r\n")
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            assert (await reader.read()).endswith(b"two\r\n0\r\n\r\n")
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
