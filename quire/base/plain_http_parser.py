@@ -129,7 +129,8 @@ class PlainHttpParser:
 
 class DeclinesUpgrade:
     """Of a connection of uvicorn: requests that offer another protocol are read as any others. It
-    keeps what it parses as _received, and notes no end of a request with a body at an offer."""
+    has what it parses as _received meanwhile, and notes no end of a request with a body at an
+    offer."""
 
     _received = b""
     headers: list[tuple[bytes, bytes]]

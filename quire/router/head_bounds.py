@@ -176,6 +176,7 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
         self._head_bytes += len(received)
         self._received = received
         super().data_received(received)
+        self._received = b""
         if self._reads_nothing:
             return
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():

@@ -179,6 +179,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         self._head_bytes += len(piece)  # since the head, or a piece of its body, began
         self._received = piece
         super().data_received(piece)
+        self._received = b""
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
             self._await_head()  # the rest of a body after an early response
 

@@ -245,3 +245,33 @@ def test_what_is_no_http_is_refused() -> None:
             assert found.endswith(b"Invalid HTTP request received.")
 
     serving(is_whole, story)
+
+
+def test_an_idle_connection_keeps_nothing_of_its_last_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of them may have sent long prompts."""
+    connections = list[head_bounds.BoundedHeads]()
+    made = head_bounds.BoundedHeads.connection_made
+
+    def connection_made(self: head_bounds.BoundedHeads, transport: asyncio.Transport) -> None:
+        connections.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(head_bounds.BoundedHeads, "connection_made", connection_made)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await is_whole(scope, receive, send)
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b"z" * 50_000
+        writer.write(HEAD.replace(b"GET", b"POST") + b"content-length: 50000\r\n\r\n" + body)
+        await reader.readuntil(b"\r\n\r\nok")
+        [connection] = connections
+        kept = [one for one in vars(connection).values() if isinstance(one, bytes)]
+        assert sum(map(len, kept)) < 1000
+        writer.close()
+
+    serving(app, story)
