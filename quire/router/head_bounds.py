@@ -209,7 +209,7 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
             self._reads_nothing, self.cycle.keep_alive = True, False
         if not self._reads_nothing:
             super().on_headers_complete()
-        self._in_head, self._head_bytes = False, 0  # uvicorn has taken its target, too
+        self._in_head, self._head_bytes = False, 0  # a target that is none is part of a head
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
