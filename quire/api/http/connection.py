@@ -214,7 +214,6 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         if self._is_answering:
             self._ignores_input, self.cycle.keep_alive = True, False
             return
-        self._in_head, self._head_bytes = False, 0
         OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
         # Set when the client disconnects, so that a request needs no task to wait for that.
         self._disconnected = self.loop.create_future()
@@ -225,6 +224,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         # Lets a stream write an event without an ASGI message through every layer.
         self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0  # a target that is none is part of a head
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body from the parser; a refused request has none."""

@@ -238,3 +238,21 @@ def test_a_stream_is_probed_behind_which_half_a_head_was_sent() -> None:
         await server.wait_closed()
 
     asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("target", [b"CONNECT a:1", b"GET http://"])
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_target_that_cannot_be_read_is_refused(before: bytes, target: bytes) -> None:
+    async def exchange() -> None:
+        server = await _listening()
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(before)
+        if before:
+            await reader.readuntil(b"\r\n\r\n")
+        writer.write(target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
