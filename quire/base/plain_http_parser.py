@@ -50,25 +50,23 @@ def framing_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 class PlainHttpParser:
     """In place of httptools.HttpRequestParser. calls: its methods are called as by that. framing:
-    of a body that is to be read first."""
+    of a body that is to be read first. It may have no bytes: feed_data(b"") notes its end, too."""
 
     def __init__(self, calls: RequestCallbacks, framing: bytes = b"") -> None:
         self._calls = calls
         self._framing = framing  # of a body that is still to be read
         self._repeats_head = False
         self._parser = self._new(lambda call: call)
-        if framing:
-            self._begin_body()
 
     def feed_data(self, received: bytes) -> None:
         """Parse bytes. Raises HttpParserError."""
+        self._begin_body()
         while received:
             try:
                 self._parser.feed_data(received)
             except httptools.HttpParserUpgrade as offer:
                 received = received[offer.args[0] :]
-                if self._framing:
-                    self._begin_body()
+                self._begin_body()
             else:
                 return
 
@@ -112,7 +110,9 @@ class PlainHttpParser:
         self._calls.on_message_complete()
 
     def _begin_body(self) -> None:
-        """Let a parser read a head with the framing of the body, and then that."""
+        """Where a body is to come, let a parser read a head with its framing, and then that."""
+        if not self._framing:
+            return
         head, self._framing = b"POST / HTTP/1.1\r\n%b\r\n" % self._framing, b""
         self._parser = self._new(self._gated)
         self._repeats_head = True
@@ -129,7 +129,8 @@ class PlainHttpParser:
 
 class DeclinesUpgrade:
     """Of a connection of uvicorn: requests that offer another protocol are read as any others. It
-    keeps what it parses as _received, and notes no end of a request with a body at an offer."""
+    has what it parses as _received meanwhile, and notes no end of a request with a body at an
+    offer."""
 
     _received = b""
     headers: list[tuple[bytes, bytes]]
@@ -139,6 +140,7 @@ class DeclinesUpgrade:
         offer, connection = sys.exc_info()[1], cast(Any, self)
         assert isinstance(offer, httptools.HttpParserUpgrade), "uvicorn has caught it"
         try:
+            # Where the body is empty its end is noted by feed_data, with this parser in its place.
             connection.parser = PlainHttpParser(connection, framing_of(self.headers))
             connection.parser.feed_data(self._received[offer.args[0] :])
         except httptools.HttpParserError:

@@ -217,7 +217,7 @@ class Answer:
         found, wanted = attempt.fingerprint, self._state.fingerprint
         known = attempt.replica.fingerprint(self._request.model)
         if known and found != known:
-            self._fleet.has_changed(attempt.replica)
+            self._fleet.recheck_models(attempt.replica)
         if wanted and found != wanted:
             raise OtherFingerprint(found)
 

@@ -9,14 +9,15 @@ checked again. So does a stream that has output, which its client cannot send ag
 four failures at one place; a request without output ends after two that are evidence. Where a
 replica was given up for its silence, with many requests open, it may only have been slow: that
 counts half. The first stop of an API process does not count, a second one of the same replica does.
-Refusals, and connections that were never made, do not count. Knows no HTTP.
+Refusals, and connections that were never made, do not count. A replica that answers with another
+fingerprint than the stream has does not count, either, but gets it no more. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.router.faults import ProcessStopped, ReplicaFault
+from quire.router.faults import OtherFingerprint, ProcessStopped, ReplicaFault
 from quire.router.replica import Replica
 
 MAX_REPLICAS = 2
@@ -36,6 +37,7 @@ class Failures:
         self.at: set[Replica] = set()
         self._suspected: set[Replica] = set()
         self._stopped: set[Replica] = set()  # of which an API process has stopped with it
+        self._unequal: set[Replica] = set()  # with another fingerprint
         self._num_blamed = 0
         self._in_a_row = 0.0
         self._num_delivered = 0
@@ -57,6 +59,8 @@ class Failures:
             self._stopped.add(replica)
             return
         self.at.add(replica)
+        if isinstance(fault, OtherFingerprint):
+            self._unequal.add(replica)
         if fault.is_suspect or is_stop:
             self.reasons.append(f"{replica.name}: {fault}")
             self._suspected.add(replica)
@@ -87,5 +91,6 @@ class Failures:
         return f"replicas failed with it {self._num_all} times ({'; '.join(self.reasons)})"
 
     def barred(self, replicas: Collection[Replica]) -> set[Replica]:
-        """Return those of `replicas` that must not get the request: third ones."""
-        return set(replicas) - self._suspected if self.are_at_two else set()
+        """Return those of `replicas` that must not get the request: third ones, unequal ones."""
+        third = set(replicas) - self._suspected if self.are_at_two else set[Replica]()
+        return third | self._unequal

@@ -228,9 +228,9 @@ class Fleet:
             replica.reason = "a request failed; it is checked"
         self.probe_now.set()
 
-    def has_changed(self, replica: Replica) -> None:
+    def recheck_models(self, replica: Replica) -> None:
         """Send nothing more to a replica with answers of another fingerprint until its models were
-        read again. What it has open is of either fingerprint, and ends there."""
+        read again. Its open requests go on: each has an answer of one fingerprint."""
         if replica.state == REMOVED:
             return  # its number may be that of another one
         self.log.warning("models of a replica changed", replica=replica.name)

@@ -5,9 +5,10 @@ know them: here streams to these end with the connection. It closes the connecti
 has only finished sending (a half-closed one), which is answered here, as by `quire serve`. A
 response's head is one write with the first bytes of its body. Always holds: a client that sends a
 head without an end, or as much between two pieces of a body or behind it, is refused and closed
-after 64 KiB; one that sends none is closed after HEAD_TIME_S, or sooner where the process has no
-room for more connections, but not while a request is open; one that reads nothing of the rest of a
-response is closed after REST_TIME_S.
+after 64 KiB; no refusal is sent within the answer to an earlier request, or ahead of it; a client
+that sends no head is closed after HEAD_TIME_S, or sooner where the process has no room for more
+connections, but not while a request is open; one that reads nothing of the rest of a response is
+closed after REST_TIME_S.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ _TOO_LONG = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
     b"content-type: application/json\r\n%b: headers_too_large\r\ncontent-length: %d\r\n\r\n%b"
 ) % (ERROR_CODE_HEADER, len(_TOO_LONG_BODY), _TOO_LONG_BODY)
+_NO_HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n"
+    b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
+)
 
 
 def max_connections() -> int:
@@ -64,13 +69,13 @@ class _Response:
     body can be written without a message (PieceWriter)."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._transport, self._cycle, self._head = cycle.transport, cycle, b""
+        self._transport, self.cycle, self._head = cycle.transport, cycle, b""
         self.is_closing = cycle.transport.is_closing
 
     @property
     def can_write(self) -> bool:
         """Whether pieces are chunks of a response that has begun, and the client reads."""
-        cycle = self._cycle
+        cycle = self.cycle
         is_open = not (cycle.disconnected or cycle.response_complete or cycle.flow.write_paused)
         return is_open and bool(cycle.chunked_encoding) and not self._head
 
@@ -82,16 +87,16 @@ class _Response:
     @property
     def has_begun(self) -> bool:
         """Whether its head is there."""
-        return self._cycle.response_started
+        return self.cycle.response_started
 
     @property
     def is_over(self) -> bool:
         """Whether all of it was written, or its client has left."""
-        return self._cycle.response_complete or self._cycle.disconnected
+        return self.cycle.response_complete or self.cycle.disconnected
 
     def write(self, piece: bytes) -> None:
         """Hold the head, or write it with what follows."""
-        if not self._cycle.response_started:  # an interim response
+        if not self.cycle.response_started:  # an interim response
             self._transport.write(piece)
         elif self._head:
             self.end(piece)
@@ -102,7 +107,7 @@ class _Response:
         """Write a head that is held, and hold nothing more."""
         head, self._head = self._head, b""
         if head:
-            self._cycle.transport = self._transport
+            self.cycle.transport = self._transport
             self._transport.write(head + piece)
 
     def close(self) -> None:
@@ -113,16 +118,16 @@ class _Response:
     def probe(self) -> None:
         """Write the beginning of what comes next: of the head, or of the length of a chunk, which
         may begin with zeros. A client that has closed its connection answers with a reset."""
-        if cast(Any, self._cycle.transport) is self:
+        if cast(Any, self.cycle.transport) is self:
             self._transport.write(PROBE)
             self._transport = cast(asyncio.Transport, BegunTransport(self._transport))
-        elif self._cycle.chunked_encoding:
+        elif self.cycle.chunked_encoding:
             self._transport.write(b"0")
 
     def lost(self) -> None:
         """Note that the connection is gone. uvicorn notes it of the request that came last, which
         may wait behind this one."""
-        cycle = self._cycle
+        cycle = self.cycle
         cycle.disconnected = cycle.disconnected or not cycle.response_complete
         cycle.message_event.set()
 
@@ -171,8 +176,11 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
         self._head_bytes += len(received)
         self._received = received
         super().data_received(received)
+        self._received = b""
+        if self._reads_nothing:
+            return
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse_head()
+            self._refuse(_TOO_LONG)
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._await_head()  # behind the rest of a body that was refused before it came
 
@@ -196,12 +204,12 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is complete. Where too many wait, it ends the connection behind the last of
         these: its client sends it again, as HTTP allows."""
-        self._in_head, self._head_bytes = False, 0
         self._stop_timer()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._reads_nothing, self.cycle.keep_alive = True, False
         if not self._reads_nothing:
             super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0  # a target that is none is part of a head
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
@@ -255,16 +263,25 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
         elif unread:
             self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
 
-    def _refuse_head(self) -> None:
-        """Read nothing more, and close the connection: after a refusal, or behind the answer to the
-        request before."""
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; uvicorn calls this."""
+        self._refuse(_NO_HTTP % (len(msg), msg.encode()))
+
+    def _refuse(self, refusal: bytes) -> None:
+        """Read nothing more, and close the connection: after a refusal, or behind the answers to
+        the requests before."""
         self._reads_nothing = True
         self._stop_timer()
-        if self._is_answering and not self.cycle.more_body:
+        if self.pipeline and self.cycle.more_body:  # it waits, and never has its body
+            self.pipeline.popleft()
+            assert self._response is not None, "others wait for their answers"
+            self.cycle = self.pipeline[0][0] if self.pipeline else self._response.cycle
+        is_body = not self._in_head and self.cycle is not None and self.cycle.more_body
+        if self._is_answering and (not is_body or self._has_begun):
             self.cycle.keep_alive = False
             return
-        if not self._has_begun:
-            self.transport.write(_TOO_LONG)
+        if not is_body or self._is_answering:  # else it was answered before its body came
+            self.transport.write(refusal)
         if self._in_head:
             self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)
         else:

@@ -41,6 +41,7 @@ READ_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 64 << 10
 _END_OF_STATUSES = 600
 _MAX_IDLE = 64
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 # A connection that was kept for less is not closed for its idleness: its end is a failure.
 _STALE_AFTER_S = 1.0
 # Of a turn of the loop, so much counts as time in which a server has not accepted a connection: a
@@ -487,7 +488,7 @@ class ConnectionPool:
                 raise ReplicaFault(why, is_suspect=False)
             _, connection = opening.result()
         except OSError as error:
-            if _lacks_files():
+            if error.errno in _NO_FILES or _lacks_files():
                 raise NoFiles from error
             why = f"no connection to {url.shown} ({reason_of(error)})"
             raise ReplicaFault(why, is_suspect=False) from error
@@ -556,5 +557,5 @@ def _lacks_files() -> bool:
     try:
         os.close(os.dup(0))
     except OSError as error:
-        return error.errno in (errno.EMFILE, errno.ENFILE)
+        return error.errno in _NO_FILES
     return False

@@ -179,6 +179,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         self._head_bytes += len(piece)  # since the head, or a piece of its body, began
         self._received = piece
         super().data_received(piece)
+        self._received = b""
         if not self._in_head and not self._is_answering and not self.transport.is_closing():
             self._await_head()  # the rest of a body after an early response
 
@@ -191,7 +192,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         if not self.cycle.response_started:
             self.transport.write(PROBE)
             self.cycle.transport = cast(asyncio.Transport, BegunTransport(self.transport))
-        elif (probe := cast(dict[str, Any], self.scope).get("quire.probe")) is not None:
+        elif (probe := cast(dict[str, Any], self.cycle.scope).get("quire.probe")) is not None:
             probe()
         abort_at_reset(self.transport, lambda: self._is_answering)
         return True
@@ -213,7 +214,6 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         if self._is_answering:
             self._ignores_input, self.cycle.keep_alive = True, False
             return
-        self._in_head, self._head_bytes = False, 0
         OPEN_CONNECTIONS.move(self, ConnectionState.ACTIVE)
         # Set when the client disconnects, so that a request needs no task to wait for that.
         self._disconnected = self.loop.create_future()
@@ -224,6 +224,7 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
         # Lets a stream write an event without an ASGI message through every layer.
         self.scope["quire.write"] = self._write_part  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
+        self._in_head, self._head_bytes = False, 0  # a target that is none is part of a head
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of the body from the parser; a refused request has none."""
@@ -321,6 +322,9 @@ class Connection(DeclinesUpgrade, HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
             self._report_disconnect()
+        elif not self._in_head:  # it was answered before its body came
+            self.transport.close()
+            return
         self.transport.write(refusal(self._dialect, status, message, code=code))
         self._stop_timer()
         self._head_timer = self.loop.call_later(_LINGER_S, self.transport.close)

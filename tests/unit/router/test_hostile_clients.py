@@ -157,8 +157,8 @@ def test_of_many_requests_at_one_time_some_are_answered() -> None:
     serving(app, story)
 
 
-@pytest.mark.parametrize("body", [b"", b"12"])
-def test_a_client_that_offers_http_2_is_answered_by_http_1(body: bytes) -> None:
+@pytest.mark.parametrize(("method", "body"), [(b"GET", b""), (b"POST", b""), (b"POST", b"12")])
+def test_a_client_that_offers_http_2_is_answered_by_http_1(method: bytes, body: bytes) -> None:
     """As Java's and curl's do, which send their next request without the offer."""
     bodies = list[bytes | None]()
 
@@ -167,8 +167,8 @@ def test_a_client_that_offers_http_2_is_answered_by_http_1(body: bytes) -> None:
         await is_whole(scope, receive, send)
 
     async def story(port: int) -> None:
-        head = HEAD.replace(b"GET", b"POST" if body else b"GET")
-        length = b"content-length: %d\r\n" % len(body) if body else b""
+        head = HEAD.replace(b"GET", method)
+        length = b"content-length: %d\r\n" % len(body) if method == b"POST" else b""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for offer in (UPGRADE, UPGRADE, b""):
             writer.write(head + offer + length + b"\r\n" + body)
@@ -176,5 +176,102 @@ def test_a_client_that_offers_http_2_is_answered_by_http_1(body: bytes) -> None:
             assert found.startswith(b"HTTP/1.1 200 OK\r\n")
         writer.close()
         assert bodies == [body] * 3
+
+    serving(app, story)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        HEAD + b"\r\n" + CHUNKED + b"no length\r\n",
+        CHUNKED + b"no length\r\n",
+        b"no request\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\n\r\n",
+        b"\0" * 10,
+    ],
+    ids=["third", "body", "line", "target", "zeros"],
+)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_is_no_request_does_not_change_the_answer_before(
+    has_begun: bool, second: bytes
+) -> None:
+    """A refusal amid that, or ahead of it, would be taken for the answer to the first request."""
+    gate = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            await body_of(receive)
+        if not has_begun:
+            await gate.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": PIECES[0], "more_body": True})
+        await gate.wait()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def story(port: int) -> None:
+        asyncio.get_running_loop().call_later(0.2, gate.set)
+        found = await answer(port, HEAD + b"\r\n", second, pause_s=0.05)
+        head, _, body = found.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert body.startswith(b"9\r\n" + PIECES[0] + b"\r\n0\r\n\r\n")
+        assert found.count(b"HTTP/1.1 ") == 1 + second.startswith(HEAD + b"\r\n")
+
+    serving(slow, story)
+
+
+def test_an_answered_request_gets_no_second_response_for_its_trailers() -> None:
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED + b"5\r\nhello\r\n0\r\n")
+        await reader.readuntil(b"\r\n\r\nok")
+        rest = asyncio.ensure_future(reader.read())
+        while not rest.done():
+            writer.write(b"x: y\r\n" * 2000)
+            await asyncio.sleep(0.01)
+        assert rest.exception() is not None or rest.result() == b""
+        writer.close()
+
+    serving(is_whole, story)
+
+
+def test_what_is_no_http_is_refused() -> None:
+    """Also behind an answer that is complete."""
+
+    async def story(port: int) -> None:
+        for before in (b"", HEAD + b"\r\n"):
+            found = await answer(port, before, b"no request\r\n\r\n", pause_s=0.05)
+            assert found.count(b"HTTP/1.1 200 OK") == bool(before)
+            assert b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n" in found
+            assert found.endswith(b"Invalid HTTP request received.")
+
+    serving(is_whole, story)
+
+
+def test_an_idle_connection_keeps_nothing_of_its_last_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of them may have sent long prompts."""
+    connections = list[head_bounds.BoundedHeads]()
+    made = head_bounds.BoundedHeads.connection_made
+
+    def connection_made(self: head_bounds.BoundedHeads, transport: asyncio.Transport) -> None:
+        connections.append(self)
+        made(self, transport)
+
+    monkeypatch.setattr(head_bounds.BoundedHeads, "connection_made", connection_made)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await body_of(receive)
+        await is_whole(scope, receive, send)
+
+    async def story(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b"z" * 50_000
+        writer.write(HEAD.replace(b"GET", b"POST") + b"content-length: 50000\r\n\r\n" + body)
+        await reader.readuntil(b"\r\n\r\nok")
+        [connection] = connections
+        kept = [one for one in vars(connection).values() if isinstance(one, bytes)]
+        assert sum(map(len, kept)) < 1000
+        writer.close()
 
     serving(app, story)

@@ -15,11 +15,14 @@ from tests.unit.router.test_bad_input import ANSWER, STREAM
 
 
 class Files:
-    """A limit on files that a test sets and takes away."""
+    """A limit on files that a test sets and takes away. is_short: one is free again by the time
+    that a connection has failed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, by_name: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, by_name: bool, is_short: bool = False
+    ) -> None:
         self.are_used_up = False
-        self._by_name = by_name
+        self._by_name, self._is_short = by_name, is_short
         loop: Any = asyncio.get_running_loop()
         self._connect, self._dup = loop.create_connection, os.dup
         monkeypatch.setattr(loop, "create_connection", self._connected, raising=False)
@@ -31,21 +34,21 @@ class Files:
         return await self._connect(*words, **named)
 
     def _duplicated(self, number: int) -> int:
-        if self.are_used_up:
+        if self.are_used_up and not self._is_short:
             raise OSError(errno.EMFILE, "too many open files")
         return self._dup(number)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(("by_name", "is_short"), [(False, False), (True, False), (False, True)])
 def test_a_request_waits_for_a_file_and_no_replica_is_blamed(
-    monkeypatch: pytest.MonkeyPatch, by_name: bool
+    monkeypatch: pytest.MonkeyPatch, by_name: bool, is_short: bool
 ) -> None:
     """Else all are given up at once, and all streams with them."""
     replicas = [FakeReplica(), FakeReplica()]
     gate = replicas[0].gate = replicas[1].gate = asyncio.Event()
 
     async def story(router: Router) -> None:
-        files = Files(monkeypatch, by_name=by_name)
+        files = Files(monkeypatch, by_name=by_name, is_short=is_short)
         open_ = [asyncio.ensure_future(router.post("/generate", STREAM)) for _ in range(2)]
         for replica in replicas:
             await replica.began.wait()

@@ -82,3 +82,33 @@ def test_other_streams_of_such_a_replica_go_on() -> None:
 
     run([only], story)
     assert len(only.requests) == 3
+
+
+def test_a_stream_asks_a_replica_that_answers_as_another_one_once() -> None:
+    """It may be several servers behind a balancer, and list the fingerprint of one of them."""
+
+    class Balancer(FakeReplica):
+        async def _stream(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+            self.fingerprint = "fp_b"
+            try:
+                return await super()._stream(request, writer)
+            finally:
+                self.fingerprint = "fp_a"
+
+    first, second = FakeReplica("fp_a"), Balancer("fp_a")
+
+    def ends(token: int) -> None:
+        if token == 104:
+            first.stop_listening(cuts=True)
+
+    first.before_token = ends
+
+    async def story(router: Router) -> None:
+        _, _, body = await stream(router)
+        error: dict[str, Any] = json.loads(body.split(b"data: ")[-1])["error"]
+        assert error["code"] == "stream_broken"
+        known = router.fleet.replicas[second.url]
+        assert known.is_up, "others may go there"
+
+    run([first, second], story, resume_s=5.0)
+    assert len(second.requests) == 1

@@ -26,7 +26,10 @@ async def _slow_app(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def _echo_app(scope: Any, receive: Any, send: Any) -> None:
-    body = (await receive())["body"]
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -62,10 +65,15 @@ def test_a_head_must_come_within_a_time(
 
 
 @pytest.mark.parametrize(
-    "framed",
-    [b"Content-Length: 2\r\n\r\nok", b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"],
+    ("framed", "body"),
+    [
+        (b"\r\n", b""),
+        (b"Content-Length: 0\r\n\r\n", b""),
+        (b"Content-Length: 2\r\n\r\nok", b"ok"),
+        (b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n", b"ok"),
+    ],
 )
-def test_the_body_of_a_request_that_offers_http_2_is_read(framed: bytes) -> None:
+def test_the_body_of_a_request_that_offers_http_2_is_read(framed: bytes, body: bytes) -> None:
     """As of Java's clients and curl --http2, also of those that send the offer again."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
 
@@ -76,8 +84,8 @@ def test_the_body_of_a_request_that_offers_http_2_is_read(framed: bytes) -> None
             writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + given + framed)
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
             assert head.startswith(b"HTTP/1.1 200 OK")
-            assert b"content-length: 2" in head
-            assert await reader.readexactly(2) == b"ok"
+            assert b"content-length: %d" % len(body) in head
+            assert await reader.readexactly(len(body)) == body
         writer.close()
         server.close()
         await server.wait_closed()
@@ -108,7 +116,7 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         writer.write(head + start)
-        said = asyncio.ensure_future(reader.read())
+        said = asyncio.ensure_future(reader.readline())
         num_sent = 0
         while not said.done() and num_sent < 64 * connection.MAX_HEAD_BYTES:
             writer.write(more)
@@ -117,7 +125,30 @@ def test_trailers_and_extensions_of_chunks_have_an_end(start: bytes, more: bytes
                 await writer.drain()
             await asyncio.sleep(0.001)
         assert (await said).startswith(b"HTTP/1.1 431 ")
+        assert b'"headers_too_large"' in await reader.read()
         assert bodies == [False]
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("more", [b"x: y\r\n" * 2000, b"\0"])
+def test_a_request_that_is_answered_before_its_body_comes_gets_no_second_response(
+    more: bytes,
+) -> None:
+    async def exchange() -> None:
+        server = await _listening()
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"2\r\nok\r\n0\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204 ")
+        rest = asyncio.ensure_future(reader.read())
+        while not rest.done():
+            writer.write(more)
+            await asyncio.sleep(0.01)
+        assert rest.exception() is not None or rest.result() == b""
         writer.close()
         server.close()
         await server.wait_closed()
@@ -180,3 +211,48 @@ def test_a_low_limit_on_open_files_is_logged_with_what_it_leaves(
     warn_of_few_connections(Log("server", lines))
     assert lines.getvalue().endswith(f"max_connections={limit}\n" if warns else "")
     assert ("`ulimit -n 4096`" in lines.getvalue()) is warns
+
+
+def test_a_stream_is_probed_behind_which_half_a_head_was_sent() -> None:
+    """By the scope of its own request, and not by that of the next one."""
+    probed = asyncio.Event()
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        scope["quire.probe"] = probed.set
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        await probed.wait()
+        await send({"type": "http.response.body", "body": b"two"})
+
+    async def exchange() -> None:
+        server = await _listening(streams)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await reader.readuntil(b"one\r\n")
+        writer.write(b"GET / HTTP/1.1\r\n")
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            assert (await reader.read()).endswith(b"two\r\n0\r\n\r\n")
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
+
+
+@pytest.mark.parametrize("target", [b"CONNECT a:1", b"GET http://"])
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_a_target_that_cannot_be_read_is_refused(before: bytes, target: bytes) -> None:
+    async def exchange() -> None:
+        server = await _listening()
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(before)
+        if before:
+            await reader.readuntil(b"\r\n\r\n")
+        writer.write(target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(exchange())
