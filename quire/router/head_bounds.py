@@ -19,14 +19,14 @@ import resource
 import sys
 from typing import Any, cast
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.close_delimited import CloseDelimited
 from quire.base.half_closed import PROBE, BegunTransport, abort_at_reset
-from quire.base.http_apis import ERROR_CODE_HEADER, OPENAI
+from quire.base.http_apis import ERROR_CODE_HEADER
 from quire.base.plain_http_parser import DeclinesUpgrade, framing_of
 from quire.base.waiting_connections import WaitingConnections
-from quire.router.api_forms import FORMS
 from quire.router.faults import Refusal
 
 MAX_HEAD_BYTES = 64 << 10
@@ -40,20 +40,24 @@ WRITER = "quire.writer"
 _LINGER_S = 1.0
 # Connections without a request, those that have waited for longest first.
 _IDLE: dict[BoundedHeads, None] = {}
-_TOO_LONG_BODY = FORMS[OPENAI].error_body(  # the path is not known
-    Refusal(
-        431,
-        "headers_too_large",
-        f"the head of a request may have {MAX_HEAD_BYTES} bytes; send fewer or shorter headers",
-    )
-)
-_TOO_LONG = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-    b"content-type: application/json\r\n%b: headers_too_large\r\ncontent-length: %d\r\n\r\n%b"
-) % (ERROR_CODE_HEADER, len(_TOO_LONG_BODY), _TOO_LONG_BODY)
-_NO_HTTP = (
-    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n"
-    b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n\r\n%b"
+
+
+def _response(status: bytes, message: str, code: str | None) -> bytes:
+    """Return an error of a request, the API of which is not known, in OpenAI's form. status: with
+    its reason phrase."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    body = msgspec.json.encode({"error": error})
+    of_code = b"" if code is None else b"%b: %b\r\n" % (ERROR_CODE_HEADER, code.encode())
+    return (
+        b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\n%b"
+        b"content-length: %d\r\n\r\n%b"
+    ) % (status, of_code, len(body), body)
+
+
+_HEAD_TOO_LONG = Refusal(
+    431,
+    "headers_too_large",
+    f"the head of a request may have {MAX_HEAD_BYTES} bytes; send fewer or shorter headers",
 )
 
 
@@ -180,7 +184,9 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
         if self._reads_nothing:
             return
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(_TOO_LONG)
+            too_long = _HEAD_TOO_LONG
+            status = b"431 Request Header Fields Too Large"
+            self._refuse(_response(status, str(too_long), too_long.code))
         elif not self._in_head and self.cycle is not None and self.cycle.response_complete:
             self._await_head()  # behind the rest of a body that was refused before it came
 
@@ -264,8 +270,12 @@ class BoundedHeads(DeclinesUpgrade, HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(REST_TIME_S, self._await_reader, unread)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; uvicorn calls this."""
-        self._refuse(_NO_HTTP % (len(msg), msg.encode()))
+        """Refuse what is no HTTP, as `quire serve` does; uvicorn calls this."""
+        message = (
+            f"{msg} It is not HTTP/1.1 that can be read: check its first line, headers and "
+            "content-length, and that the address begins with http://"
+        )
+        self._refuse(_response(b"400 Bad Request", message, None))
 
     def _refuse(self, refusal: bytes) -> None:
         """Read nothing more, and close the connection: after a refusal, or behind the answers to

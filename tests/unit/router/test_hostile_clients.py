@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -241,8 +242,11 @@ def test_what_is_no_http_is_refused() -> None:
         for before in (b"", HEAD + b"\r\n"):
             found = await answer(port, before, b"no request\r\n\r\n", pause_s=0.05)
             assert found.count(b"HTTP/1.1 200 OK") == bool(before)
-            assert b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n" in found
-            assert found.endswith(b"Invalid HTTP request received.")
+            head, _, body = found[found.index(b"HTTP/1.1 400 ") :].partition(b"\r\n\r\n")
+            assert b"\r\nconnection: close\r\n" in head
+            error = json.loads(body)["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", None)
+            assert "content-length" in error["message"]
 
     serving(is_whole, story)
 
