@@ -101,8 +101,10 @@ def test_half_of_the_next_head_does_not_end_the_answer_before_it(
     """A client may send requests one after the other: what has come of the last one is an accident
     of the network, and while others wait nothing more is read."""
     monkeypatch.setattr(head_bounds, "HEAD_TIME_S", 0.2)
+    has_begun = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
+        has_begun.set()
         await asyncio.sleep(0.3)
         await streams(scope, receive, send)
 
@@ -111,7 +113,7 @@ def test_half_of_the_next_head_does_not_end_the_answer_before_it(
         asking = asyncio.ensure_future(
             answer(port, (HEAD + b"\r\n") * (1 + num_behind) + last[:20], last[20:], pause_s=0.25)
         )
-        await asyncio.sleep(0.1)
+        await has_begun.wait()
         assert not head_bounds._IDLE, "it has a request"
         found = await asking
         assert found.count(b"HTTP/1.1 200 OK") == 2 + num_behind
