@@ -1,6 +1,7 @@
 """python -m bench.router: the router's own cost, and what hedging gains and costs.
 
-    python -m bench.router --part cost       processor time per token, and per request, also alone
+    python -m bench.router --part cost       processor time per token, and per request, also alone:
+                                             medians of several routers
     python -m bench.router --part hedging    first tokens with one slow replica of four
     python -m bench.router --part decision   a choice among 100 replicas of 1,000,000 known blocks
     python -m bench.router --part prefixes   hit rates and first tokens of shared prefixes by policy
@@ -26,7 +27,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from bench.compare import quire_state
@@ -44,6 +45,7 @@ TIMELESS = ("backlog", "cascade")
 PARTS = ("cost", "hedging", "decision", "prefixes", "backlog", "cascade")
 REPLICA = "bench.router.scripted_replica"
 LONG_TOKENS = 256
+COST_RUNS = 5
 # Of the requests of the slow replica; 2.5 % of all.
 SLOW_SHARE = 0.1
 
@@ -94,6 +96,13 @@ class Fleet:
 
 
 def cost(rounds: int, seconds: float) -> dict[str, Any]:
+    """Return the medians of COST_RUNS routers, since one differs by a quarter from the next."""
+    runs = [_cost(rounds, seconds) for _ in range(COST_RUNS)]
+    medians = {name: median(one[name] for one in runs) for name in runs[0]}
+    return medians | {"us_per_request_by_run": [one["us_per_request"] for one in runs]}
+
+
+def _cost(rounds: int, seconds: float) -> dict[str, Any]:
     """Return microseconds of processor time per token and per request: requests are measured
     eight at a time, and one at a time: then the router sleeps before each of its steps."""
     with ExitStack() as stack:

@@ -39,21 +39,28 @@ def test_percentiles_are_of_the_times_in_milliseconds() -> None:
 
 
 def test_costs_are_of_eight_requests_of_one_and_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that take 500 us of eight, 700 us alone, and 40 us more for each further token."""
-    cpu_us = 0.0
+    """Requests that take 500 us of eight, 700 us alone, and 40 us more for each further token; with
+    one router three times as much."""
+    cpu_us, num_routers = 0.0, 0
+
+    def start(*_: Any) -> Any:
+        nonlocal num_routers
+        num_routers += 1
+        return SimpleNamespace(router=SimpleNamespace(pid=1, port=2))
 
     async def of(port: int, *, streams: int, rounds: int, num_tokens: int, seconds: float) -> Any:
         nonlocal cpu_us
-        cpu_us += streams * rounds * ((500 if streams == 8 else 700) + 40 * (num_tokens - 1))
+        each_us = (500 if streams == 8 else 700) + 40 * (num_tokens - 1)
+        cpu_us += streams * rounds * each_us * (3 if num_routers == 2 else 1)
         return [0.0] * (streams * rounds)
 
-    fleet = SimpleNamespace(router=SimpleNamespace(pid=1, port=2))
-    monkeypatch.setattr(router_bench, "Fleet", lambda *_: fleet)
+    monkeypatch.setattr(router_bench, "Fleet", start)
     monkeypatch.setattr(router_bench, "load", of)
     monkeypatch.setattr(router_bench, "cpu_s_of", lambda pid: cpu_us / 1e6)
     found = router_bench.cost(10, 9.0)
     counts = {"requests": 80, "streams": 8, "lone_requests": 40, "tokens_of_a_stream": 257}
     costs = {"us_per_request": 500.0, "us_per_lone_request": 700.0, "us_per_token": 40.0}
+    assert found.pop("us_per_request_by_run") == pytest.approx([500.0, 1500.0, *[500.0] * 3])
     assert found == pytest.approx({**counts, **costs})
     assert router_rows({"cost": found}) == [
         "| `quire route`, processor time per request of eight at a time; of one at a time; per "
