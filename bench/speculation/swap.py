@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -42,19 +42,21 @@ from quire.speculative.proposer import Proposer
 from quire.speculative.self_draft import SelfProposer
 
 Make = Callable[..., Any]
+# Attributes of a ring of hidden states that are numbers of steps, which each side counts.
+RING_STEPS = ("_step", "_paused_until", "_kept_step", "_gap_step")
 
 
 @dataclass(slots=True)
 class Attached:
     """What a side has of its own. rows: None without drafts. speed: the attributes of the step-cost
-    model. step: the number of the last one. pause: the last step that the ring of hidden states
-    knows of, and that of its last pause."""
+    model. step: the number of the last one. ring: what the ring of hidden states
+    knows of steps."""
 
     rows: DraftRows | None
     speed: dict[str, Any]
     runner: Runner
     step: int = 0
-    pause: tuple[int, int] = (0, 0)
+    ring: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RING_STEPS, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +176,8 @@ class SharedEngine:
         speed.update(own.speed)
         in_flight.step = own.step
         if self._ring is not None:  # its pauses end at a step of the side
-            self._now.pause = self._ring._step, self._ring._paused_until
-            self._ring._step, self._ring._paused_until = own.pause
+            self._now.ring = {name: getattr(self._ring, name) for name in RING_STEPS}
+            vars(self._ring).update(own.ring)
         scheduler._was_busy = False  # the first step follows none of another side
         scheduler._drafts = scheduler._outcomes._drafts = rows
         scheduler._extensions = tuple(

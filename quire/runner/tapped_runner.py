@@ -50,12 +50,12 @@ class TappedRunner(ModelRunner):
         self._taps = taps
         taps.ring.tenancy = self.tables.tenancy
         if self._overlap is not None:
-            self._overlap = AsyncSteps(self._resources, self._apply, partial(_TappedRun, taps=taps))
+            self._overlap = AsyncSteps(self._resources, self._apply, partial(_run_of, taps=taps))
 
     def _rows_result(self, plan: StepPlan) -> StepResult:
         if len(plan.slots) == 0:
             return no_rows(plan)
-        run = _TappedRun(plan, self._resources, taps=self._taps)
+        run = _run_of(plan, self._resources, taps=self._taps)
         return step_result(plan, self.tables, self._computed(plan, run), run.rows)
 
 
@@ -71,7 +71,7 @@ class TappedPipelinedRunner(PipelinedRunner):
 
     def run_of(self, plan: StepPlan) -> StepRun:
         """See PipelinedRunner."""
-        return _TappedRun(plan, self._resources, taps=self._taps)
+        return _run_of(plan, self._resources, taps=self._taps)
 
 
 def _check(executor: Executor) -> None:
@@ -82,15 +82,25 @@ def _check(executor: Executor) -> None:
         )
 
 
-class _TappedRun(StepRun):
-    """A StepRun that keeps hidden states as soon as they are computed."""
+def _run_of(
+    plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
+) -> StepRun:
+    """Return the run of a plan: one like any other where the ring need not know of it, since each
+    call more in it takes a part of the step of a small model."""
+    run = StepRun(plan, resources, **settings)
+    if taps.ring.passes(plan.step, is_decode=run.rows.is_decode):
+        return run
+    return _TappedRun(run, taps)
 
-    def __init__(
-        self, plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
-    ) -> None:
-        super().__init__(plan, resources, **settings)
+
+class _TappedRun(StepRun):
+    """The run of a plan that was made as `run`. It keeps hidden states as soon as they are
+    computed, or notes that it does not."""
+
+    def __init__(self, run: StepRun, taps: Taps) -> None:
+        vars(self).update(vars(run))
         self._taps = taps
-        self._keeps = taps.ring.keeps(plan.step, is_decode=self.rows.is_decode)
+        self._keeps = taps.ring.keeps(self._plan.step, is_decode=self.rows.is_decode)
         if self._keeps and taps.of_layers:
             self.batch = replace(self.batch, keeps_taps=True)
 
@@ -99,10 +109,10 @@ class _TappedRun(StepRun):
         try:
             super().begin()
         except StepMemoryError:  # its halves keep nothing
-            self._taps.ring.note_gap()
+            self._taps.ring.note_gap(self._plan.step)
             raise
         if not self._keeps:
-            self._taps.ring.note_gap()
+            self._taps.ring.note_gap(self._plan.step)
             return
         if not self._taps.of_layers:
             return
@@ -116,7 +126,7 @@ class _TappedRun(StepRun):
         try:
             super()._choose_slice(first, slots, positions, masks)
         except StepMemoryError:  # as above
-            self._taps.ring.note_gap()
+            self._taps.ring.note_gap(self._plan.step)
             raise
         if self._keeps and not self._taps.of_layers:
             tenancies = self._resources.tables.tenancy[slots]

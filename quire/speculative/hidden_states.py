@@ -41,6 +41,7 @@ class HiddenStateRing:
         self._num_put = self._num_indexed = 0
         # Steps are those of plans. Each of these is written by one thread.
         self._step = self._paused_until = 0  # the last that was begun, and that of a pause
+        self._kept_step = self._gap_step = -1  # the last to put rows, and to note that it puts none
         self._first_kept = 0  # the first row that was put since a step of decoding put none
         self._lock = threading.Lock()
 
@@ -70,15 +71,27 @@ class HiddenStateRing:
         """Let steps of decoding put no rows, in so many further steps of any kind; 0: in none."""
         self._paused_until = self._step + num_steps
 
+    def passes(self, step: int, *, is_decode: bool) -> bool:
+        """Return whether `step` puts no rows, which need not be noted, as no step has put any since
+        that was noted. Called once for each step, in their order; if not, `keeps` is next."""
+        if step > self._paused_until or self._gap_step <= self._kept_step or not is_decode:
+            return False
+        self._step = step
+        return True
+
     def keeps(self, step: int, *, is_decode: bool) -> bool:
         """Return whether the rows of `step` are put in: all but those of decoding during a pause.
-        Called once for each step, in their order; steps before it may not have put theirs."""
+        Called in the order of the steps; steps before it may not have put theirs."""
         self._step = step
-        return step > self._paused_until or not is_decode
+        if step > self._paused_until or not is_decode:
+            self._kept_step = step
+            return True
+        return False
 
-    def note_gap(self) -> None:
-        """Note that a step puts no rows, after those of the steps before it."""
+    def note_gap(self, step: int) -> None:
+        """Note that `step` puts no rows, after those of the steps before it."""
         self._first_kept = self._num_put
+        self._gap_step = step
 
     def num_kept(self, slots: Index) -> Index:
         """Return how many rows at most follow each other up to the newest one of slots[i]: those of

@@ -38,17 +38,20 @@ from tests.exact.workload import Settings
 
 NUM_MEDUSA_HEADS = 3
 MAX_POSITIONS = 512  # that an EAGLE head counts
-RESTING_STEPS = 6  # of so many steps, one keeps no hidden states
+# In turns of so many steps one, two or three of decoding keep no hidden states.
+RESTING_STEPS = 6
 MakeExecutor = Callable[[Program, Checkpoint], Executor]
 
 
 class RestingRing(HiddenStateRing):
     """A HiddenStateRing with some steps of rest."""
 
-    def keeps(self, step: int, *, is_decode: bool) -> bool:
+    def passes(self, step: int, *, is_decode: bool) -> bool:
         """See HiddenStateRing."""
-        is_kept = super().keeps(step, is_decode=is_decode)
-        return is_kept and not (is_decode and step % RESTING_STEPS == 0)
+        turn, place = divmod(step, RESTING_STEPS)
+        if not place:
+            self.pause(step + turn % 3 - self._step)
+        return super().passes(step, is_decode=is_decode)
 
 
 class Heads:

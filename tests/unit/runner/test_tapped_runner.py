@@ -116,6 +116,24 @@ def test_steps_of_a_rest_tap_nothing_and_keep_nothing(kind: str) -> None:
     world.runner.close()
 
 
+@pytest.mark.parametrize("kind", ["plain", "thread", "pipelined", "device"])
+@pytest.mark.parametrize("of_layers", [True, False])
+def test_the_ring_knows_of_the_first_step_of_a_rest_only(
+    kind: str, monkeypatch: pytest.MonkeyPatch, *, of_layers: bool
+) -> None:
+    world, asked = World(kind, of_layers=of_layers), []
+    keeps = world.ring.keeps
+    monkeypatch.setattr(
+        world.ring, "keeps", lambda step, **given: asked.append(step) or keeps(step, **given)
+    )
+    world.ring.pause(4)
+    for step in range(2, 9):
+        world.run(plan_of(step, [(0, step, 1, 1)]))
+    assert asked == [2, 6, 7, 8]
+    assert [position for position in range(10) if world.has(0, position)] == [6, 7, 8]
+    world.runner.close()
+
+
 @pytest.mark.parametrize("kind", ["thread", "pipelined", "device"])
 def test_a_rest_that_begins_or_ends_later_changes_no_plan_in_flight(kind: str) -> None:
     """That a step rests is decided when its plan is handed in: what computes it may be ahead."""

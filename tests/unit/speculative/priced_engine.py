@@ -237,7 +237,7 @@ class Engine:
             if self._ring.keeps(plan.step, is_decode=is_decode):
                 self._keep_hidden_states(plan)
             else:
-                self._ring.note_gap()
+                self._ring.note_gap(plan.step)
         self._spend_step(plan)
         result = StepResult(
             step=plan.step,

@@ -81,6 +81,28 @@ def test_steps_of_decoding_put_no_rows_during_a_pause() -> None:
     assert ring.keeps(9, is_decode=True)
 
 
+def test_a_step_of_a_pause_passes_once_a_gap_was_noted_and_nothing_is_put_since() -> None:
+    ring = HiddenStateRing(8, 2, 2)
+    assert not ring.passes(1, is_decode=True)
+    assert ring.keeps(1, is_decode=True)
+    ring.pause(9)
+    assert not ring.passes(2, is_decode=True)
+    assert not ring.keeps(2, is_decode=True)
+    assert not ring.passes(3, is_decode=True)  # the step before is in flight
+    assert not ring.keeps(3, is_decode=True)
+    ring.note_gap(2)
+    assert ring.passes(4, is_decode=True)
+    assert not ring.passes(5, is_decode=False)
+    assert ring.keeps(5, is_decode=False)  # in flight, too
+    ring.note_gap(3)
+    assert not ring.passes(6, is_decode=True)
+    assert not ring.keeps(6, is_decode=True)
+    ring.note_gap(6)
+    assert [ring.passes(step, is_decode=True) for step in (7, 8)] == [True, True]
+    ring.pause(1)  # from the last step on, whether it passed or not
+    assert [ring.passes(step, is_decode=True) for step in (9, 10)] == [True, False]
+
+
 def test_steps_without_rows_count_for_a_pause() -> None:
     """Such as those that compute layers of a prompt only: the runner is not asked in these."""
     ring = HiddenStateRing(8, 2, 2)
@@ -104,7 +126,7 @@ def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_non
     assert ring.num_kept(slots).tolist() == [3, 3, 0]  # a step before may still put some
     put(ring, 0, [3], 1.0)
     assert ring.num_kept(slots).tolist() == [4, 3, 0]
-    ring.note_gap()
+    ring.note_gap(2)
     assert ring.num_kept(slots).tolist() == [0, 0, 0]
     put(ring, 0, [4, 5], 1.0)
     put(ring, 2, [7], 1.0)
@@ -120,7 +142,7 @@ def test_rows_from_before_a_step_that_put_none_are_not_found() -> None:
     ring = HiddenStateRing(8, 2, 2)
     put(ring, 0, [4, 5, 6, 7], 1.0)  # of drafts, of which the first was right
     put(ring, 1, [2], 1.0)
-    ring.note_gap()  # a step that computed position 6 of slot 0
+    ring.note_gap(2)  # a step that computed position 6 of slot 0
     assert [value(ring, 0, at) for at in (5, 6, 7)] == [None, None, None]
     assert (value(ring, 1, 2), ring.first_of_run(0, 7)) == (None, 7)
     put(ring, 0, [7], 2.0)
