@@ -43,7 +43,7 @@ from quire.speculative.self_draft import SelfProposer
 
 Make = Callable[..., Any]
 # Attributes of a ring of hidden states that are numbers of steps, which each side counts.
-RING_STEPS = ("_step", "_paused_until", "_kept_step", "_gap_step")
+RING_STEPS = ("_paused_until", "_kept_step", "_gap_step", "idle_until")
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Attached:
     speed: dict[str, Any]
     runner: Runner
     step: int = 0
-    ring: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RING_STEPS, 0))
+    ring: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RING_STEPS, -1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,9 +118,9 @@ class DraftSource(Protocol):
     def rested(self, num_steps: int) -> None:
         """Note that so many steps have passed for which `skips_step` was not asked."""
 
-    def note_rest(self, num_steps: int) -> None:
-        """Note that `skips_step` is not asked in the next `num_steps` steps, unless a request
-        begins; with 0, that it may be asked in the next one."""
+    def note_rest(self, step: int, num_steps: int) -> None:
+        """Note that `skips_step` is not asked in the `num_steps` steps after `step`, unless a
+        request begins; with 0, that it may be asked in the next one."""
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """Note that so many requests of those that run have begun: once for each, before or after

@@ -68,9 +68,9 @@ class HeadProposer(ComputingProposer, PausingProposer):
         super().__init__(model, num_slots, now_ms)
         self._model, self._ring = model, ring
 
-    def note_rest(self, num_steps: int) -> None:
+    def note_rest(self, step: int, num_steps: int) -> None:
         """See PausingProposer: hidden states are kept again some steps before the end of a rest."""
-        self._ring.pause(max(num_steps - self.kept_steps, 0))
+        self._ring.pause(step + num_steps - self.kept_steps)
 
     def _pass(self, head: int, rows: HeadRows) -> tuple[Int32s, Float32s]:
         """Compute a pass and learn its time."""

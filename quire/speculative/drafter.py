@@ -193,12 +193,12 @@ class Drafter:
         if self._proposers.num_predicting:
             self._predictions.rested(num_steps)
 
-    def note_rest(self, num_steps: int) -> None:
+    def note_rest(self, step: int, num_steps: int) -> None:
         """See DraftSource."""
         balance = self._control.balance
         if num_steps == UNTIL_EARNED and balance is not None and not self.num_errors:
             num_steps = balance.steps_to_earn
-        self._proposers.note_rest(num_steps)
+        self._proposers.note_rest(step, num_steps)
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:
         """See DraftSource."""

@@ -35,7 +35,7 @@ Float32s = NDArray[np.float32]
 Float64s = NDArray[np.float64]
 HEAD = 0  # there is one
 # A head guesses worse with fewer rows before its own; with so many, about as well as with all.
-KEPT_STEPS = 64
+KEPT_STEPS = 16
 
 
 class _Due(NamedTuple):

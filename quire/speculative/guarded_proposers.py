@@ -145,12 +145,12 @@ class GuardedProposers:
         except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
             self.give_up_all(slots, error)
 
-    def note_rest(self, num_steps: int) -> None:
-        """Note that the engine's proposer is asked for nothing in about the next `num_steps`
-        steps."""
+    def note_rest(self, step: int, num_steps: int) -> None:
+        """Note that the engine's proposer is asked for nothing in about `num_steps` steps after
+        `step`."""
         assert self._pausing is not None, "the proposer takes part in steps"
         try:
-            self._pausing.note_rest(num_steps)
+            self._pausing.note_rest(step, num_steps)
         except Exception as error:  # noqa: BLE001  of whatever proposes: no draft, no harm
             self.give_up_all(self.asks_proposer.nonzero()[0], error)
 

@@ -26,7 +26,8 @@ Float32s = NDArray[np.float32]
 class HiddenStateRing:
     """At most `num_rows` rows of `width` columns. Two threads may use it.
 
-    tenancy: of each slot now, a number that changes whenever the slot is given to a request or
+    idle_until: steps of decoding up to this one put nothing, which need not be noted, as nothing
+    was put since that was noted; read in each step. tenancy: of each slot now, a number that changes whenever the slot is given to a request or
     given back (SlotTables of the runner that puts rows in).
     """
 
@@ -39,9 +40,10 @@ class HiddenStateRing:
         self._places = np.full((num_slots, num_rows), -1, np.int32)
         self.tenancy: Int64s = np.zeros(num_slots, np.int64)
         self._num_put = self._num_indexed = 0
-        # Steps are those of plans. Each of these is written by one thread.
-        self._step = self._paused_until = 0  # the last that was begun, and that of a pause
-        self._kept_step = self._gap_step = -1  # the last to put rows, and to note that it puts none
+        # Steps are those of plans. The last one of a pause; and the last to put rows, and to note
+        # that it puts none.
+        self._paused_until = self._kept_step = self._gap_step = -1
+        self.idle_until = -1
         self._first_kept = 0  # the first row that was put since a step of decoding put none
         self._lock = threading.Lock()
 
@@ -67,31 +69,33 @@ class HiddenStateRing:
             self._positions[at], self._tenancies[at] = positions, tenancies
             self._num_put += len(rows)
 
-    def pause(self, num_steps: int) -> None:
-        """Let steps of decoding put no rows, in so many further steps of any kind; 0: in none."""
-        self._paused_until = self._step + num_steps
-
-    def passes(self, step: int, *, is_decode: bool) -> bool:
-        """Return whether `step` puts no rows, which need not be noted, as no step has put any since
-        that was noted. Called once for each step, in their order; if not, `keeps` is next."""
-        if step > self._paused_until or self._gap_step <= self._kept_step or not is_decode:
-            return False
-        self._step = step
-        return True
+    def pause(self, last_step: int) -> None:
+        """Let steps of decoding put no rows up to `last_step`."""
+        with self._lock:
+            self._paused_until = last_step
+            self._note_idle()
 
     def keeps(self, step: int, *, is_decode: bool) -> bool:
         """Return whether the rows of `step` are put in: all but those of decoding during a pause.
-        Called in the order of the steps; steps before it may not have put theirs."""
-        self._step = step
-        if step > self._paused_until or not is_decode:
-            self._kept_step = step
-            return True
-        return False
+        Called in the order of the steps, which may not have put theirs, from the thread of
+        `note_gap`; for steps up to `idle_until` in those of prompts only."""
+        if is_decode and step <= self._paused_until:
+            return False
+        self._kept_step = step
+        if self.idle_until >= 0:
+            with self._lock:
+                self._note_idle()
+        return True
 
     def note_gap(self, step: int) -> None:
         """Note that `step` puts no rows, after those of the steps before it."""
-        self._first_kept = self._num_put
-        self._gap_step = step
+        with self._lock:
+            self._first_kept, self._gap_step = self._num_put, step
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        is_gap = self._gap_step > self._kept_step
+        self.idle_until = self._paused_until if is_gap else -1
 
     def num_kept(self, slots: Index) -> Index:
         """Return how many rows at most follow each other up to the newest one of slots[i]: those of

@@ -113,9 +113,9 @@ class PausingProposer(Proposer):
     is asked for no request in the step that admits it."""
 
     @abstractmethod
-    def note_rest(self, num_steps: int) -> None:
-        """Note that about the next `num_steps` steps pass before drafts are asked for; 0: they may
-        be in the next one."""
+    def note_rest(self, step: int, num_steps: int) -> None:
+        """Note that about `num_steps` steps pass after `step` before drafts are asked for; 0: they
+        may be in the next one."""
 
 
 class CostlyProposer(Proposer):

@@ -46,12 +46,12 @@ MakeExecutor = Callable[[Program, Checkpoint], Executor]
 class RestingRing(HiddenStateRing):
     """A HiddenStateRing with some steps of rest."""
 
-    def passes(self, step: int, *, is_decode: bool) -> bool:
+    def keeps(self, step: int, *, is_decode: bool) -> bool:
         """See HiddenStateRing."""
         turn, place = divmod(step, RESTING_STEPS)
         if not place:
-            self.pause(step + turn % 3 - self._step)
-        return super().passes(step, is_decode=is_decode)
+            self.pause(step + turn % 3)
+        return super().keeps(step, is_decode=is_decode)
 
 
 class Heads:

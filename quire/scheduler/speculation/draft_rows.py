@@ -196,7 +196,7 @@ class DraftRows(StepExtension):
             if source.rest_steps and not wakes:
                 return
             if source.notes_rests:
-                source.note_rest(0)
+                source.note_rest(self._requests.in_flight.step, 0)
         self.is_resting, self.is_active, self.noted_from = False, True, 0
 
     def begin_step(self, step: Step) -> None:
@@ -338,7 +338,7 @@ class DraftRows(StepExtension):
             self._rest_sequences = self._batch.sequences.copy()
             self._rest_until = step + num_steps - self._overlaps
             if self._source.notes_rests:
-                self._source.note_rest(num_steps)
+                self._source.note_rest(step, num_steps)
             if self._rest_until < self.noted_from:
                 self.noted_from = self._rest_until
 
@@ -362,7 +362,7 @@ class DraftRows(StepExtension):
         self._rest_until = self._rest_from + num_steps - self._overlaps
         is_over = num_steps <= self._overlaps
         if source.notes_rests:
-            source.note_rest(0 if is_over else num_steps)
+            source.note_rest(plan.step, 0 if is_over else num_steps)
         if is_over:
             self.is_resting, self.is_active = False, True
 

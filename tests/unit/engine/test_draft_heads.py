@@ -343,7 +343,7 @@ def test_while_drafts_rest_for_long_steps_of_decoding_keep_no_hidden_states(
     with LLM(deep_model, speculate="eagle", **SETTINGS, **own) as llm:
         llm.generate([PROMPTS[1]], SAMPLING[0], terms=OFF)
         kept.clear()
-        rings[0].pause(2 + 9)  # the prompt takes two steps
+        rings[0].pause(rings[0]._kept_step + 2 + 9)  # the prompt takes two steps
         llm.generate([PROMPTS[0]], SAMPLING[0], terms=OFF)
         num_prompt, num = len(PROMPTS[0]), len(PROMPTS[0]) + 40
         assert sorted(kept)[:num_prompt] == list(range(num_prompt))

@@ -108,7 +108,7 @@ def test_steps_of_a_rest_tap_nothing_and_keep_nothing(kind: str) -> None:
     decodes = [plan_of(step, [(0, step, 1, 1)]) for step in (2, 3, 4)]
     world.run(decodes[0])
     assert [world.has(0, position) for position in range(4)] == [True, True, True, False]
-    world.ring.pause(1)
+    world.ring.pause(3)
     world.run(decodes[1])
     world.run(decodes[2])
     assert world.kept == [True, True, False, True]
@@ -126,7 +126,7 @@ def test_the_ring_knows_of_the_first_step_of_a_rest_only(
     monkeypatch.setattr(
         world.ring, "keeps", lambda step, **given: asked.append(step) or keeps(step, **given)
     )
-    world.ring.pause(4)
+    world.ring.pause(5)
     for step in range(2, 9):
         world.run(plan_of(step, [(0, step, 1, 1)]))
     assert asked == [2, 6, 7, 8]

@@ -53,7 +53,7 @@ class FakeDrafts:
     def rest_steps(self) -> int:
         return 0
 
-    def note_rest(self, num_steps: int) -> None:
+    def note_rest(self, step: int, num_steps: int) -> None:
         raise AssertionError("these drafts take part in no other steps")
 
     def note_arrivals(self, num_new: int, num_running: int) -> None:

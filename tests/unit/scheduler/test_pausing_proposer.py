@@ -33,7 +33,7 @@ class Pausing(Model, PausingProposer):
         self.rests: list[tuple[int, int]] = []
         self.asks: list[int] = []
 
-    def note_rest(self, num_steps: int) -> None:
+    def note_rest(self, step: int, num_steps: int) -> None:
         self.rests.append((self.num_turns, num_steps))
 
     def possible(self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s) -> Int32s:
@@ -141,7 +141,7 @@ def test_a_request_has_no_drafts_in_the_step_that_admits_it(
 
 
 class Failing(Pausing):
-    def note_rest(self, num_steps: int) -> None:
+    def note_rest(self, step: int, num_steps: int) -> None:
         raise ValueError("cannot pause")
 
 
@@ -160,13 +160,13 @@ def test_heads_need_hidden_states_some_steps_before_the_end_of_a_rest(
     ring = HiddenStateRing(8, 2, 2)
     heads = object.__new__(kind)
     heads._ring = ring
-    heads.note_rest(1000)
-    num_paused = 0
-    while not ring.keeps(num_paused + 1, is_decode=True):
+    heads.note_rest(2, 1000)
+    num_paused, step = 0, 3
+    while not ring.keeps(step + num_paused, is_decode=True):
         num_paused += 1
     assert num_paused == 1000 - kind.kept_steps
-    heads.note_rest(1000)
-    heads.note_rest(0)
+    heads.note_rest(1001, 1000)
+    heads.note_rest(1001, 0)
     assert ring.keeps(1002, is_decode=True)
-    heads.note_rest(kind.kept_steps)
+    heads.note_rest(1002, kind.kept_steps)
     assert ring.keeps(1003, is_decode=True)

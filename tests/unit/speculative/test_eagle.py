@@ -289,8 +289,8 @@ def paused(rig: Rig, slot: int, num_lacking: int, num_kept: int) -> None:
     """Append tokens of which the target's hidden states are not kept, and then some of which they
     are."""
     rig.ring.pause(1)
-    assert not rig.ring.keeps(rig.ring._step + 1, is_decode=True)
-    rig.ring.note_gap(rig.ring._step)
+    assert not rig.ring.keeps(1, is_decode=True)
+    rig.ring.note_gap(1)
     length = int(rig.known.lengths[slot])
     positions = np.arange(length, length + num_lacking, dtype=np.int32)
     rig.known.put(np.full(num_lacking, slot), positions, np.full(num_lacking, 5, np.int32))

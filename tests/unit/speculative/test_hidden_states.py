@@ -70,46 +70,40 @@ def test_runs_end_at_the_position_asked_for() -> None:
 def test_steps_of_decoding_put_no_rows_during_a_pause() -> None:
     ring = HiddenStateRing(8, 2, 2)
     assert [ring.keeps(step, is_decode=True) for step in (1, 2)] == [True, True]
-    ring.pause(4)
+    ring.pause(6)
     decodes = [(3, True), (4, False), (5, True), (6, True), (7, True)]
     assert [ring.keeps(step, is_decode=one) for step, one in decodes] == [
         *(False, True, False, False, True)
     ]
-    ring.pause(3)
+    ring.pause(10)
     assert not ring.keeps(8, is_decode=True)
-    ring.pause(0)
+    ring.pause(8)
     assert ring.keeps(9, is_decode=True)
 
 
-def test_a_step_of_a_pause_passes_once_a_gap_was_noted_and_nothing_is_put_since() -> None:
+def test_steps_of_a_pause_are_idle_once_a_gap_was_noted_and_nothing_is_put_since() -> None:
     ring = HiddenStateRing(8, 2, 2)
-    assert not ring.passes(1, is_decode=True)
     assert ring.keeps(1, is_decode=True)
     ring.pause(9)
-    assert not ring.passes(2, is_decode=True)
-    assert not ring.keeps(2, is_decode=True)
-    assert not ring.passes(3, is_decode=True)  # the step before is in flight
-    assert not ring.keeps(3, is_decode=True)
+    for step in (2, 3):  # the second while the first is in flight
+        assert ring.idle_until == -1
+        assert not ring.keeps(step, is_decode=True)
     ring.note_gap(2)
-    assert ring.passes(4, is_decode=True)
-    assert not ring.passes(5, is_decode=False)
-    assert ring.keeps(5, is_decode=False)  # in flight, too
+    assert ring.idle_until == 9
+    ring.pause(12)
+    assert ring.idle_until == 12
+    assert ring.keeps(5, is_decode=False)  # step 3 is still in flight
+    assert ring.idle_until == -1
     ring.note_gap(3)
-    assert not ring.passes(6, is_decode=True)
+    assert ring.idle_until == -1
     assert not ring.keeps(6, is_decode=True)
     ring.note_gap(6)
-    assert [ring.passes(step, is_decode=True) for step in (7, 8)] == [True, True]
-    ring.pause(1)  # from the last step on, whether it passed or not
-    assert [ring.passes(step, is_decode=True) for step in (9, 10)] == [True, False]
-
-
-def test_steps_without_rows_count_for_a_pause() -> None:
-    """Such as those that compute layers of a prompt only: the runner is not asked in these."""
-    ring = HiddenStateRing(8, 2, 2)
-    ring.keeps(1, is_decode=True)
-    ring.pause(4)
-    assert not ring.keeps(2, is_decode=True)
-    assert ring.keeps(6, is_decode=True)
+    assert ring.idle_until == 12
+    ring.pause(8)
+    assert ring.idle_until == 8
+    assert ring.keeps(9, is_decode=True)
+    ring.pause(12)
+    assert ring.idle_until == -1
 
 
 def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_none() -> None:
@@ -121,7 +115,7 @@ def test_rows_that_follow_each_other_are_at_most_those_since_a_step_that_put_non
     ring.keeps(1, is_decode=False)
     put(ring, 1, [2], 1.0)
     assert ring.num_kept(slots).tolist() == [3, 3, 0]
-    ring.pause(1)
+    ring.pause(2)
     assert not ring.keeps(2, is_decode=True)
     assert ring.num_kept(slots).tolist() == [3, 3, 0]  # a step before may still put some
     put(ring, 0, [3], 1.0)
