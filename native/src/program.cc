@@ -409,15 +409,27 @@ void Program::run_unit(const Segment& segment, const Unit& unit, const StepInput
     const Operation& op = segment.ops[unit.first];
     if (!is_row_wise(op)) return run_op(op, inputs);
     const int64_t count = count_of(first_view(op), inputs);
-    if (unit.count == 1) return run_rows(op, inputs, 0, count, pool_.get());
+    // A unit is dealt as if it had no taps where they are not computed.
+    const auto is_computed = [&](const Operation& one) {
+        return inputs.keeps_taps || !std::holds_alternative<TapOp>(one);
+    };
     int64_t width = 0;  // of all together
-    for (size_t i = 0; i < unit.count; ++i) width += first_view(segment.ops[unit.first + i]).width;
+    size_t num = 0, last = 0;
+    for (size_t i = unit.first; i < unit.first + unit.count; ++i) {
+        if (!is_computed(segment.ops[i])) continue;
+        width += first_view(segment.ops[i]).width;
+        ++num;
+        last = i;
+    }
+    if (num == 0) return;
+    if (num == 1) return run_rows(segment.ops[last], inputs, 0, count, pool_.get());
     const int64_t grain = rows_at_once(count, width, pool_->num_threads());
     pool_->deal(count, grain, [&](int64_t begin, int64_t end, int) {
         for (; begin < end; begin += grain) {  // all rows if one thread computes alone
             const int64_t some = std::min(grain, end - begin);
-            for (size_t i = 0; i < unit.count; ++i) {
-                run_rows(segment.ops[unit.first + i], inputs, begin, some, &alone_);
+            for (size_t i = unit.first; i <= last; ++i) {
+                const Operation& one = segment.ops[i];
+                if (is_computed(one)) run_rows(one, inputs, begin, some, &alone_);
             }
         }
     });
@@ -535,9 +547,7 @@ void Program::run_rows(const Operation& operation, const StepInputs& inputs, int
                 kernels.soft_cap({at(op.x), count, static_cast<float>(op.cap), pool});
             },
             [&](const CopyOp& op) { kernels.copy({at(op.x), at(op.y), count, pool}); },
-            [&](const TapOp& op) {
-                if (inputs.keeps_taps) kernels.copy({at(op.x), at(op.y), count, pool});
-            },
+            [&](const TapOp& op) { kernels.copy({at(op.x), at(op.y), count, pool}); },
             [&](const RouteOp& op) {
                 kernels.route({at(op.x), at(op.y), count, op.score, op.form, op.top_k,
                                vector_of(op.bias), op.groups, op.top_groups,

@@ -2,7 +2,8 @@
 
 A pass over the operations in order; a buffer lives from its first use to its last. Always holds:
 buffers alive at the same operation never overlap, and what a later segment reads (or the program
-names as an output) stays until the next step. Knows no executor's memory, only sizes.
+names as an output) stays until the next step; taps, which few steps write, lie behind all else, so
+that a program has the same places with them as without. Knows no executor's memory, only sizes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.execute.executor import StepLimits
+from quire.program.ops import Tap
 from quire.program.program import Program
 from quire.program.tensors import Buffer
 
@@ -38,17 +40,19 @@ class Layout:
 def lay_out(program: Program, limits: StepLimits) -> Layout:
     """Return places for all buffers of `program`, for steps of at most `limits`."""
     lifetimes = _lifetimes(program)
+    ops = (op for segment in program.segments.values() for op in segment)
+    taps = {op.y.buffer.index for op in ops if isinstance(op, Tap)}
     order = sorted(range(len(program.buffers)), key=lambda index: lifetimes[index][0])
     places: dict[int, Place] = {}
     alive: list[tuple[int, int, int]] = []  # (offset, end, last use), by offset
     arena_bytes = 0
-    for index in order:
+    for index in sorted(order, key=taps.__contains__):
         first, last = lifetimes[index]
         alive = [area for area in alive if area[2] >= first]
         buffer = program.buffers[index]
         stride = _stride(buffer)
         num_bytes = stride * buffer.dtype.itemsize * limits.rows(buffer.rows)
-        offset = _lowest_gap(alive, num_bytes)
+        offset = arena_bytes if index in taps else _lowest_gap(alive, num_bytes)
         alive.append((offset, offset + num_bytes, last))
         alive.sort()
         arena_bytes = max(arena_bytes, offset + num_bytes)

@@ -11,6 +11,7 @@ from quire.execute.executor import StepLimits
 from quire.execute.layout import Layout, lay_out
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
+from quire.program.taps import with_taps
 from quire.program.tensors import DType
 from tests.tiny_models import write_tiny_llama
 
@@ -64,6 +65,13 @@ def test_rows_are_aligned_and_areas_lie_in_the_arena(program: Program) -> None:
         assert place.stride * buffer.dtype.itemsize % 64 == 0
         assert place.stride >= buffer.width
         assert place.offset_bytes + place.num_bytes <= layout.arena_bytes
+
+
+def test_taps_change_no_other_place(program: Program) -> None:
+    """So that steps that compute none take no longer than without them."""
+    layout, tapped = lay_out(program, LIMITS), lay_out(with_taps(program, [0, 2, 3]), LIMITS)
+    assert tapped.places[:-1] == layout.places
+    assert tapped.places[-1].offset_bytes == layout.arena_bytes
 
 
 def test_layers_reuse_each_others_areas(tmp_path: Path, program: Program) -> None:
