@@ -85,9 +85,7 @@ def _check(executor: Executor) -> None:
         )
 
 
-def _run_of(
-    plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool
-) -> StepRun:
+def _run_of(plan: StepPlan, resources: RunnerResources, *, taps: Taps, **settings: bool) -> StepRun:
     """Return the run of a plan: one like any other where nothing of it is kept or noted."""
     run = StepRun(plan, resources, **settings)
     if plan.step <= taps.ring.idle_until and run.rows.is_decode:

@@ -27,8 +27,9 @@ class HiddenStateRing:
     """At most `num_rows` rows of `width` columns. Two threads may use it.
 
     idle_until: steps of decoding up to this one put nothing, which need not be noted, as nothing
-    was put since that was noted; read in each step. tenancy: of each slot now, a number that changes whenever the slot is given to a request or
-    given back (SlotTables of the runner that puts rows in).
+    was put since that was noted; read in each step. tenancy: of each slot now, a number that
+    changes whenever the slot is given to a request or given back (SlotTables of the runner that
+    puts rows in).
     """
 
     def __init__(self, num_rows: int, width: int, num_slots: int) -> None:

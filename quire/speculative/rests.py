@@ -3,8 +3,9 @@ that there are steps without drafts to judge them against.
 
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
-ASK_SHARE of the time, and are halved by each step in which drafts pay; of two such rests in turn
-at most one ends early, while the short ones after a lookup in vain may all do. Where proposers know
+ASK_SHARE of the time, and are halved by each step in which drafts pay; of such
+rests fewer and fewer end early for requests that begin, while the short ones after a lookup in vain
+may all do. Where proposers know
 how long matches are, a long one ends a rest; they are looked for less often each time that no draft
 of one pays.
 """
@@ -30,9 +31,12 @@ STEPS_BEFORE_PLAIN = 1
 # long, so many times at most.
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
 MORE_MISSES, MAX_DOUBLINGS = 8, 2
+# A rest that ended early, as a request began, and after which no draft pays is followed by one that
+# may not, then by twice as many, up to so many.
+MAX_EARLY_RESTS = 8
 # During a rest, long matches are looked for after so many steps, then twice as many, up to so many
 # milliseconds: drafts that follow one are right far more often than those that did not pay.
-LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 8.0, 64
+LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 16.0, 128
 
 
 class DraftRests:
@@ -48,7 +52,8 @@ class DraftRests:
         self._found_long = False  # the last ask was made for a long match
         self._since = 1  # steps since the control was asked, with this one and those in `left`
         self._kept = 0  # what the last rest counts for still
-        self._may_end, self._ended_early = True, False
+        # Rests until one may end early, after one that did, and how many the next time.
+        self._ended_early, self._until_early, self._early_rests = False, 0, 1
         self._num_misses = 0  # lookups in turn that found nothing
         self._until_plain = STEPS_BEFORE_PLAIN
 
@@ -82,12 +87,12 @@ class DraftRests:
         self.until_look = self._look_steps
 
     def end_early(self) -> None:
-        """Ask in the next step, as the requests are others; not after each of two rests in turn:
-        where many short requests begin, each would be an ask. A rest after a lookup in vain may
-        always end: a lookup is no ask."""
+        """Ask in the next step, as the requests are others, unless that was in vain lately: where
+        many short requests begin, each would be an ask. A rest after a lookup in vain may always
+        end: a lookup is no ask."""
         if self._num_misses:
             self.forget_misses()
-        elif self.left and self._may_end:
+        elif self.left and not self._until_early:
             self._end()
             self._ended_early = True
 
@@ -144,11 +149,17 @@ class DraftRests:
         long matches pay, which shortens no rest, as such a match ends it. has_long: there were some
         of these to choose from.
         """
-        self._may_end, self._ended_early = pays or not self._ended_early, False
+        if self._until_early:
+            self._until_early -= 1
+        elif self._ended_early:
+            self._until_early = self._early_rests
+            self._early_rests = min(2 * self._early_rests, MAX_EARLY_RESTS)
+        self._ended_early = False
         self._num_misses = 0
         found_long, self._found_long = self._found_long and has_long, False
         if pays:
             self._look_steps, self._look_times = LOOK_STEPS, 1
+            self._until_early, self._early_rests = 0, 1
             self.last = self.left = 0
             self._since = 1
             if not are_long:

@@ -157,7 +157,7 @@ def test_a_long_match_ends_a_rest_where_plans_overlap(running: int) -> None:
         assert case.num_drafts
 
 
-@pytest.mark.parametrize(("step_ms", "steps_per_look", "calls"), [(1.0, 8, 6.0), (3.0, 2, 15.2)])
+@pytest.mark.parametrize(("step_ms", "steps_per_look", "calls"), [(1.0, 16, 5.0), (3.0, 5, 12.5)])
 def test_looking_for_long_matches_in_vain_costs_little(
     step_ms: float, steps_per_look: int, calls: float
 ) -> None:

@@ -57,6 +57,21 @@ def test_rests_double_until_asking_takes_a_small_share(
     assert found == lengths
 
 
+def test_rests_that_end_early_in_vain_become_rarer() -> None:
+    rests, found = resting(), []
+    for _ in range(40):
+        rests.end_early()
+        found.append(rest(rests))
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    early = [num for num, left in enumerate(found) if not left]
+    assert early == [0, 2, 5, 10, 19, 28, 37]
+    rests.note_choice(pays=True, step_ms=STEP_MS, asked_ms=ASKED_MS)
+    for left in (0, 64, 0):
+        rests.note_choice(pays=False, step_ms=STEP_MS, asked_ms=ASKED_MS)
+        rests.end_early()
+        assert min(rest(rests), 64) == left
+
+
 def test_of_two_rests_in_turn_one_ends_early() -> None:
     rests = resting()
     rests.left -= 10
@@ -166,10 +181,10 @@ def looking(step_ms: float = 0.1) -> DraftRests:
 
 def test_a_long_match_is_looked_for_less_often_each_time() -> None:
     rests, found = looking(), []
-    for _ in range(6):
+    for _ in range(7):
         found.append(steps_until_look(rests))
         rests.note_look(finds=False)
-    assert found == [LOOK_STEPS, 8, 16, 32, MAX_LOOK_STEPS, MAX_LOOK_STEPS]
+    assert found == [LOOK_STEPS, 8, 16, 32, 64, MAX_LOOK_STEPS, MAX_LOOK_STEPS]
     rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS, are_long=True)
     rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
     assert steps_until_look(rests) == LOOK_STEPS
@@ -194,7 +209,9 @@ def test_long_matches_of_which_no_draft_pays_are_looked_for_less_often() -> None
         found.append(steps_until_look(rests))
         rests.note_look(finds=True)
         rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
-    assert found == [LOOK_STEPS, *(times * MAX_LOOK_STEPS for times in (2, 4, 8, 16))]
+    longest = int(128 * STEP_MS / 0.1)  # as asking takes so long
+    times = [min(times * MAX_LOOK_STEPS, longest) for times in (2, 4, 8, 16)]
+    assert found == [LOOK_STEPS, *times]
     rests.note_choice(pays=True, step_ms=0.1, asked_ms=ASKED_MS)
     rests.note_choice(pays=False, step_ms=0.1, asked_ms=ASKED_MS)
     assert steps_until_look(rests) == LOOK_STEPS
