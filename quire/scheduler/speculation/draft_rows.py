@@ -344,8 +344,8 @@ class DraftRows(StepExtension):
 
     def _awaits(self, is_such: Callable[[SequenceState], bool]) -> bool:
         """Return whether such a request lives that the source does not know yet."""
-        live, entered = self._requests.sequences.values(), set(map(id, self._sequences))
-        return any(is_such(one) and id(one) not in entered for one in live)
+        live, known = self._requests.sequences.values(), self._sequences
+        return any(is_such(one) and known[one.slot] is not one for one in live)
 
     def _note_rest(self, plan: StepPlan) -> None:
         """Note that the rest has come to `plan`; it ends where its steps are over."""
