@@ -30,6 +30,7 @@ FIRST_CASE = int(os.environ.get("QUIRE_STORE_FIRST", "900"))
 NUM_CASES = int(os.environ.get("QUIRE_STORE_CASES", "10"))
 MIN_FETCHED_BLOCKS = 60  # of all cases
 STORE_BLOCKS = 60
+MAX_CASES = 12  # of engines with other layouts, at least, until blocks were fetched
 LONG = 1536  # positions of a model for prompts of several pieces
 LAYOUTS = [("pipeline", "tensor"), ("context", "context")]
 
@@ -109,19 +110,20 @@ def test_engines_of_other_layouts_share_a_store(tmp_path: Path, layouts: tuple[s
         "threads": 2,
     }
     one, other = (Engine(model, **{**shared, f"{layout}_parallel_size": 2}) for layout in layouts)
-    seen: Counter[str] = Counter()
     with running(whole, one, other):
-        for number in range(FIRST_CASE + 4, FIRST_CASE + 4 + max(NUM_CASES // 10, 1)):
+        for number in range(FIRST_CASE + 4, FIRST_CASE + 4 + max(NUM_CASES // 10, MAX_CASES)):
             requests = drawn(number, 1)[1]
             if divides:
                 requests = [_after_a_long_text(number, streams) for streams in requests]
             lines = _compare(number, requests, whole, one, other, path)
             assert not lines, "\n".join(lines[:5])
-        one.end()
-        for engine in (one, other):
-            seen.update(_counts(engine.stats.kv_store))
-    if NUM_CASES >= 10:
-        assert seen["fetched"], seen
+            seen: Counter[str] = Counter()
+            for engine in (one, other):
+                seen.update(_counts(engine.stats.kv_store))
+            # On a busy machine the blocks of a case may be stored after they are looked for.
+            if seen["fetched"] and number >= FIRST_CASE + 3 + NUM_CASES // 10:
+                break
+    assert seen["fetched"], seen
 
 
 def _after_a_long_text(number: int, streams: Sequence[Request]) -> tuple[Request, ...]:
