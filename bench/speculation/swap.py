@@ -49,8 +49,8 @@ RING_STEPS = ("_paused_until", "_kept_step", "_gap_step", "idle_until")
 @dataclass(slots=True)
 class Attached:
     """What a side has of its own. rows: None without drafts. speed: the attributes of the step-cost
-    model. step: the number of the last one. ring: what the ring of hidden states
-    knows of steps."""
+    model. step: the number of the last one. ring: what the ring of hidden states knows of
+    steps."""
 
     rows: DraftRows | None
     speed: dict[str, Any]

@@ -3,7 +3,8 @@
 A pass over the operations in order; a buffer lives from its first use to its last. Always holds:
 buffers alive at the same operation never overlap, and what a later segment reads (or the program
 names as an output) stays until the next step; taps, which few steps write, lie behind all else, so
-that a program has the same places with them as without. Knows no executor's memory, only sizes.
+that a program has the same places with them as without (what they read is an output, and stays in
+any case). Knows no executor's memory, only sizes.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _run_of(plan: StepPlan, resources: RunnerResources, *, taps: Taps, **setting
 
 
 class _TappedRun(StepRun):
-    """The run of a plan that was made as `run`. It keeps hidden states as soon as they are
+    """Goes on as `run`, which was made and not begun. It keeps hidden states as soon as they are
     computed, or notes that it does not."""
 
     def __init__(self, run: StepRun, taps: Taps) -> None:

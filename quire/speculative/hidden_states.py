@@ -41,10 +41,12 @@ class HiddenStateRing:
         self._places = np.full((num_slots, num_rows), -1, np.int32)
         self.tenancy: Int64s = np.zeros(num_slots, np.int64)
         self._num_put = self._num_indexed = 0
-        # Steps are those of plans. The last one of a pause; and the last to put rows, and to note
-        # that it puts none.
-        self._paused_until = self._kept_step = self._gap_step = -1
+        # Numbers of steps, as in plans. The thread that puts rows writes the last step that was to
+        # put some, and the last that noted that it puts none.
+        self._kept_step = self._gap_step = -1
+        self._paused_until = 0  # the last step of a pause
         self.idle_until = -1
+        self._steps_lock = threading.Lock()
         self._first_kept = 0  # the first row that was put since a step of decoding put none
         self._lock = threading.Lock()
 
@@ -72,26 +74,27 @@ class HiddenStateRing:
 
     def pause(self, last_step: int) -> None:
         """Let steps of decoding put no rows up to `last_step`."""
-        with self._lock:
-            self._paused_until = last_step
+        with self._steps_lock:
+            self._paused_until = max(last_step, 0)
             self._note_idle()
 
     def keeps(self, step: int, *, is_decode: bool) -> bool:
         """Return whether the rows of `step` are put in: all but those of decoding during a pause.
-        Called in the order of the steps, which may not have put theirs, from the thread of
-        `note_gap`; for steps up to `idle_until` in those of prompts only."""
+        Called for each step, in their order, but for those of decoding up to `idle_until`; steps
+        before it may not have put theirs. The thread is that of `put` and `note_gap`."""
         if is_decode and step <= self._paused_until:
             return False
         self._kept_step = step
         if self.idle_until >= 0:
-            with self._lock:
+            with self._steps_lock:
                 self._note_idle()
         return True
 
     def note_gap(self, step: int) -> None:
         """Note that `step` puts no rows, after those of the steps before it."""
-        with self._lock:
-            self._first_kept, self._gap_step = self._num_put, step
+        self._first_kept = self._num_put
+        with self._steps_lock:
+            self._gap_step = step
             self._note_idle()
 
     def _note_idle(self) -> None:

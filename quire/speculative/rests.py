@@ -3,11 +3,10 @@ that there are steps without drafts to judge them against.
 
 Counts steps; knows no clock and no requests. Always holds: while drafts pay, one step in
 STEPS_PER_PLAIN rests; while they do not, rests double up to a limit, at which asking takes
-ASK_SHARE of the time, and are halved by each step in which drafts pay; of such
-rests fewer and fewer end early for requests that begin, while the short ones after a lookup in vain
-may all do. Where proposers know
-how long matches are, a long one ends a rest; they are looked for less often each time that no draft
-of one pays.
+ASK_SHARE of the time, and are halved by each step in which drafts pay; at most every second rest
+ends early for a request that begins, while the short ones after a lookup in vain may all do. Where
+proposers know how long matches are, a long one ends a rest; they are looked for less often each
+time that no draft of one pays.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ STEPS_BEFORE_PLAIN = 1
 # long, so many times at most.
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
 MORE_MISSES, MAX_DOUBLINGS = 8, 2
-# A rest that ended early, as a request began, and after which no draft pays is followed by one that
-# may not, then by twice as many, up to so many.
-MAX_EARLY_RESTS = 8
+# After a rest that ended early, as a request began, and in vain, the next one may not; the next two
+# after a second such rest in turn, and so many at most.
+MAX_EARLY_RESTS = 2
 # During a rest, long matches are looked for after so many steps, then twice as many, up to so many
 # milliseconds: drafts that follow one are right far more often than those that did not pay.
 LOOK_STEPS, LOOK_MS, MAX_LOOK_STEPS = 4, 16.0, 128

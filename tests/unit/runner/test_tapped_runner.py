@@ -126,11 +126,17 @@ def test_the_ring_knows_of_the_first_step_of_a_rest_only(
     monkeypatch.setattr(
         world.ring, "keeps", lambda step, **given: asked.append(step) or keeps(step, **given)
     )
-    world.ring.pause(5)
-    for step in range(2, 9):
+    world.ring.pause(7)
+    for step in range(2, 5):
         world.run(plan_of(step, [(0, step, 1, 1)]))
-    assert asked == [2, 6, 7, 8]
-    assert [position for position in range(10) if world.has(0, position)] == [6, 7, 8]
+    world.run(plan_of(5, [(0, 5, 1, 1), (1, 1, 2, 1)]))  # as a prompt computes two positions
+    assert world.has(0, 5)
+    assert world.has(1, 2)
+    for step in range(6, 11):
+        world.run(plan_of(step, [(0, step, 1, 1)]))
+    assert asked == [2, 5, 6, 8, 9, 10]
+    assert not world.has(1, 2), "step 6 put none"
+    assert [position for position in range(12) if world.has(0, position)] == [8, 9, 10]
     world.runner.close()
 
 

@@ -23,7 +23,8 @@ NUM_TURNS = 3000
 
 class Pausing(Model, PausingProposer):
     """A model of which no draft pays. rests: steps that were computed until a rest was noted, and
-    its steps; asks: steps until it was asked."""
+    its steps; asks: steps until it was asked. ends, asked: the last steps of rests, and those in
+    which it was asked, as plans count them."""
 
     may_begin_late = True
 
@@ -32,12 +33,17 @@ class Pausing(Model, PausingProposer):
         self.case: Case | None = None
         self.rests: list[tuple[int, int]] = []
         self.asks: list[int] = []
+        self.ends: list[int] = []
+        self.asked: list[int] = []
 
     def note_rest(self, step: int, num_steps: int) -> None:
         self.rests.append((self.num_turns, num_steps))
+        self.ends.append(step + num_steps)
 
     def possible(self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s) -> Int32s:
         self.asks.append(self.num_turns)
+        if self.case is not None:
+            self.asked.append(self.case.scheduler._requests.in_flight.step + 1)
         return limits
 
     @property
@@ -51,7 +57,9 @@ def run(proposer: Pausing, control: Control | None = None) -> Case:
     case.counts, case.num_rows = False, 0
     proposer.case = case
     proposer.rests.clear()
+    proposer.ends.clear()
     proposer.asks.clear()
+    proposer.asked.clear()
     for _ in range(NUM_TURNS):
         case.turn()
     return case
@@ -69,6 +77,19 @@ def test_the_rest_that_was_noted_last_ends_when_drafts_are_asked_for() -> None:
     for turn, num_steps in long:
         after = [asked for asked in proposer.asks if asked > turn]
         assert not after or abs(after[0] - (turn + num_steps)) <= 2
+
+
+def test_rests_are_said_to_end_in_the_step_before_the_next_ask() -> None:
+    proposer = Pausing()
+    run(proposer)
+    asks = list(zip(proposer.asks, proposer.asked, strict=True))
+    num_long = 0
+    for (turn, num_steps), end in zip(proposer.rests, proposer.ends, strict=True):
+        after = [step for asked, step in asks if asked > turn]
+        if num_steps > 100 and after:
+            num_long += 1
+            assert abs(after[0] - end) <= 2
+    assert num_long
 
 
 def test_a_rest_in_debt_is_about_as_long_as_was_said() -> None:
