@@ -30,8 +30,8 @@ STEPS_BEFORE_PLAIN = 1
 # long, so many times at most.
 MISS_PART, MANY_MISSES, MISS_MS, MAX_MISS_STEPS = 16, 32, 8.0, 31
 MORE_MISSES, MAX_DOUBLINGS = 8, 2
-# After a rest that ended early, as a request began, and in vain, the next one may not; the next two
-# after a second such rest in turn, and so many at most.
+# A rest that ended early for a new request, and in vain, is followed by one that may not; after the
+# second in turn by two, and never by more.
 MAX_EARLY_RESTS = 2
 # During a rest, long matches are looked for after so many steps, then twice as many, up to so many
 # milliseconds: drafts that follow one are right far more often than those that did not pay.
