@@ -81,6 +81,15 @@ def test_steps_of_decoding_put_no_rows_during_a_pause() -> None:
     assert ring.keeps(9, is_decode=True)
 
 
+def test_steps_without_rows_count_for_a_pause() -> None:
+    """Such as those that compute layers of a prompt only: the runner is not asked in these."""
+    ring = HiddenStateRing(8, 2, 2)
+    ring.keeps(1, is_decode=True)
+    ring.pause(5)
+    assert not ring.keeps(2, is_decode=True)
+    assert ring.keeps(6, is_decode=True)
+
+
 def test_steps_of_a_pause_are_idle_once_a_gap_was_noted_and_nothing_is_put_since() -> None:
     ring = HiddenStateRing(8, 2, 2)
     assert ring.keeps(1, is_decode=True)
