@@ -51,8 +51,8 @@ FLAGS = ("--threads", "1", "--max-num-seqs", "8", "--kv-cache-memory", "24MiB")
 TRANSFER = ("--kv-transfer-size", "8MiB", "--kv-transfer-timeout", "20")
 FAILURES = "quire_kv_transfer_failures_total"
 VOCAB = 96
-# At once, so that prompts lack servers.
-NUM_PROMPTS, NUM_STREAMS = 24, 3
+# At once, so that prompts lack servers, and each server that writes answers has open streams.
+NUM_PROMPTS, NUM_STREAMS = 24, 6
 
 
 @pytest.fixture(scope="module")
@@ -571,7 +571,7 @@ def test_a_server_changes_its_role_when_its_streams_have_ended(
     """Prompts lack servers while streams are open at all servers that write answers."""
     random = Random(17)
     prompts = [{**drawn(random, 3000), "max_tokens": 2} for _ in range(4)]
-    stream = {**drawn(random, 20), "max_tokens": 200}
+    stream = {**drawn(random, 20), "max_tokens": 1000}
     wanted = [alone(prefill, body, f"role {at}") for at, body in enumerate(prompts)]
     text = alone(prefill, stream, "stream")["text"]
     with start(folder, "both") as movable:
