@@ -128,24 +128,32 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
 
 
 def check_vocabulary(model: Path, num_ids: int, draft: Path, num_draft_ids: int) -> None:
-    """Raise ModelError where a token id means another token to the draft model.
+    """Raise ModelError where a token id means another token to the draft model, or may do.
 
-    Tables padded to another length are no difference. Models without a tokenizer must have as many
-    ids.
+    Tables padded to another length are no difference. Beside a model without a tokenizer, as when
+    it is planned by its config.json alone, the draft model must have as many ids.
     """
     if num_ids == num_draft_ids and _same_file(model / "tokenizer.json", draft / "tokenizer.json"):
         return
+    ours, theirs = _tokens(model, num_ids), _tokens(draft, num_draft_ids)
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        _check_same_tokens(ours, theirs, model, draft)
+        return
+    if isinstance(ours, TokenizerError) and num_ids == num_draft_ids:
+        return
+    error = theirs if isinstance(theirs, TokenizerError) else ours
+    raise ModelError(
+        f"{draft}: the draft model has {num_draft_ids} token ids, {model} has {num_ids}, and "
+        f"their tokens cannot be compared ({error}); take a draft model with the same tokenizer"
+    )
+
+
+def _tokens(model: Path, num_ids: int) -> Mapping[int, str] | TokenizerError:
+    """Return a model's tokens by id, or why its tokenizer cannot be read."""
     try:
-        ours = model_tokenizer(ModelConfig(model=str(model)), vocab_size=num_ids)
-        theirs = model_tokenizer(ModelConfig(model=str(draft)), vocab_size=num_draft_ids)
+        return model_tokenizer(ModelConfig(model=str(model)), vocab_size=num_ids).vocabulary()
     except TokenizerError as error:
-        if num_ids == num_draft_ids:
-            return
-        raise ModelError(
-            f"{draft}: the draft model has {num_draft_ids} token ids, {model} has {num_ids}, and "
-            f"their tokens cannot be compared ({error}); take a draft model with the same tokenizer"
-        ) from error
-    _check_same_tokens(ours.vocabulary(), theirs.vocabulary(), model, draft)
+        return error
 
 
 def _check_same_tokens(

@@ -139,6 +139,20 @@ def test_padding_of_the_table_is_no_difference_but_more_tokens_are(
         check_vocabulary(model, 307, padded, 320)
 
 
+def test_tokens_are_not_taken_as_equal_where_the_drafts_tokenizer_cannot_be_read(
+    model: Path, tmp_path: Path
+) -> None:
+    damaged = write_tiny_llama(tmp_path / "damaged", seed=4)
+    file = damaged / "tokenizer.json"
+    file.write_text(file.read_text()[:200])
+    with pytest.raises(ModelError, match=r"cannot be compared \(.*damaged.*cannot be read as a tokenizer"):
+        check_vocabulary(model, 307, damaged, 307)
+    file.unlink()
+    with pytest.raises(ModelError, match=r"cannot be compared \(.*damaged.*no tokenizer"):
+        check_vocabulary(model, 307, damaged, 307)
+    check_vocabulary(damaged, 307, model, 307)
+
+
 def test_a_gguf_file_drafts_for_a_directory(
     model: Path, tmp_path: Path, all_drafts: dict[str, int]
 ) -> None:
