@@ -20,6 +20,7 @@ from quire.base.errors import DeviceLost, SettingError, WorkerError
 from quire.base.log import Log
 from quire.comm.rendezvous import MeetingPoint, RankConnections, meet_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank, create_segment
+from quire.ranks.other_ranks import GROUP_LOST, names_reason
 from quire.ranks.placement import run_on
 from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
 from quire.ranks.start import (
@@ -33,7 +34,6 @@ from quire.ranks.start import (
     start_line,
 )
 
-RANK_ZERO_GONE = 3
 # How long a rank that has lost the group may take to end by itself.
 _END_S = 1.5
 # How long the reason of a loss that an exchange has found is waited for.
@@ -93,7 +93,7 @@ class ConnectedRanks:
         if self._watcher is not None:
             self._watcher.join(_REASON_S)
         reasons = [one for one in (self.explain(), self._lost, found) if one]
-        clear = next((one for one in reasons if not one.endswith("cannot go on")), None)
+        clear = next(filter(names_reason, reasons), None)
         return clear or f"{reasons[0]}: its own log has the reason"
 
     @property
@@ -220,8 +220,9 @@ def run_connected(
     log.event("ready")
     try:
         do_commands(executor, next_command)
-    except DeviceLost:
-        group.abort()  # the others must not take this end for one by agreement
+    except DeviceLost as error:
+        # The others must not take this end for one by agreement.
+        group.abort("" if group.native.is_aborted else failure_text(error))
         raise
     except BaseException as error:
         group.abort(failure_text(error))
@@ -246,7 +247,7 @@ def _own_group(start: RankStart) -> SharedMemoryRank:
 def _leave_with_the_group(group: SharedMemoryRank, done: threading.Event) -> None:
     """End the process where it does not end by itself: it may compute for long, or be stuck."""
     if group.native.wait_until_over() and not done.wait(_END_S):
-        os._exit(RANK_ZERO_GONE)
+        os._exit(GROUP_LOST)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,11 @@ from typing import Literal
 from quire.base.errors import DeviceLost
 from quire.base.log_process import LogSettings, start_logging
 from quire.ranks.connected_pools import PoolServer
+from quire.ranks.other_ranks import GROUP_LOST
 from quire.ranks.placement import run_on
 from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
 from quire.ranks.stage_loads import LoadServer
 from quire.ranks.start import RankStart, failure_text, read_start, ready_of
-
-_RANK_ZERO_GONE = 3
 
 
 def main() -> int:
@@ -35,7 +34,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        return _RANK_ZERO_GONE
+        return GROUP_LOST
     threading.Thread(target=_leave_with_rank_zero, name="quire-rank-zero", daemon=True).start()
     try:
         return _run(read_start(line), segment, answers)
@@ -66,7 +65,7 @@ def _run(start: RankStart, segment: int, answers: int) -> int:
         if not (is_lost and group.native.is_aborted):  # rank 0 does not know of it
             _answer(answers, {"failure": failure_text(error)})
         group.abort()  # after the answer, which rank 0 then has as the reason
-        code = _RANK_ZERO_GONE if is_lost else 1
+        code = GROUP_LOST if is_lost else 1
     for server in servers:
         server.join()  # a thread in the compiled module must not meet the interpreter's end
     return code
@@ -82,4 +81,4 @@ def _leave_with_rank_zero() -> None:
     # while the interpreter shuts down.
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    os._exit(_RANK_ZERO_GONE)
+    os._exit(GROUP_LOST)

@@ -12,6 +12,15 @@ from typing import Protocol
 from quire.comm.shared_memory import SharedMemoryRank
 from quire.ranks.start import RankReady, RankStart
 
+# The exit code of a rank that ends because another one, or rank 0, is gone.
+GROUP_LOST = 3
+
+
+def names_reason(found: str) -> bool:
+    """Return whether this says why a group is lost. What an exchange finds once another rank has
+    ended the group does not (native/src/rank_group.cc)."""
+    return not found.endswith("cannot go on")
+
 
 class OtherRanks(Protocol):
     """The ranks above 0, from their start to their end."""

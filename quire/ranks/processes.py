@@ -21,10 +21,11 @@ from quire.base.child_process import command_of, environment_of_ours
 from quire.base.errors import SettingError, WorkerError
 from quire.base.log import Log
 from quire.comm.shared_memory import SharedMemoryRank
+from quire.ranks.other_ranks import GROUP_LOST, names_reason
 from quire.ranks.start import RankReady, RankStart, start_line
 
-# How long a process may take to end by itself, and how long its end is waited for as the reason
-# of a lost exchange.
+# How long a process may take to end by itself, and how long one that names a reason is waited for
+# where an exchange has found one already.
 _END_S, _REASON_S = 2.0, 0.2
 # A rank that loads for so much longer than rank 0 is named in the log.
 _LATE_S = 30.0
@@ -53,6 +54,8 @@ class RankProcesses:
     _processes: list[_RankProcess] = field(default_factory=list)
     _is_ending: bool = False
     _lost: str = ""
+    _why: str = ""  # as a process that has ended names the reason
+    _is_explained: threading.Event = field(default_factory=threading.Event)
 
     def start(self, start: RankStart, segment: int) -> None:
         """Start one process; does not wait for it. Raises SettingError where it cannot start."""
@@ -103,11 +106,10 @@ class RankProcesses:
         self.on_lost = on_lost
 
     def reason(self, found: str) -> str:
-        """Return why the group is lost: a process's end, if there is one, else what was found."""
-        for process in self._processes:
-            if not self._lost and process.watcher is not None:
-                process.watcher.join(_REASON_S / len(self._processes))
-        return self._lost or found
+        """Return why the group is lost: the end of a process that names a reason, else what was
+        found."""
+        self._is_explained.wait(_REASON_S if names_reason(found) else _END_S)
+        return self._why or (found if names_reason(found) else self._lost or found)
 
     @property
     def process_ids(self) -> list[int]:
@@ -140,11 +142,17 @@ class RankProcesses:
 
     def _watch(self, process: _RankProcess) -> None:
         process.popen.wait()
-        if self._is_ending or self._lost:
+        if self._is_ending:
             return
         with contextlib.suppress(ValueError, OSError):
             process.failure = json.loads(_line_of(process.answers)).get("failure", "")
-        self._lost = _end_text(process)
+        text = _end_text(process)
+        if process.failure or process.popen.returncode != GROUP_LOST:
+            self._why = self._why or text
+            self._is_explained.set()
+        if self._lost:
+            return
+        self._lost = text
         try:
             self.group.abort()
         finally:

@@ -7,13 +7,13 @@ and ends nothing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from quire.base.errors import SettingError
+from quire import _native
+from quire.base.errors import DeviceLost, SettingError
 from quire.base.log import Log
 from quire.base.user_path import user_path
 from quire.comm.shared_memory import SharedMemoryRank
@@ -177,6 +177,10 @@ def do_commands(executor: Rank, next_command: NextCommand) -> None:
         command = wire.decode(next_command())
         if isinstance(command, Stop):
             break
-        with contextlib.suppress(ValueError):  # a batch that rank 0 rejects too
+        try:
             executor.do(command)
+        except ValueError:  # a batch that rank 0 rejects too
+            continue
+        except _native.RankLost as error:  # found by an exchange inside the program
+            raise DeviceLost(str(error)) from error
     executor.close()

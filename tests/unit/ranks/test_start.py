@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from quire import _native
 from quire.base.errors import CapacityError, DeviceLost, ModelError, WorkerError
 from quire.execute.executor import ExecutorOptions, StepLimits
 from quire.execute.native import NativeExecutor
@@ -21,8 +22,11 @@ from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
 from quire.ranks import executor_class, main, processes
+from quire.ranks.commands import Touch, command_wire
 from quire.ranks.executor_class import RankedExecutorClass
-from quire.ranks.processes import RankProcesses
+from quire.ranks.other_ranks import GROUP_LOST
+from quire.ranks.processes import RankProcesses, _RankProcess
+from quire.ranks.rank_loop import do_commands
 from quire.ranks.start import RankStart, check_ready, read_start, ready_of, start_line
 from quire.weights.checkpoint import open_checkpoint
 from tests.models.generate import logits_of
@@ -178,12 +182,53 @@ def test_a_rank_that_loses_its_device_says_so_unless_the_group_is_lost_already(
         monkeypatch.setattr(main, name, value)
     there, answers = os.pipe()
     start = SimpleNamespace(rank=1, cpus=(), log_level="info", log_form="text")
-    assert main._run(start, 0, answers) == main._RANK_ZERO_GONE  # type: ignore[arg-type]
+    assert main._run(start, 0, answers) == GROUP_LOST  # type: ignore[arg-type]
     assert aborted
     os.close(answers)
     said = os.read(there, 4096)
     os.close(there)
     assert said == (b"" if is_aborted else b'{"failure": "the card has fallen off the bus"}\n')
+
+
+def test_an_exchange_that_fails_inside_the_program_is_the_loss_of_the_group() -> None:
+    def do(command: object) -> None:
+        raise _native.RankLost("rank 3 does not respond")
+
+    executor: Any = SimpleNamespace(do=do)
+    command = command_wire().encode(Touch(layer=0, first=0, last=1))
+    with pytest.raises(DeviceLost, match="rank 3 does not respond"):
+        do_commands(executor, lambda: command)
+
+
+@pytest.mark.parametrize(
+    ("code", "failure", "found", "reason"),
+    [
+        (3, "", "rank 2 does not respond", "rank 2 does not respond"),
+        (3, "", "rank 2 or another one cannot go on", "rank 1 (process 7) exited with code 3"),
+        (3, "rank 2 does not respond", "a rank cannot go on", "code 3: rank 2 does not respond"),
+        (1, "", "rank 1 does not respond", "rank 1 (process 7) exited with code 1"),
+        (-9, "", "rank 1 does not respond", "rank 1 (process 7) was ended by signal 9"),
+    ],
+)
+def test_a_rank_that_ends_with_the_group_does_not_hide_the_reason(
+    code: int, failure: str, found: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_END_S", 0.01)
+    monkeypatch.setattr(processes, "_REASON_S", 0.01)
+    answers, there = os.pipe()
+    if failure:
+        os.write(there, json.dumps({"failure": failure}).encode() + b"\n")
+    os.close(there)
+    popen: Any = SimpleNamespace(pid=7, returncode=code, wait=lambda: code)
+    group: Any = SimpleNamespace(abort=lambda: None)
+    lost: list[str] = []
+    ranks = RankProcesses(group, lambda: lost.append(ranks.lost))
+    for _ in range(2):  # a second end is no second loss
+        ranks._watch(_RankProcess(1, popen, answers))
+    os.close(answers)
+    assert len(lost) == 1
+    assert "rank 1 (process 7)" in lost[0]
+    assert ranks.reason(found).endswith(reason)
 
 
 def test_the_files_of_ranks_go_when_the_others_have_ended_even_if_that_fails() -> None:

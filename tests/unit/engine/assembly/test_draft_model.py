@@ -145,7 +145,9 @@ def test_tokens_are_not_taken_as_equal_where_the_drafts_tokenizer_cannot_be_read
     damaged = write_tiny_llama(tmp_path / "damaged", seed=4)
     file = damaged / "tokenizer.json"
     file.write_text(file.read_text()[:200])
-    with pytest.raises(ModelError, match=r"cannot be compared \(.*damaged.*cannot be read as a tokenizer"):
+    with pytest.raises(
+        ModelError, match=r"cannot be compared \(.*damaged.*cannot be read as a tokenizer"
+    ):
         check_vocabulary(model, 307, damaged, 307)
     file.unlink()
     with pytest.raises(ModelError, match=r"cannot be compared \(.*damaged.*no tokenizer"):
