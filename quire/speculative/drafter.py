@@ -24,7 +24,7 @@ from quire.base.report import Field, Report
 from quire.base.token_table import TokenTable
 from quire.speculative.control import Control
 from quire.speculative.draft_account import UNTIL_EARNED, DraftAccount, PredictedShares
-from quire.speculative.draft_balance import DraftBalance
+from quire.speculative.draft_balance import MAX_COMPUTED_STEPS, DraftBalance
 from quire.speculative.draft_choice import Cost, DraftChoice
 from quire.speculative.guarded_proposers import GuardedProposers, ProposerFailed
 from quire.speculative.proposer import Drafts, LookupProposer, Proposer
@@ -138,9 +138,11 @@ class Drafter:
             gained_ms = self._note_predicted_part(
                 predictions, step_ms, gained_ms, num_steps, added_ms
             )
-        caught_up_ms = computed_ms
-        if computed_ms > 0.0:  # all of it, where nothing was drafted
-            caught_up_ms = computed_ms if gained_ms is None else min(known_ms, computed_ms)
+        caught_up_ms = min(known_ms, computed_ms)
+        if computed_ms > 0.0:
+            if gained_ms is None:  # nothing was drafted: all of it
+                more_ms = computed_ms - caught_up_ms
+                caught_up_ms += min(more_ms, MAX_COMPUTED_STEPS * step_ms)
             balance.caught_up(caught_up_ms)
         if gained_ms is None:
             balance.plain(step_ms, num_steps)

@@ -14,6 +14,9 @@ Float64s = NDArray[np.float64]
 WEIGHT = 1 / 8
 # How far an estimate moves towards the best time whenever it is read.
 DRIFT = 1 / 512
+# A pass counts as at most so many times as long as it usually is: something else may have held it
+# up.
+MAX_TIMES = 8.0
 
 
 class PassTimes:
@@ -33,6 +36,11 @@ class PassTimes:
             self.note(num_requests, ms)
         else:
             self.note_tokens(num_tokens, ms)
+
+    def counted_ms(self, num_requests: int, num_tokens: int, ms: float) -> float:
+        """Return as how long a pass counts that took `ms`, before it is noted."""
+        usual_ms = max(num_tokens * self.token_ms, float(self._ms[_size(num_requests)]))
+        return min(ms, MAX_TIMES * usual_ms) if usual_ms else ms
 
     def note(self, num_requests: int, ms: float) -> None:
         """Learn from a pass for `num_requests` requests."""

@@ -93,7 +93,9 @@ class ComputingProposer(CostlyProposer):
     def _note_pass(self, num_requests: int, num_tokens: int, num_needed: int, ms: float) -> None:
         """Learn the time of a pass. num_needed: tokens of it that drafts need anyway."""
         self._passes_ms += ms
-        self.catching_up_ms += ms * (num_tokens - num_needed) / num_tokens
+        if num_tokens > num_needed:
+            counted_ms = self.pass_times.counted_ms(num_requests, num_tokens, ms)
+            self.catching_up_ms += counted_ms * (num_tokens - num_needed) / num_tokens
         self.pass_times.note_pass(num_requests, num_tokens, ms)
 
     def _allotted(self, pending: Int32s, max_tokens: int) -> Int32s:

@@ -13,6 +13,7 @@ from quire.base.records import NO_INTS, Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.speculative.draft_model import ModelProposer
+from quire.speculative.pass_times import MAX_TIMES
 from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import no_drafts
 
@@ -266,3 +267,24 @@ def test_passes_that_are_made_to_be_timed_count_nowhere() -> None:
     case.proposer.begin_to_count()
     assert case.proposer.drafting_ms == case.proposer.catching_up_ms == 0.0
     assert case.proposer.pass_ms(1)[1] > 0.0
+
+
+def test_what_holds_up_a_pass_over_known_tokens_counts_little() -> None:
+    """Each reading of the clock is a millisecond later, and once ten seconds."""
+    case, stalls = Case(), iter([0.0] * 6 + [10_000.0] + [0.0] * 100)
+    ms = 0.0
+
+    def now_ms() -> float:
+        nonlocal ms
+        ms += 1.0 + next(stalls)
+        return ms
+
+    case.proposer = ModelProposer(case.model, DraftLimits(SLOTS, 40, BLOCK, 40, 16), now_ms)
+    case.begin(0, *range(1, 12))
+    case.propose([0], limit=1)
+    usual_ms = case.proposer.catching_up_ms
+    assert 0.0 < usual_ms < 1.0
+    case.begin(1, *range(1, 12))
+    case.propose([1], limit=1)
+    assert case.proposer.drafting_ms > 10_000.0
+    assert 2 * usual_ms < case.proposer.catching_up_ms <= (1 + MAX_TIMES) * usual_ms
