@@ -184,16 +184,12 @@ def _eagle(
     }
     spec = read_eagle(config, stored)
     width, num_layers = program.outputs["hidden"].width, num_layers_of(program)
-    taps = spec.taps or usual_taps(num_layers)
     problems = _differing(
         ("vocab_size", spec.vocab_size, program.vocab_size),
         ("target_hidden_size", spec.target_hidden_size, width),
     )
-    problems += [
-        f"layer id {layer + 1} in config.json is beyond the model's {num_layers} layers"
-        for layer in taps
-        if layer >= num_layers
-    ]
+    taps, wrong_taps = _taps(spec, num_layers)
+    problems += wrong_taps
     max_positions = min(spec.layer.max_positions, program.max_positions)
     layer = build_eagle(
         spec, vocab_size=program.vocab_size, dtype=dtype, max_positions=max_positions
@@ -224,6 +220,20 @@ def _eagle(
         vocabulary=vocabulary,
         max_positions=max_positions,
     )
+
+
+def _taps(spec: EagleSpec, num_layers: int) -> tuple[tuple[int, ...], list[str]]:
+    """Return the layers after which hidden states are read; and problems."""
+    if not spec.taps:
+        try:
+            return usual_taps(num_layers), []
+        except ModelError as error:
+            return (), [str(error)]
+    return spec.taps, [
+        f"layer id {layer + 1} in config.json is beyond the model's {num_layers} layers"
+        for layer in spec.taps
+        if layer >= num_layers
+    ]
 
 
 def _canonical(name: str) -> str:

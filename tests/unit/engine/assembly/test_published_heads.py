@@ -466,3 +466,20 @@ def test_tensors_that_config_json_promises_are_missed(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(written(tmp_path, {**QWEN3, **config}, eagle()), target)
+
+
+def test_too_few_layers_are_listed_with_the_other_problems(tmp_path: Path) -> None:
+    folder = write_tiny_llama(tmp_path / "model", seed=3, num_hidden_layers=3)
+    spec = open_model(folder)
+    shallow = build_program(spec, dtype=DType.F32, max_positions=spec.max_positions)
+    tensors = eagle()
+    del tensors["norm.weight"]
+    config = {**QWEN3, "target_hidden_size": 64}
+    with pytest.raises(ModelError) as caught:
+        read(written(tmp_path / "head", config, tensors), (shallow, open_checkpoint(folder)))
+    for said in (
+        "\n  - the model has 3 layers, too few for the usual hidden states",
+        "\n  - target_hidden_size in config.json is 64; the model's is 60",
+        "\n  - norm.weight is missing",
+    ):
+        assert said in str(caught.value)
