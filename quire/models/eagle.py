@@ -77,13 +77,15 @@ class EagleSpec:
     """layer: the shape of the layer, and how many there are, of which the first reads hidden states
     and embeddings; its vocab_size is that of the logits. vocab_size,
     target_hidden_size: of the target, 0 where config.json does not say. taps: the layers after
-    which hidden states are read; empty: the usual ones. norms_residual: the layer adds to the
-    normed vector, not to the vector itself. feeds_normed: the stream is fed back after `norm`."""
+    which hidden states are read; empty: the usual ones. first_layer_id: the number that
+    config.json has for the first of the layers. norms_residual: the layer adds to the normed
+    vector, not to the vector itself. feeds_normed: the stream is fed back after `norm`."""
 
     layer: ModelSpec
     vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
+    first_layer_id: int
     norms_residual: bool
     fuse_norm: FuseNorm = FuseNorm.NONE
     feeds_normed: bool = False
@@ -172,11 +174,13 @@ def read_eagle(config: ConfigReader, names: Collection[str] = ()) -> EagleSpec:
     section = config.take("eagle_config")
     section = section if isinstance(section, dict) else {}
     _check_section(config, section)
+    taps, first_layer_id = _read_taps(config, section)
     eagle = EagleSpec(
         layer=spec,
         vocab_size=vocab_size,
         target_hidden_size=config.whole("target_hidden_size", 1, 2**20, default=0),
-        taps=_read_taps(config, section),
+        taps=taps,
+        first_layer_id=first_layer_id,
         norms_residual=config.flag("norm_before_residual", default=False),
         fuse_norm=_read_fuse_norm(config, section, names),
         feeds_normed=config.flag("norm_output", default=False),
@@ -249,8 +253,9 @@ def _read_fuse_norm(
     return FuseNorm.EACH if is_each else FuseNorm.NONE
 
 
-def _read_taps(config: ConfigReader, section: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers after which hidden states are read. Empty where config.json has none.
+def _read_taps(config: ConfigReader, section: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Return the layers after which hidden states are read, none where config.json has none; and
+    the number that the first of the layers has there.
 
     At its top, as vLLM has them, numbers are of layers before which they are read; in eagle_config
     (`section`), as SGLang and the checkpoints trained for it have them, of layers after which they
@@ -261,13 +266,13 @@ def _read_taps(config: ConfigReader, section: Mapping[str, Any]) -> tuple[int, .
     if not value and section:
         value, least, key = section.get(key), 0, f"eagle_config.{key}"
     if value is None or value == []:
-        return ()
+        return (), least
     fine = isinstance(value, list) and all(type(one) is int and one >= least for one in value)
     if not fine or len(set(value)) != NUM_TAPS or len(value) != NUM_TAPS:
         allowed = f"{NUM_TAPS} different numbers from {least} are allowed"
         config.note(f"{key} is {show(value)}; {allowed}")
-        return ()
-    return tuple(one - least for one in value)
+        return (), least
+    return tuple(one - least for one in value), least
 
 
 def build_eagle(spec: EagleSpec, *, vocab_size: int, dtype: DType, max_positions: int) -> Program:

@@ -229,8 +229,10 @@ def _taps(spec: EagleSpec, num_layers: int) -> tuple[tuple[int, ...], list[str]]
             return usual_taps(num_layers), []
         except ModelError as error:
             return (), [str(error)]
+    first = spec.first_layer_id
     return spec.taps, [
-        f"layer id {layer + 1} in config.json is beyond the model's {num_layers} layers"
+        f"layer id {first + layer} in config.json is beyond the model's {num_layers} layers; ids "
+        f"from {first} to {first + num_layers - 1} are allowed there"
         for layer in spec.taps
         if layer >= num_layers
     ]

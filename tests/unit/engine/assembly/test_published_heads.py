@@ -483,3 +483,17 @@ def test_too_few_layers_are_listed_with_the_other_problems(tmp_path: Path) -> No
         "\n  - norm.weight is missing",
     ):
         assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [
+        ({TAP_KEY: [1, 2, 9]}, "layer id 9 in .* 8 layers; ids from 1 to 8"),
+        ({"eagle_config": {TAP_KEY: [0, 2, 8]}}, "layer id 8 in .* 8 layers; ids from 0 to 7"),
+    ],
+)
+def test_layers_beyond_the_model_have_the_numbers_of_the_file(
+    config: dict[str, Any], ids: str, target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=f"\n  - {ids} are allowed there\n"):
+        read(written(tmp_path, {**QWEN3, **config}, eagle()), target)
