@@ -17,6 +17,9 @@ from quire.models.config_reader import load_config
 
 # Architectures of heads that read one hidden state.
 OLDER_EAGLES = ("EAGLEModel", "EagleModel", "EagleLlamaForCausalLM", "EagleSpeculator")
+_OLDER_HEADS = "heads of EAGLE 1 or 2"
+_MTP_LAYERS = "MTP layers (multi-token prediction)"
+_PARALLEL_HEADS = "heads that guess several tokens in one pass"
 _MTP = re.compile(r"MTP|NextN")
 _PARALLEL = re.compile(r"DFlash|P_?Eagle|PEAGLE|DSpark|Domino", re.IGNORECASE)
 
@@ -36,27 +39,37 @@ def heads_in(folder: Path) -> HeadName | None:
         return "medusa"
     other = _other_heads(values, first)
     if other:
+        kind, found = other
         raise ModelError(
-            f"{folder}: these are {other} (architecture {show(first)}), which are not read. "
+            f"{folder}: these are {kind} ({found} in config.json), which are not read. "
             "EAGLE-3 heads (with draft_vocab_size in config.json) and Medusa heads are: take such "
             "heads for this model, or train some with `python -m quire.train.eagle`"
         )
     return "eagle" if "eagle3" in first.lower() or "draft_vocab_size" in values else None
 
 
-def _other_heads(values: Mapping[str, object], architecture: str) -> str:
-    """Return the kind of heads that are not read; "" for none such."""
+def _other_heads(values: Mapping[str, object], architecture: str) -> tuple[str, str] | None:
+    """Return the kind of heads that are not read, and the field that says so; None for others."""
+    named = f"architectures {show(architecture)}"
     kind = values.get("speculators_model_type")
     if kind not in (None, "eagle3", "eagle"):
-        return f"heads of kind {show(kind)}"
+        return f"heads of kind {show(kind)}", f"speculators_model_type {show(kind)}"
     model_type = str(values.get("model_type"))
-    if _MTP.search(architecture) or model_type.endswith("_mtp"):
-        return "MTP layers (multi-token prediction)"
-    is_parallel = "dflash_config" in values or values.get("parallel_drafting") is True
-    if is_parallel or _PARALLEL.search(architecture):
-        return "heads that guess several tokens in one pass"
-    if architecture in OLDER_EAGLES or "eagle" in (model_type, kind):
-        return "heads of EAGLE 1 or 2"
+    if model_type.endswith("_mtp"):
+        return _MTP_LAYERS, f"model_type {show(model_type)}"
+    if _MTP.search(architecture):
+        return _MTP_LAYERS, named
+    if "dflash_config" in values:
+        return _PARALLEL_HEADS, "dflash_config"
+    if values.get("parallel_drafting") not in (None, False):
+        return _PARALLEL_HEADS, f"parallel_drafting {show(values['parallel_drafting'])}"
+    if _PARALLEL.search(architecture):
+        return _PARALLEL_HEADS, named
+    if architecture in OLDER_EAGLES:
+        return _OLDER_HEADS, named
+    if "eagle" in (model_type, kind):
+        key = "model_type" if model_type == "eagle" else "speculators_model_type"
+        return _OLDER_HEADS, f'{key} "eagle"'
     if "eagle3" in architecture.lower() and "kv_lora_rank" in values:
-        return "EAGLE-3 heads with latent attention (MLA)"
-    return ""
+        return "EAGLE-3 heads with latent attention (MLA)", "kv_lora_rank"
+    return None
