@@ -39,7 +39,7 @@ from quire.cli.exit_codes import EXIT_CODES, SIGNALLED
 from quire.cli.route import add_arguments as add_route_arguments
 from quire.cli.serve import add_arguments
 from quire.config.environment import FILE_VARIABLE
-from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
+from quire.config.foreign_flags import FAMILIES, FOREIGN_SUBCOMMANDS, INSTEAD
 from quire.config.sources import SETTINGS
 from quire.obs import vllm_metrics as vllm_metrics_names
 from quire.obs.metrics import Metrics
@@ -322,7 +322,8 @@ def coming_flags(names: Mapping[str, Any]) -> str:
         note = note.replace("CHOICES", _choices(synonyms.split()[0]))
         rows.append((_codes(synonyms), f"the same; {note}" if note else "the same"))
     for synonyms in names["flags"]:
-        here = dict.fromkeys(INSTEAD[flag] for flag in synonyms.split() if flag not in served)
+        others = [flag for flag in synonyms.split() if flag not in served]
+        here = dict.fromkeys(INSTEAD.get(flag) or FAMILIES[flag] for flag in others)
         if not here:
             raise KeyError(f"{synonyms} is a flag of quire serve; list it under `same`")
         rows.append((_codes(synonyms), _cell("; ".join(here))))
@@ -388,7 +389,7 @@ PARTS: Mapping[str, tuple[tuple[str, Callable[[], str]], ...]] = {
     "compatibility.md": (
         ("foreign fields", lambda: foreign("Field", documented())),
         ("foreign paths", lambda: foreign("Path", _named(FOREIGN_PATHS))),
-        ("foreign flags", lambda: foreign("Flag", _named(INSTEAD))),
+        ("foreign flags", lambda: foreign("Flag", _named({**INSTEAD, **FAMILIES}))),
         ("foreign subcommands", lambda: foreign("Subcommand", _named(FOREIGN_SUBCOMMANDS))),
     ),
     **_coming(),

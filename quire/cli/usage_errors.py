@@ -17,6 +17,7 @@ from quire.config.foreign_flags import (
     alternative,
     begun_with,
     instead_of_value,
+    with_dashes,
 )
 
 _VERSION_FLAGS = ("-v", "-V", "-version")
@@ -120,6 +121,9 @@ def wrong_choice(action: argparse.Action, value: object, program: str) -> str:
 def _hint(flag: str, parser: argparse.ArgumentParser, serve: argparse.ArgumentParser) -> str:
     known = parser._option_string_actions
     positionals = [_name(action) for action in _positionals(parser)]
+    flag = with_dashes(flag)
+    if flag in known:
+        return f"flags are spelled with dashes: {flag}"
     if (own := WITHOUT_FLAG.get(flag)) in positionals:
         return f"{own} is given without a flag: {parser.prog} {' '.join(positionals)}"
     if equal := next((one for one in EQUIVALENTS.get(flag, ()) if one in known), ""):
@@ -136,7 +140,7 @@ def _hint(flag: str, parser: argparse.ArgumentParser, serve: argparse.ArgumentPa
         return begun
     hint = alternative(flag, known)
     if not hint:
-        return "there is no such flag; leave it out"
+        return "there is no such flag"
     if "MODEL" in positionals:
         hint = hint.replace("quire serve", f"quire {name}")
     elif "quire serve MODEL" in hint:

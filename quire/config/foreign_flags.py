@@ -1,6 +1,6 @@
 """Map flags and subcommands of other engines to their counterparts here.
 
-Both tables are declarative, and the documentation is generated from them. These flags are rejected
+The tables are declarative, and the documentation is generated from them. These flags are rejected
 with the message of their entry. Every flag that a message recommends is one of `quire serve`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from quire.config.proposer_kinds import PROPOSERS, WITH_FILES, any_of
@@ -78,6 +79,16 @@ _DRAFT_LENGTH = (
     "the number of draft tokens is chosen in each step by what they gain, up to --max-draft-tokens"
 )
 _DRAFT_LIKE_MODEL = "a draft model is computed as the model is; leave it out"
+_DRAFT_REVISION = "a revision is part of the draft model's name: --draft-model ORG/NAME@REVISION"
+_DRAFT_SAMPLING = (
+    "drafts are sampled with the request's parameters, and a draft is accepted if it is the token "
+    "that the model samples; leave it out"
+)
+_DRAFT_HEAD = "the layout of draft heads is read from their files; leave it out"
+_DRAFT_LOOKUP = (
+    "prompt lookup is --speculate ngram, with at most --max-draft-tokens drafts in a step; lengths "
+    "and numbers of matches are not set"
+)
 _DRAFT_HISTORY = (
     "earlier answers are kept in memory and proposed with --speculate ngram and "
     "--speculate-history-tokens"
@@ -165,9 +176,16 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--disable-custom-all-reduce": _TRANSPORT,
         "--max-parallel-loading-workers": "each rank loads its own weights; leave it out",
         "--speculative-config": _DRAFT_CONFIG,
+        "-sc": _DRAFT_CONFIG,
+        "--spec-method": _DRAFT_CONFIG,
+        "--spec-model": _DRAFT_MODEL,
+        "--spec-tokens": _DRAFT_TOKENS,
         "--num-speculative-tokens": _DRAFT_TOKENS,
         "--speculative-num-draft-tokens": _DRAFT_TOKENS,
         "--speculative-model": _DRAFT_MODEL,
+        "--speculative-disable-by-batch-size": _DRAFT_LENGTH,
+        "--ngram-prompt-lookup-max": _DRAFT_LOOKUP,
+        "--ngram-prompt-lookup-min": _DRAFT_LOOKUP,
         "--enable-lora": _LORA,
         "--lora-modules": _LORA,
         "--max-loras": _LORA,
@@ -245,8 +263,20 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--enable-torch-compile": _KERNELS,
         "--grammar-backend": _GRAMMARS,
         "--speculative-algorithm": _DRAFT,
+        "--speculative-algo": _DRAFT,
         "--speculative-draft-model-path": _DRAFT_MODEL,
+        "--speculative-draft-model": _DRAFT_MODEL,
+        "--speculative-draft-model-revision": _DRAFT_REVISION,
         "--speculative-num-steps": _DRAFT_LENGTH,
+        "--speculative-adaptive": _DRAFT_LENGTH,
+        "--speculative-adaptive-config": _DRAFT_LENGTH,
+        "--speculative-accept-threshold-single": _DRAFT_SAMPLING,
+        "--speculative-accept-threshold-acc": _DRAFT_SAMPLING,
+        "--speculative-use-rejection-sampling": _DRAFT_SAMPLING,
+        "--speculative-token-map": _DRAFT_HEAD,
+        "--enable-multi-layer-eagle": _DRAFT_HEAD,
+        "--speculative-attention-mode": _KERNELS,
+        "--speculative-moe-runner-backend": _KERNELS,
         "--speculative-eagle-topk": "drafts are chains of tokens, not trees; leave it out",
         "--lora-paths": _LORA,
         "--enable-metrics": _METRICS,
@@ -348,24 +378,33 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-hfd": _DRAFT_MODEL,
         "-hfrd": _DRAFT_MODEL,
         "--hf-repo-draft": _DRAFT_MODEL,
+        "--spec-draft-model": _DRAFT_MODEL,
+        "--spec-draft-hf": _DRAFT_MODEL,
         "--spec-type": _DRAFT,
         "--draft": _DRAFT_TOKENS,
         "--draft-n": _DRAFT_TOKENS,
         "--draft-max": _DRAFT_TOKENS,
+        "--spec-draft-n-max": _DRAFT_TOKENS,
+        "--spec-draft-length": _DRAFT_TOKENS,
         "--draft-min": _DRAFT_LENGTH,
         "--draft-n-min": _DRAFT_LENGTH,
+        "--spec-draft-n-min": _DRAFT_LENGTH,
         "--draft-p-min": _DRAFT_LENGTH,
+        "--spec-draft-p-min": _DRAFT_LENGTH,
+        "--draft-p-split": _DRAFT_LENGTH,
+        "--spec-draft-p-split": _DRAFT_LENGTH,
+        "--spec-draft-sampling": _DRAFT_SAMPLING,
+        "--spec-draft-backend-sampling": _DRAFT_SAMPLING,
         "-cd": _DRAFT_LIKE_MODEL,
-        "--ctx-size-draft": _DRAFT_LIKE_MODEL,
+        "-td": _DRAFT_LIKE_MODEL,
+        "-tbd": _DRAFT_LIKE_MODEL,
         "-ngld": _DRAFT_LIKE_MODEL,
-        "--gpu-layers-draft": _DRAFT_LIKE_MODEL,
-        "--n-gpu-layers-draft": _DRAFT_LIKE_MODEL,
+        "-otd": _DRAFT_LIKE_MODEL,
         "-devd": _DRAFT_LIKE_MODEL,
-        "--device-draft": _DRAFT_LIKE_MODEL,
         "-ctkd": _DRAFT_LIKE_MODEL,
-        "--cache-type-k-draft": _DRAFT_LIKE_MODEL,
         "-ctvd": _DRAFT_LIKE_MODEL,
-        "--cache-type-v-draft": _DRAFT_LIKE_MODEL,
+        "-cmoed": _DRAFT_LIKE_MODEL,
+        "-ncmoed": _DRAFT_LIKE_MODEL,
         "-lcs": _DRAFT_HISTORY,
         "--lookup-cache-static": _DRAFT_HISTORY,
         "-lcd": _DRAFT_HISTORY,
@@ -407,6 +446,29 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         # Ollama
         "--keepalive": "the model stays loaded until the server stops; leave it out",
         "--think": _EFFORT,
+        # OpenVINO and transformers
+        "--draft-device": _DRAFT_LIKE_MODEL,
+        "--draft-source-model": _DRAFT_MODEL,
+        "--assistant-model": _DRAFT_MODEL,
+        "--num-assistant-tokens": _DRAFT_TOKENS,
+        "--assistant-confidence-threshold": _DRAFT_LENGTH,
+        "--prompt-lookup-num-tokens": _DRAFT_LOOKUP,
+        "--max-ngram-size": _DRAFT_LOOKUP,
+    }
+)
+
+# Further flags by the form of their names; the first form that fits decides. Engines have many
+# flags for speculative decoding, and add some with each version.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "--*-draft": _DRAFT_LIKE_MODEL,
+        "--spec-draft-*": _DRAFT_LIKE_MODEL,
+        "--no-spec-draft-*": _DRAFT_LIKE_MODEL,
+        "--speculative-draft-*": _DRAFT_LIKE_MODEL,
+        "--spec-ngram-*": _DRAFT_LOOKUP,
+        "--speculative-ngram-*": _DRAFT_LOOKUP,
+        "--spec-*": _DRAFT,
+        "--speculative-*": _DRAFT,
     }
 )
 
@@ -541,15 +603,26 @@ def alternative(flag: str, known: Iterable[str] = ()) -> str:
     """Return what to use in place of an unknown flag; empty if nothing is near.
 
     known: the existing flags, of which the nearest is suggested for a flag of no other engine.
-    A key of a JSON value may follow a flag's name, as in --speculative-config.method.
+    Underscores are read as dashes, as other engines do. A key of a JSON value may follow a flag's
+    name, as in --speculative-config.method.
     """
-    if hint := INSTEAD.get(flag.partition(".")[0]) or begun_with(flag, known):
+    flag = with_dashes(flag)
+    name = flag.partition(".")[0]
+    if hint := INSTEAD.get(name) or begun_with(flag, known):
         return hint
-    by_name = {name.lstrip("-"): name for name in sorted(known) if name.startswith("--")}
-    near = (
-        get_close_matches(flag.lstrip("-")[:60], by_name, 1, 0.7) if flag.startswith("--") else []
-    )
-    return f"did you mean {by_name[near[0]]}?" if near else ""
+    by_name = {one.lstrip("-"): one for one in sorted(known) if one.startswith("--")}
+    near = get_close_matches(flag.lstrip("-")[:60], by_name, 1, 0.7) if flag[:2] == "--" else []
+    return f"did you mean {by_name[near[0]]}?" if near else of_family(name)
+
+
+def of_family(flag: str) -> str:
+    """Return what to use in place of a flag, by the form of its name; empty if none fits."""
+    return next((hint for form, hint in FAMILIES.items() if fnmatchcase(flag, form)), "")
+
+
+def with_dashes(flag: str) -> str:
+    """Return a flag as it is spelled here: other engines also take underscores."""
+    return flag.replace("_", "-")
 
 
 def begun_with(flag: str, known: Iterable[str]) -> str:

@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("simulate --profile none", "No such file or directory; `quire profile --json >FILE`"),
         ("pull https://huggingface.co/a/b/tree/main", "; did you mean a/b?"),
         ("SERVE", "there is no subcommand 'SERVE'; did you mean serve?"),
-        ("profile --tokens 9", "there is no such flag; leave it out"),
+        ("profile --tokens 9", "--tokens; there is no such flag\n"),
         ("complete empty -p x", "no config.json; it is empty; give the directory of a model"),
         ("complete https://huggingface.co/a/b?x=1 -p x", "an address; give the model's name: a/b"),
         (
@@ -198,7 +198,7 @@ def test_names_of_vllm_lead_to_what_there_is() -> None:
         ("chat --temp 0", "did you mean --temperature?\n"),
         ("complete -n 5", "the maximum number of output tokens is --max-tokens\n"),
         ("complete --prompt-file x", "is piped in: quire complete <FILE\n"),
-        ("profile --steps 0", "--steps; there is no such flag; leave it out\n"),
+        ("profile --steps 0", "--steps; there is no such flag\n"),
         ("models rm", "are required: NAME (names as listed; ORG/NAME means all of it)\n"),
         ("bench", "SUBCOMMAND (one of latency, throughput, serve, kernels, startup)\n"),
         ("completion", "SHELL (one of bash, fish, zsh)\n"),

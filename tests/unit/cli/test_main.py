@@ -15,7 +15,7 @@ import quire
 from quire.base.errors import OverloadedError, QuireError, StepRowError, TokenizerError, WorkerError
 from quire.cli import main as main_module
 from quire.cli.main import SUBCOMMANDS, command_parser, main
-from quire.config.foreign_flags import FOREIGN_SUBCOMMANDS, INSTEAD
+from quire.config.foreign_flags import FAMILIES, FOREIGN_SUBCOMMANDS, INSTEAD
 from tests.unit.cli.command import environment, quire_command
 
 
@@ -201,7 +201,7 @@ def test_unknown_flags_are_reported_with_the_usage_of_their_subcommand(
     assert caught.value.code == 2
     shown = capsys.readouterr().err
     assert shown == (
-        "quire serve: unknown arguments: --zzz y; there is no such flag; leave it out\n"
+        "quire serve: unknown arguments: --zzz y; there is no such flag\n"
         "usage: quire serve --help lists its flags\n"
     )
 
@@ -249,7 +249,8 @@ def test_a_foreign_flag_that_begins_like_help_is_rejected_as_others(
 
 
 def test_alternatives_to_foreign_flags_exist() -> None:
-    flags = {flag for text in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", text)}
+    texts = (*INSTEAD.values(), *FAMILIES.values())
+    flags = {flag for text in texts for flag in re.findall(r"--[a-z-]+", text)}
     known = set(_flags_of("serve"))
     assert flags
     assert flags <= known
@@ -263,7 +264,8 @@ def _flags_of(subcommand: str) -> list[str]:
 
 
 def test_every_error_on_a_foreign_flag_is_one_line() -> None:
-    assert not [text for text in (*INSTEAD.values(), *FOREIGN_SUBCOMMANDS.values()) if "\n" in text]
+    tables = (INSTEAD, FAMILIES, FOREIGN_SUBCOMMANDS)
+    assert not [text for table in tables for text in table.values() if "\n" in text]
 
 
 @pytest.mark.parametrize("name", FOREIGN_SUBCOMMANDS)

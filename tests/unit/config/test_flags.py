@@ -170,6 +170,8 @@ def test_keywords_accept_field_and_flag_names_and_sizes_as_text() -> None:
         ("nnodes", "ranks on several machines are started by torchrun, Slurm or Ray"),
         ("gpu_memory_utilization", "the KV cache's size is kv_cache_memory, as in 2GiB"),
         ("max_seq_len", "is max_model_len"),
+        ("draft_device", "a draft model is computed as the model is; leave it out"),
+        ("spec_ngram_size_n", "prompt lookup is speculate ngram, with at most max_draft_tokens"),
     ],
 )
 def test_keywords_of_other_engines_are_rejected_with_the_alternative(name: str, told: str) -> None:

@@ -124,6 +124,7 @@ def test_keys_may_stand_at_the_top_or_in_a_table_with_dashes_or_underscores(tmp_
         ("\nmax-num-seq = 3", ":2: max-num-seq is not a setting; did you mean max-num-seqs?"),
         ("kv-cache-memory-bytes = 3", ":1: kv-cache-memory-bytes is not a setting; the KV cache's"),
         ("tp-size = 2", ":1: tp-size is not a setting; the degree of tensor parallelism is"),
+        ("spec_ngram_mod_n_match = 2", ":1: spec_ngram_mod_n_match is not a setting; prompt loo"),
         ("zzz = 1", ":1: zzz is not a setting; quire config show lists"),
         ("[schedular]\nport = 1", ": there is no table [schedular]; did you mean [scheduler]?"),
         ("\n[zzz]", ":2: there is no table [zzz]; there are: server, model"),
