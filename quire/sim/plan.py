@@ -41,6 +41,7 @@ from quire.sim.hardware import THIS, Device
 from quire.sim.links import Links, links_of
 from quire.sim.ranks import by_stage, exchanges_of, largest_memory, shared_memory_of, shares_of
 from quire.sim.step_costs import StepCosts
+from quire.weights.binding import bind
 
 PARALLEL_DEGREES = (2, 4, 8, 16, 32)
 
@@ -194,10 +195,16 @@ class Planner:
         )
 
     def _program(self, config: EngineConfig) -> Program:
-        """Return the program that settings ask for; raises ModelError where it cannot run here."""
+        """Return the program that settings ask for.
+
+        Raises ModelError where it cannot run here, WeightsError where the weights, if they are
+        there, are others than the configuration says.
+        """
         key = (config.model, config.cache.kv_cache_dtype)
         if key not in self._programs:
             program = engine_program(config, self.spec, self._checkpoint)
+            if self._checkpoint is not None and not self._programs:  # no change names other tensors
+                bind(program, self._checkpoint)
             self._check(program)
             self._programs[key] = program
         return self._programs[key]
@@ -290,10 +297,13 @@ class Planner:
 
 
 def check_model(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError or SettingError where the model or a setting is wrong; measures nothing."""
+    """Raise QuireError where the model, its weights or a setting are wrong; measures nothing."""
     config = engine_config(settings)
     folder = model_folder(config.model)
-    engine_program(config, open_model(folder), weights_if_there(folder))
+    checkpoint = weights_if_there(folder)
+    program = engine_program(config, open_model(folder), checkpoint)
+    if checkpoint is not None:
+        bind(program, checkpoint)
 
 
 def device_memory(device: Device, memory_bytes: int | None) -> MachineMemory:

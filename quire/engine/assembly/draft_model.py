@@ -20,6 +20,7 @@ from quire.config.groups import EngineConfig, ModelConfig
 from quire.config.memory import DraftNeeds
 from quire.engine.assembly.draft_files import draft_folder
 from quire.engine.assembly.model_files import model_folder
+from quire.engine.assembly.precision import weights_if_there
 from quire.engine.assembly.programs import engine_program
 from quire.engine.assembly.sized_proposer import LoadedModel, SizedProposer, made_up_request
 from quire.engine.assembly.vocabulary import model_tokenizer
@@ -30,6 +31,7 @@ from quire.program.program import Program
 from quire.runner.draft_runner import DraftRunner
 from quire.speculative.draft_model import ModelProposer
 from quire.speculative.proposer import no_drafts
+from quire.weights.binding import bind
 from quire.weights.checkpoint import Checkpoint, open_checkpoint
 
 # Token rows of a pass: known tokens that the draft model lacks are computed so many at a time.
@@ -43,17 +45,20 @@ _PROMPT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedDraft(SizedProposer):
-    """A draft model that fits the model and its executor. limits: its largest pass."""
+    """A draft model that fits the model and its executor. limits: its largest pass. checkpoint:
+    None where only the configuration is there, which is enough to plan."""
 
     folder: Path
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
     program: Program
     limits: StepLimits
     needs: DraftNeeds
 
     def check(self, executor_class: ExecutorClass) -> None:
-        """See SizedProposer."""
+        """See SizedProposer. Raises WeightsError where there are no weights to load."""
         executor_class.check_program(self.program)
+        if self.checkpoint is None:
+            open_checkpoint(self.folder)
 
     def notes(self, max_model_len: int) -> list[str]:
         """See SizedProposer: where drafts end."""
@@ -66,6 +71,7 @@ class SizedDraft(SizedProposer):
 
     def load(self, model: LoadedModel) -> ModelProposer:
         """See SizedProposer: on an executor and with a KV cache of its own."""
+        assert self.checkpoint is not None, "check refuses a draft model without weights"
         num_slots = model.limits.max_num_seqs
         executor = model.executor_class(
             self.program, self.checkpoint, model.options_of(self.limits)
@@ -87,9 +93,11 @@ class SizedDraft(SizedProposer):
 
 
 def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -> SizedDraft:
-    """Read the draft model's configuration, compare its tokens with the model's, and size it.
+    """Read the draft model's configuration, compare its tokens with the model's and its tensors
+    with its configuration, and size it.
 
-    Raises ModelError or SettingError for a draft model that cannot be used.
+    Raises ModelError or SettingError for a draft model that cannot be used, WeightsError where
+    weights and configuration disagree. Weights that are absent are refused by SizedDraft.check.
     """
     folder = draft_folder(config, "draft")
     try:
@@ -97,13 +105,17 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
     except ConfigError as error:
         raise ConfigError(f"--draft-model {error}") from None
     check_vocabulary(model_folder(config.model), spec.vocab_size, folder, own.vocab_size)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = weights_if_there(folder)
     longest = min(own.max_positions, config.model.max_model_len or spec.max_positions)
     model = replace(config.model, model=str(folder), max_model_len=longest, keep=())
     try:
         program = engine_program(replace(config, model=model), own, checkpoint)
     except SettingError as error:
         raise SettingError(f"draft model {folder}: {error}") from error
+    if checkpoint is not None:
+        bind(
+            program, checkpoint
+        )  # here, since plans load nothing, and servers load the model first
     max_num_seqs = config.scheduler.max_num_seqs
     limits = StepLimits(
         max_tokens=max(PASS_TOKENS, 2 * max_num_seqs),

@@ -10,7 +10,7 @@ import pytest
 
 from quire.models.model_folder import draft_box_path
 from tests.cases import each_case
-from tests.tiny_models import tiny_config
+from tests.tiny_models import tiny_config, write_tiny_llama
 from tests.unit.cli.command import quire_main
 from tests.unit.sim.llama_configs import LLAMA_3_70B, config_folder
 
@@ -34,6 +34,23 @@ def test_a_draft_model_is_part_of_the_sum() -> None:
     by_name = {line["what"]: -line["bytes"] for line in json.loads(done.stdout)["memory"]}
     assert by_name["draft model: weights"] > 500_000
     assert by_name["draft model: KV cache (65 blocks of 16 tokens)"] == 65 * 16 * 2 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("flags", [(), ("--draft-model",)])
+def test_weights_that_differ_from_the_configuration_are_told_as_an_engine_would(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Of the model, and of a draft model. The configuration alone is enough to plan."""
+    model = shutil.copytree(draft_box_path(), tmp_path / "m")
+    values = json.loads((model / "config.json").read_text())
+    values["intermediate_size"] += 32
+    (model / "config.json").write_text(json.dumps(values))
+    done = quire_main("plan", *H100, *flags, str(model))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"quire plan: {model}: weights and config.json disagree: 6 pro")
+    assert "down_proj.weight has shape [128, 384]; config.json asks for [128, 416]" in done.stderr
+    (model / "model.safetensors").unlink()
+    assert quire_main("plan", *H100, *flags, str(model)).returncode == 0
 
 
 @pytest.mark.parametrize(("context", "is_short"), [(64, True), (512, False)])
@@ -126,7 +143,13 @@ def test_models_that_cannot_be_read_are_rejected_before_measuring(
     monkeypatch.setattr("quire.bench.limits.machine_limits", measured)
     config = tiny_config(architectures=["FalconForCausalLM"], model_type="falcon")
     unsupported = config_folder(tmp_path / "m", config)
-    for model, said in ((unsupported, "FalconForCausalLM"), (str(tmp_path / "none"), "none")):
+    other = write_tiny_llama(tmp_path / "other")
+    (other / "config.json").write_text(json.dumps(tiny_config(intermediate_size=32)))
+    for model, said in (
+        (unsupported, "FalconForCausalLM"),
+        (str(tmp_path / "none"), "none"),
+        (str(other), "weights and config.json disagree"),
+    ):
         done = quire_main("plan", model)
         assert done.returncode == 2
         assert said in done.stderr

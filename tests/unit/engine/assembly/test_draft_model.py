@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.errors import CapacityError, ModelError, SettingError
+from quire.base.errors import CapacityError, ModelError, SettingError, WeightsError
 from quire.base.scheduling_params import SchedulingParams
 from quire.base.speculation_params import SpeculationParams
 from quire.config.flags import engine_config
@@ -173,6 +173,23 @@ def test_settings_that_the_draft_model_cannot_have_name_it(model: Path, tmp_path
     config = engine_config({"model": str(even), "draft_model": str(file), "quantization": "int4"})
     with pytest.raises(SettingError, match=r"^draft model .*draft.gguf: .*quantized already"):
         sized_draft(config, open_model(even), NativeExecutor)
+
+
+def test_weights_are_compared_with_the_configuration_before_anything_is_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = write_tiny_llama(tmp_path / "draft", seed=4)
+    values = json.loads((draft / "config.json").read_text())
+    changed = {**values, "intermediate_size": values["intermediate_size"] + 32}
+    (draft / "config.json").write_text(json.dumps(changed))
+    monkeypatch.setattr(NativeExecutor, "__init__", None)
+    with pytest.raises(
+        WeightsError, match=r"(?s)draft: weights and config.json disagree.*gate_proj"
+    ):
+        LLM(model, speculate="draft", draft_model=str(draft))
+    (draft / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"draft: there is neither model.safetensors nor"):
+        LLM(model, speculate="draft", draft_model=str(draft))
 
 
 def test_the_sum_of_memory_contains_the_draft_model(model: Path, other: Path) -> None:
