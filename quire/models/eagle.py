@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from quire.base.errors import ModelError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.show import show
 from quire.models import layers
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import ACTIVATIONS, MAX_POSITIONS, MIN_POSITIONS, read_dtype
-from quire.models.rope_reader import read_rope
+from quire.models.rope_reader import HEAD_DIM_KEYS, read_rope
 from quire.models.spec import (
     AttentionSpec,
     GenerationSpec,
@@ -38,6 +38,7 @@ from quire.program.tensors import DType, View
 
 NUM_TAPS = 3
 TAP_KEY = "eagle_aux_hidden_state_layer_ids"
+LAYER_KEY = "transformer_layer_config"
 DTYPE_KEYS = ("torch_dtype", "dtype")
 # By the names in a checkpoint: those that the builder below gives.
 SOURCES: Mapping[str, str] = {
@@ -131,12 +132,20 @@ def usual_taps(num_layers: int) -> tuple[int, ...]:
     return taps
 
 
-def flat_config(values: Mapping[str, Any]) -> dict[str, Any]:
+def flat_config(values: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the values of a config.json on one level: the layout of the speculators library has
-    the layer in transformer_layer_config."""
-    layer = values.get("transformer_layer_config")
-    if not isinstance(layer, dict):
+    the layer in transformer_layer_config. where: names the file. Raises ConfigError."""
+    layer = values.get(LAYER_KEY)
+    is_nested = LAYER_KEY in values or "speculators_model_type" in values
+    if layer is None and (not is_nested or "hidden_size" in values):
         return dict(values)
+    if not isinstance(layer, dict):
+        found = f"is {show(layer)}" if LAYER_KEY in values else "is missing"
+        raise ConfigError(
+            f"{where}: {LAYER_KEY} {found}; an object with hidden_size, num_attention_heads and "
+            "what else describes the layer of the heads is needed; take config.json from where "
+            "the heads were published"
+        )
     top = {name: value for name, value in values.items() if value is not None}
     if not top.keys().isdisjoint(DTYPE_KEYS):
         layer = {name: value for name, value in layer.items() if name not in DTYPE_KEYS}
@@ -172,6 +181,8 @@ def read_eagle(config: ConfigReader, names: Collection[str] = ()) -> EagleSpec:
         generation=GenerationSpec(bos_ids=(), eos_ids=()),
     )
     section = config.take("eagle_config")
+    if not isinstance(section, dict | None):
+        config.note(f"eagle_config is {show(section)}; an object is allowed")
     section = section if isinstance(section, dict) else {}
     _check_section(config, section)
     taps, first_layer_id = _read_taps(config, section)
@@ -195,10 +206,16 @@ def _read_attention(
 ) -> AttentionSpec:
     num_heads = config.whole("num_attention_heads", 1, 2**16)
     if not config.has("head_dim") and hidden_size % num_heads:
-        config.note(f"hidden_size {hidden_size} is no multiple of {num_heads} heads")
+        config.note(
+            f"hidden_size {hidden_size} is no multiple of {num_heads} heads",
+            of=("hidden_size", "num_attention_heads"),
+        )
     num_kv_heads = config.whole("num_key_value_heads", 1, 2**16, default=num_heads)
     if num_heads % num_kv_heads:
-        config.note(f"num_attention_heads {num_heads} is no multiple of {num_kv_heads} KV heads")
+        config.note(
+            f"num_attention_heads {num_heads} is no multiple of {num_kv_heads} KV heads",
+            of=("num_attention_heads", "num_key_value_heads"),
+        )
     has_bias = config.flag("attention_bias", default=False)
     types = config.take("layer_types")
     types = types[:num_layers] if isinstance(types, list) else []
@@ -209,7 +226,10 @@ def _read_attention(
         windows += (0,) * (num_layers - len(windows))
     head_dim = config.whole("head_dim", 2, 2**12, default=max(hidden_size // num_heads, 1))
     if head_dim % 2:
-        config.note(f"head_dim is {head_dim}; pairs of columns are rotated, so it must be even")
+        config.note(
+            f"head_dim is {head_dim}; pairs of columns are rotated, so it must be even",
+            of=("head_dim",) if config.has("head_dim") else HEAD_DIM_KEYS,
+        )
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -247,7 +267,10 @@ def _read_fuse_norm(
     is_whole |= section.get("norm_before_fc") is True
     is_each = config.flag("fc_norm", default=EACH_NORM[0] in names)
     if is_whole and is_each:
-        config.note("norm_before_fc and fc_norm are both true; one of them is allowed")
+        config.note(
+            "norm_before_fc and fc_norm are both true; one of them is allowed",
+            of=("norm_before_fc", "fc_norm"),
+        )
     if is_whole:
         return FuseNorm.WHOLE
     return FuseNorm.EACH if is_each else FuseNorm.NONE
@@ -263,7 +286,7 @@ def _read_taps(config: ConfigReader, section: Mapping[str, Any]) -> tuple[tuple[
     """
     key, least = TAP_KEY, 1
     value = config.take(key)
-    if not value and section:
+    if value in (None, []) and section:
         value, least, key = section.get(key), 0, f"eagle_config.{key}"
     if value is None or value == []:
         return (), least

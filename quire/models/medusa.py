@@ -72,7 +72,8 @@ def read_medusa(config: ConfigReader) -> MedusaSpec:
     if truncated is not None and truncated != spec.vocab_size:
         config.note(
             f"truncated_vocab_size is {show(truncated)}: heads over a part of the vocabulary are "
-            "not supported; train them with `python -m quire.train.medusa`, or take EAGLE-3"
+            "not supported; train them with `python -m quire.train.medusa`, or take EAGLE-3",
+            of=("vocab_size",),
         )
     config.pass_over_all()
     config.finish()

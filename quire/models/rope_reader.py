@@ -134,10 +134,12 @@ def _read_theta(config: ConfigReader, section: ConfigReader, top: str, theta: fl
     """rope_theta of the section where it has one, else `theta`, which `top` gave."""
     if not section.has("rope_theta"):
         return theta
+    num_problems = len(section.problems)
     inner = section.number("rope_theta", MIN_THETA, MAX_THETA)
-    if config.has(top) and inner != theta:
+    if config.has(top) and inner != theta and len(section.problems) == num_problems:
         config.note(
-            f"{top} is {theta:g} at the top and {inner:g} in {section.where}; they must agree"
+            f"{top} is {theta:g} at the top and {inner:g} in {section.where}; they must agree",
+            of=(top,),
         )
     return inner
 
@@ -148,7 +150,8 @@ def _read_share(config: ConfigReader, partial: bool, default: float) -> float:
     if share != 1 and not partial:
         config.note(
             f"partial_rotary_factor is {share:g}: rotating a part of a head is not supported for "
-            "this architecture; only 1.0 is"
+            "this architecture; only 1.0 is",
+            of=("partial_rotary_factor",),
         )
     return share
 
@@ -276,7 +279,8 @@ def _read_yarn(
     if settings.beta_fast < settings.beta_slow:
         section.note(
             f"beta_fast is {settings.beta_fast:g}, below beta_slow {settings.beta_slow:g}; "
-            "it must not be"
+            "it must not be",
+            of=("beta_fast", "beta_slow"),
         )
     return settings
 

@@ -119,7 +119,7 @@ def read_heads(
             config = ConfigReader(values, where=str(where))
             return _medusa(folder, config, program, dtype)
         case "eagle":
-            config = ConfigReader(flat_config(values), where=str(where))
+            config = ConfigReader(flat_config(values, where=str(where)), where=str(where))
             return _eagle(folder, config, program, target, dtype)
         case _:
             assert_never(kind)

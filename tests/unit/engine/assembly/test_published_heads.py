@@ -504,3 +504,57 @@ def test_layers_beyond_the_model_have_the_numbers_of_the_file(
 ) -> None:
     with pytest.raises(ModelError, match=f"\n  - {ids} are allowed there\n"):
         read(written(tmp_path, {**QWEN3, **config}, eagle()), target)
+
+
+BAD_WHOLE = "a whole number from 1 to 65536 is allowed"
+YARN = {"rope_type": "yarn", "factor": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_attention_heads": 0}, f"num_attention_heads is 0; {BAD_WHOLE}"),
+        ({"num_attention_heads": "3"}, f'num_attention_heads is "3"; {BAD_WHOLE}'),
+        ({"num_key_value_heads": 0}, f"num_key_value_heads is 0; {BAD_WHOLE}"),
+        ({"num_attention_heads": 0, "head_dim": None, "hidden_size": 61}, BAD_WHOLE),
+        ({"head_dim": 7, "num_attention_heads": 3}, "head_dim is 7; pairs of columns"),
+        ({"fc_norm": True, "norm_before_fc": 1}, "norm_before_fc is 1; true or false is allowed"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0; a number from 0.001 to 1"),
+        ({"rope_scaling": {**YARN, "beta_fast": "x"}}, 'beta_fast is "x"; a number'),
+        ({"rope_scaling": {**YARN, "rope_theta": "x"}}, 'rope_theta is "x"; a number'),
+        ({"rope_theta": "x", "rope_scaling": {**YARN, "rope_theta": 9}}, 'rope_theta is "x"; a'),
+        ({"eagle_config": [0, 1, 2]}, r"eagle_config is \[0, 1, 2\]; an object is allowed"),
+        ({TAP_KEY: 0, "eagle_config": {TAP_KEY: [0, 1, 2]}}, "layer_ids is 0; 3 different numbers"),
+    ],
+)
+def test_a_bad_field_is_the_only_problem(
+    config: dict[str, Any], message: str, target: Target, tmp_path: Path
+) -> None:
+    base = {**QWEN3, "num_key_value_heads": 3}
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(written(tmp_path, {**base, **config}, eagle()), target)
+    assert str(caught.value).count("\n") == 1
+
+
+@pytest.mark.parametrize("layer", [None, [], "llama", 5, {}])
+def test_a_layer_that_is_no_object_is_named(layer: Any, target: Target, tmp_path: Path) -> None:
+    config = {**SPECULATORS, "transformer_layer_config": layer}
+    message = "config.json: transformer_layer_config is .*; an object with hidden_size"
+    if layer == {}:
+        message = "hidden_size is missing; a whole number"
+    with pytest.raises(ConfigError, match=message):
+        read(written(tmp_path, config, eagle()), target)
+    del config["transformer_layer_config"]
+    with pytest.raises(ConfigError, match="transformer_layer_config is missing; an object"):
+        read(written(tmp_path, config, eagle()), target)
+    assert read(written(tmp_path, {**QWEN3, "transformer_layer_config": None}, eagle()), target)
+
+
+def test_a_bad_vocabulary_of_medusa_heads_is_the_only_problem(
+    target: Target, tmp_path: Path
+) -> None:
+    config = {"model_type": "medusa", "medusa_num_heads": 5, "vocab_size": 0}
+    folder = written(tmp_path, {**config, "truncated_vocab_size": VOCAB}, medusa(""))
+    with pytest.raises(ConfigError, match="vocab_size is 0; a whole number") as caught:
+        read(folder, target)
+    assert str(caught.value).count("\n") == 1
