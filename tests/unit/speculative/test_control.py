@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from quire.speculative.control import (
     FIRST_PROBE_STEPS,
     INFORMED_TRIALS,
+    MAX_FAILURES,
     PROBE_SHARE,
     AdaptiveControl,
     Passes,
@@ -17,6 +18,7 @@ from quire.speculative.control import (
 )
 from quire.speculative.pass_times import PassTimes
 from quire.speculative.plain_counts import (
+    FADE,
     LONG_MATCHES,
     NUM_KINDS,
     OF_TEXT,
@@ -322,3 +324,63 @@ def test_a_request_that_is_tried_beside_others_is_named() -> None:
         named.append(control.tried_slot)
         control.verified(both[:1], ints(MAX_DRAFTS), ints(MAX_DRAFTS))
     assert set(named) == {-1, 1}
+
+
+def test_what_was_learned_of_drafts_long_ago_is_no_knowledge() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    verify(control, 0, int(INFORMED_TRIALS) + 4)
+    assert control.is_informed
+    later = cost(2.0)._replace(num_steps=4)
+    lasts = []
+    for _ in range(400):
+        control.limits(SLOT, ints(0), later)
+        lasts.append(control.is_informed)
+    assert lasts[2]
+    assert not lasts[-1]
+    assert control._num_tried == pytest.approx((INFORMED_TRIALS + 4) * FADE ** (4 * 400))
+
+
+def test_where_no_draft_pays_the_least_tried_request_is_tried_next() -> None:
+    control, all_slots = AdaptiveControl(3, MAX_DRAFTS), np.arange(3)
+    price = StepCost(10.0, 3, np.zeros(3), added_ms=4.0 * np.arange(2.0))
+    for _ in range(60):
+        control.verified(all_slots, ints(1, 1, 1), ints(0, 0, 0))
+    tried = []
+    for _ in range(4000):
+        lengths = control.limits(all_slots, ints(1, 1, 1), price)
+        if lengths.any():
+            (slot,) = lengths.nonzero()[0].tolist()
+            tried.append(slot)
+            control.verified(all_slots[slot : slot + 1], ints(1), ints(0))
+    assert len(tried) >= 9
+    assert [tried[:9].count(slot) for slot in range(3)] == [3, 3, 3]
+
+
+def test_trials_after_drafts_that_paid_come_ever_more_seldom() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    price = StepCost(10.0, 1, np.zeros(1), added_ms=2.0 * np.arange(2.0))
+    assert control.balance is not None
+    for _ in range(64):
+        control.balance.drafted(9.0, 10.0)
+        control.limits(SLOT, ints(MAX_DRAFTS), price)
+        control.verified(SLOT, ints(MAX_DRAFTS), ints(MAX_DRAFTS))
+    at: list[int] = []
+    for step in range(3000):
+        if control.limits(SLOT, ints(1), price)[0]:
+            at += [step] * control.probes
+            control.verified(SLOT, ints(1), ints(0))
+    gaps = np.diff(at)
+    assert len(gaps) >= 8
+    assert gaps[0] <= 0.2 * gaps[-1]
+    assert abs(gaps[-1] - 0.2 / PROBE_SHARE) <= 2  # a draft takes a fifth of a step
+
+
+def test_after_a_right_draft_half_of_many_wrong_ones_count() -> None:
+    control = AdaptiveControl(2, MAX_DRAFTS)
+    chosen(control, 0.1)
+    verify(control, 0, 2 * MAX_FAILURES)
+    found = []
+    for _ in range(3):
+        found.append(int(control._failures[SLOT[0]]))
+        verify(control, 1, 1)
+    assert found == [MAX_FAILURES, MAX_FAILURES // 2, MAX_FAILURES // 4]

@@ -21,6 +21,7 @@ from tests.unit.speculative.test_drafter import (
     ScriptedProposer,
     ints,
     of_none,
+    resting,
 )
 
 BOTH = np.array([0, 1])
@@ -327,3 +328,34 @@ def test_a_trial_is_none_of_the_drafts_in_flight_without_predictions_either() ->
         assert control.balance._steps == before - 0.5 * (not tries)
     case.drafter.verified(BOTH[1:], ints(1), ints(0))
     assert not case.drafter._has_trials
+
+
+def test_steps_that_pass_unasked_shorten_a_rest_as_others_do() -> None:
+    asked, told = resting(), resting()
+    for num_steps in (1, 2):
+        for _ in range(num_steps):
+            assert asked.drafter.skips_step(asked.tokens, of_none)
+        told.drafter.rested(num_steps)
+        one, other = asked.drafter._control.rests, told.drafter._control.rests
+        assert (one.left, one.until_look) == (other.left, other.until_look)
+        assert one.until_look > 0
+    told.drafter.rested(1000)
+    assert told.drafter.rest_steps == 0
+
+
+def test_beside_many_requests_a_few_new_ones_are_no_reason_to_try() -> None:
+    case = Case(ScriptedProposer(), AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
+    balance = in_debt(case.drafter._control.balance)
+    balance.drafted(-20.0, 10.0)
+    found = [balance.steps_to_earn]
+    for _ in range(7):  # beside two others
+        case.drafter.note_arrivals(1, 3)
+        found.append(balance.steps_to_earn)
+        if len(found) == 4:
+            balance._until_change = 0
+            balance.drafted(-20.0, 10.0)
+            found.append(balance.steps_to_earn)
+    first, *one, third, again, fourth, fifth, sixth, seventh = found
+    assert one == [first, first]  # so few are no reason
+    assert third < first
+    assert again == fourth == fifth > sixth == seventh

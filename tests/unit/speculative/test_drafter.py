@@ -60,10 +60,10 @@ class ScriptedProposer(Proposer):
         self, tokens: TokenTable, slots: NDArray[np.intp], limits: Int32s, drafts: Drafts
     ) -> None:
         self.asked.append(slots.tolist())
-        if self._fails in slots:
-            raise RuntimeError("no guess")
         drafts.ids[:, : len(self._token_ids)] = self._token_ids
         drafts.counts[:] = len(self._token_ids)
+        if self._fails in slots:  # of what it has filled in, nothing counts
+            raise RuntimeError("no guess")
 
     def verified(self, slots: NDArray[np.intp], drafted: Int32s, accepted: Int32s) -> None:
         pass
