@@ -98,6 +98,14 @@ def test_usage_counts_prediction_tokens_where_there_are_any() -> None:
     assert "accepted_draft_tokens" not in details
 
 
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_prediction_is_none(content: Any) -> None:
+    reply, engine = post({**CHAT, "prediction": {"type": "content", "content": content}})
+    assert engine.asked[0].terms.speculation == SpeculationParams()
+    details = reply.json["usage"]["completion_tokens_details"]
+    assert details.keys() == {"reasoning_tokens", "accepted_draft_tokens", "rejected_draft_tokens"}
+
+
 @pytest.mark.parametrize("num_choices", [1, 2])
 def test_the_last_chunk_of_a_stream_counts_prediction_tokens(num_choices: int) -> None:
     stream = {"stream": True, "stream_options": {"include_usage": True}, "n": num_choices}
