@@ -19,12 +19,15 @@ from quire.base.errors import WeightsError
 from quire.base.strict_json import parse_object
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import bf16_bits
-from quire.weights.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES
+from quire.weights.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, TABLE_TYPES
 
 Float32s = NDArray[np.float32]
 Array = NDArray[Any]
 # The names of stored types, by what NumPy calls them.
-_TYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64", "bool": "BOOL"}
+_TYPES = {
+    **{"float32": "F32", "float16": "F16", "uint16": "BF16"},
+    **{"int32": "I32", "int64": "I64", "bool": "BOOL"},
+}
 
 
 def as_stored(values: Float32s, dtype: str) -> Array:
@@ -65,10 +68,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
     checkpoint = open_checkpoint(path)
     tensors: dict[str, Array] = {}
     for name in checkpoint.names:
-        dtype, shape = checkpoint.describe(name)
-        if dtype == "i64":
-            raw = checkpoint.tensor(name).raw.tobytes()  # the file aligns no tensor
-            tensors[name] = np.frombuffer(raw, "<i8").reshape(shape).copy()
+        dtype, _ = checkpoint.describe(name)
+        if dtype in TABLE_TYPES:
+            tensors[name] = checkpoint.tensor(name).whole_numbers()
         else:
             tensors[name] = checkpoint.read_f32(name)
     with path.open("rb") as file:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,12 @@ LFS_POINTER = b"version https://git-lfs"
 
 DTYPES = {
     **{"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": FP8},
-    **{"U8": "u8", "BOOL": "bool", "I64": "i64"},
+    **{"U8": "u8", "BOOL": "bool", "I32": "i32", "I64": "i64"},
 }
-INT64_BYTES = 8
+# NumPy type of each type of whole numbers.
+TABLE_TYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"i32": np.dtype("<i4"), "i64": np.dtype("<i8")}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,8 @@ class StoredTensor:
 
     `dtype` is "f32", "f16" or "bf16"; `array` views the same bytes typed and shaped (bf16 as
     uint16). A mask is "u8" or "bool" and has no `array`, nor has fp8, "f8_e4m3", or a table of
-    whole numbers, "i64". The start need not be aligned to the element size.
+    whole numbers, "i32" or "i64", for which `whole_numbers` is. The start need not be aligned to
+    the element size.
     """
 
     name: str
@@ -57,6 +62,12 @@ class StoredTensor:
     def array(self) -> NDArray[Any]:
         """The elements, [*shape]; bf16 as uint16."""
         return self.raw.view(NUMPY_TYPES[self.dtype]).reshape(self.shape)
+
+    def whole_numbers(self) -> NDArray[np.int64]:
+        """Return a copy of a table of whole numbers, [*shape]."""
+        # The bytes are copied: the file aligns no tensor.
+        table = np.frombuffer(self.raw.tobytes(), TABLE_TYPES[self.dtype])
+        return table.astype(np.int64).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,10 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
         return None
     dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        problems.append(f"{name}: dtype is {dtype!r}; F32, F16, BF16 and F8_E4M3 can be read")
+        problems.append(
+            f"{name}: dtype is {dtype!r}; F32, F16, BF16 and F8_E4M3 can be read, and I64 and I32 "
+            "for the token tables of draft heads"
+        )
         return None
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         problems.append(
@@ -191,7 +205,7 @@ def _read_entry(name: str, described: Any, data_start: int, problems: list[str])
 def _element_bytes(kind: str) -> int:
     if kind in NUMPY_TYPES:
         return NUMPY_TYPES[kind].itemsize
-    return INT64_BYTES if kind == "i64" else BYTE_TYPE_BYTES
+    return TABLE_TYPES[kind].itemsize if kind in TABLE_TYPES else BYTE_TYPE_BYTES
 
 
 def _are_sizes(values: Any) -> bool:

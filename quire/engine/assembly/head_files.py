@@ -56,6 +56,7 @@ from quire.weights.checkpoint import (
     open_checkpoint,
 )
 from quire.weights.chosen_tensors import ChosenTensors
+from quire.weights.safetensors import TABLE_TYPES
 
 MAX_LISTED = 20
 
@@ -320,10 +321,10 @@ def _vocabulary(
             return None, []
         return None, [f"{D2T} is missing; draft_vocab_size {num_ids} needs it"]
     table = checkpoint.tensor(D2T)
-    if table.dtype != "i64" or table.shape != (num_ids,):
-        return None, [f"{D2T} is {table.dtype} {list(table.shape)}; i64 [{num_ids}] is needed"]
-    # The file aligns no tensor.
-    ids = np.frombuffer(table.raw.tobytes(), "<i8") + np.arange(num_ids)
+    if table.dtype not in TABLE_TYPES or table.shape != (num_ids,):
+        found = f"{table.dtype} {list(table.shape)}"
+        return None, [f"{D2T} is {found}; i64 or i32 [{num_ids}] is needed"]
+    ids = table.whole_numbers() + np.arange(num_ids)
     if ((ids < 0) | (ids >= vocab_size)).any() or len(np.unique(ids)) != num_ids:
         return None, [f"{D2T} does not lead to {num_ids} different ids from 0 to {vocab_size - 1}"]
     problems = []

@@ -358,7 +358,7 @@ def test_while_drafts_rest_for_long_steps_of_decoding_keep_no_hidden_states(
         ({"more": (2, 2)}, {}, "more. is no tensor of an EAGLE-3 head"),
         ({"norm.weight": None}, {}, "norm.weight is missing"),
         ({"d2t": None}, {}, "d2t is missing; draft_vocab_size 90 needs it"),
-        ({"d2t": (89,)}, {}, r"d2t is f32 \[89\]; i64 \[90\] is needed"),
+        ({"d2t": (89,)}, {}, r"d2t is f32 \[89\]; i64 or i32 \[90\] is needed"),
         ({}, {"vocab_size": 300}, "vocab_size in config.json is 300; the model's is 307"),
         ({}, {"target_hidden_size": 64}, "target_hidden_size in config.json is 64"),
         ({}, {"eagle_config": None}, "the model has 3 layers, too few for the usual"),

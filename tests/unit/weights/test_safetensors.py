@@ -124,7 +124,19 @@ def test_duplicate_names_are_rejected(tmp_path: Path) -> None:
     assert '"a" is given twice' in refused(tmp_path, f'{{"a": {text}, "a": {text}}}'.encode())
 
 
-@pytest.mark.parametrize("dtype", ["I32", "F8_E5M2", "f32", "", 5, None, ["F32"]])
+@pytest.mark.parametrize(("dtype", "numbers"), [("I32", "<i4"), ("I64", "<i8")])
+def test_tables_of_whole_numbers_are_read(dtype: str, numbers: str, tmp_path: Path) -> None:
+    values = np.array([[0, -1, 2**31 - 1], [-(2**31), 5, 307]], numbers)
+    described = {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, values.nbytes]}
+    write_raw(
+        tmp_path / "model.safetensors", json.dumps({"a": described}).encode(), values.tobytes()
+    )
+    found = open_checkpoint(tmp_path).tensor("a").whole_numbers()
+    assert found.dtype == np.int64
+    assert np.array_equal(found, values)
+
+
+@pytest.mark.parametrize("dtype", ["I16", "F8_E5M2", "f32", "", 5, None, ["F32"]])
 def test_an_unsupported_dtype_is_named(dtype: Any, tmp_path: Path) -> None:
     message = refused(tmp_path, entry(dtype=dtype))
     assert f"a: dtype is {dtype!r}; F32, F16, BF16 and F8_E4M3 can be read" in message

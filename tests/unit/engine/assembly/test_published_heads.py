@@ -558,3 +558,12 @@ def test_a_bad_vocabulary_of_medusa_heads_is_the_only_problem(
     with pytest.raises(ConfigError, match="vocab_size is 0; a whole number") as caught:
         read(folder, target)
     assert str(caught.value).count("\n") == 1
+
+
+def test_a_token_table_of_int32_is_that_of_int64(target: Target, tmp_path: Path) -> None:
+    tensors = eagle()
+    wide = read(written(tmp_path / "wide", QWEN3, tensors), target).vocabulary
+    tensors["d2t"] = tensors["d2t"].astype(np.int32)
+    narrow = read(written(tmp_path / "narrow", QWEN3, tensors), target).vocabulary
+    assert wide is not None
+    assert np.array_equal(wide, narrow)
