@@ -62,6 +62,23 @@ class TextSettings:
         }
         return json.dumps(made)
 
+    def sampling(self, number: int, turn: int) -> SamplingParams:
+        """Return how the answer of a line is sampled. turn: counts temperatures. Raises
+        InvalidParameter."""
+        return SamplingParams(
+            temperature=self.temperatures[turn % len(self.temperatures)],
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            max_tokens=self.answer_tokens,
+            seed=self.seed + number,
+        )
+
+    def check(self) -> None:
+        """Raise InvalidParameter for what no text can be sampled with."""
+        for turn in range(len(self.temperatures)):
+            self.sampling(0, turn)
+
     def is_chat(self, number: int) -> bool:
         """Return whether the prompt of a line is a message."""
         return self.form == "chat" or (self.form == "both" and number % 2 == 1)
@@ -89,6 +106,7 @@ def generated_texts(
 ) -> list[Text]:
     """Return the texts in `path`, generated as far as they are not there yet. model: where it lies;
     identity: what names it (precision.py)."""
+    settings.check()
     origin = settings.origin(identity)
     texts = _read(path, origin)
     done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
@@ -98,39 +116,34 @@ def generated_texts(
     if settings.threads:
         options["threads"] = settings.threads
     path.parent.mkdir(parents=True, exist_ok=True)
-    with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm, path.open("a") as file:
-        if not texts:
-            file.write(origin + "\n")
+    with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm:
         while done < settings.num_tokens:
             numbers = range(len(texts), len(texts) + _PER_CALL)
             new = _answered(llm, prompts, settings, numbers)
-            for text in new:
-                line = {"ids": list(text.ids), "num_prompt_tokens": text.num_prompt_tokens}
-                file.write(json.dumps(line) + "\n")
-            file.flush()
+            _append(path, new, "" if texts else origin + "\n")
             texts += new
             done += sum(len(text.ids) - text.num_prompt_tokens for text in new)
             progress.show("texts", min(done, settings.num_tokens), settings.num_tokens)
     return texts
 
 
+def _append(path: Path, texts: Sequence[Text], origin: str) -> None:
+    """Add texts to a file. origin: what comes before the first of them: a file without texts would
+    refuse other settings than those that no text could be generated with."""
+    lines = [
+        json.dumps({"ids": list(text.ids), "num_prompt_tokens": text.num_prompt_tokens}) + "\n"
+        for text in texts
+    ]
+    with path.open("a") as file:
+        file.write(origin + "".join(lines))
+
+
 def _answered(
     llm: LLM, prompts: Sequence[str], settings: TextSettings, numbers: range
 ) -> list[Text]:
     asked = [prompts[number % len(prompts)] for number in numbers]
-    temperatures = settings.temperatures
-    sampling = [
-        SamplingParams(
-            # Each prompt comes at all temperatures.
-            temperature=temperatures[(number + number // len(prompts)) % len(temperatures)],
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            max_tokens=settings.answer_tokens,
-            seed=settings.seed + number,
-        )
-        for number in numbers
-    ]
+    # Each prompt comes at all temperatures.
+    sampling = [settings.sampling(number, number + number // len(prompts)) for number in numbers]
     chats = [number for number in numbers if settings.is_chat(number)]
     plain = [number for number in numbers if not settings.is_chat(number)]
     at = numbers.start
@@ -168,7 +181,8 @@ def _read(path: Path, origin: str) -> list[Text]:
     raw = path.read_bytes()
     end = raw.rfind(b"\n") + 1
     first, *lines = raw[:end].splitlines() or [b""]
-    if first.decode(errors="replace") != origin and raw:
+    is_begun = not end and origin.encode().startswith(raw)  # and cut short before a text
+    if first.decode(errors="replace") != origin and not is_begun:
         raise SettingError(
             f"{path} has texts that were made otherwise, or by another model "
             f"({first[:500].decode(errors='replace')}, not {origin}); give another --out, or "
