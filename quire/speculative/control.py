@@ -31,6 +31,7 @@ from quire.speculative.plain_counts import (
     NUM_KINDS,
     OF_TEXT,
     PREDICTED,
+    added_by,
 )
 from quire.speculative.rests import DraftRests
 
@@ -50,7 +51,7 @@ UNSURE_SHARE = 0.015
 PROBE_SHARE, NEW_PROBE_SHARE, MAX_PROBE_STEPS, FIRST_PROBE_STEPS = 0.0025, 0.0075, 0.5, 4.0
 # After drafts that paid, such a part of the share of the time that they gained, over about so many
 # steps, since what ended them may be over soon; each trial halves that.
-PAID_PROBE_SHARE, PAID_STEPS = 0.2, 8.0
+PAID_PROBE_SHARE, PAID_PROBE_STEPS = 0.2, 8.0
 # Drafts that are looked up are tried as long as that takes so many times as long as single ones.
 LONGER_TIMES = 3.0
 # A request is new until so many drafts were tried for it.
@@ -92,7 +93,7 @@ class StepCost(NamedTuple):
         """Return what drafts of so many requests add, if their texts are known, each of `length`
         tokens if they are looked up."""
         num_drafts = num_requests * length
-        ms = self.once_ms + num_requests * self.row_ms + _added_ms(self.added_ms, num_drafts)
+        ms = self.once_ms + num_requests * self.row_ms + added_by(self.added_ms, num_drafts)
         if self.passes is not None:
             ms += float(self.passes.ms[min(num_requests, len(self.passes.ms) - 1)])
         return ms
@@ -233,7 +234,7 @@ class AdaptiveControl:
             else:
                 if self.balance is None or self.balance.has_gained:
                     share = PAID_PROBE_SHARE * (1.0 - 1.0 / self.speedup)
-                    self._probe_share += (share - self._probe_share) / PAID_STEPS
+                    self._probe_share += (share - self._probe_share) / PAID_PROBE_STEPS
                 if cost.passes is None:
                     self._probe_others(slots, lengths, limits, cost)
         return lengths
@@ -248,7 +249,7 @@ class AdaptiveControl:
         if not len(can):
             self._probe_steps = min(self._probe_steps, MAX_PROBE_STEPS)
             return
-        one_ms = _added_ms(cost.added_ms, num_drafts + 1) - _added_ms(cost.added_ms, num_drafts)
+        one_ms = added_by(cost.added_ms, num_drafts + 1) - added_by(cost.added_ms, num_drafts)
         one_ms += cost.row_ms
         if one_ms <= self._probe_steps * step_ms:
             chosen = can[np.argmin(self._trials[slots[can]])]
@@ -326,17 +327,9 @@ def _without_poor_passes(lengths: Int32s, chances: Float64s, cost: StepCost, rat
         drafted = rows & (lengths > place)
         num = int(np.count_nonzero(drafted))
         pass_ms = ms[num] + float(np.add.reduce(cost.draft_ms[drafted]))
-        pass_ms += _added_ms(cost.added_ms, num_drafts) - _added_ms(cost.added_ms, num_drafts - num)
+        pass_ms += added_by(cost.added_ms, num_drafts) - added_by(cost.added_ms, num_drafts - num)
         if float(np.add.reduce(chances[drafted, place])) > MARGIN * rate * pass_ms:
             break
         lengths[drafted] = place
         num_drafts -= num
     return lengths
-
-
-def _added_ms(added_ms: Float64s, num_drafts: int) -> float:
-    """Return what so many drafts add, beyond the end of `added_ms` as the last ones."""
-    last = len(added_ms) - 1
-    if num_drafts <= last:
-        return float(added_ms[num_drafts])
-    return float(added_ms[last] + (num_drafts - last) * (added_ms[last] - added_ms[last - 1]))

@@ -35,7 +35,7 @@ FIRST_STEPS = 12.0
 # Of the time that known tokens took, a step counts so much of what is not counted yet. Steps
 # without drafts are counted so many at once.
 PAID_PER_STEP = 1 / 64
-PLAIN_STEPS = 8
+NOTED_STEPS = 8
 # Of how far a step's time is from the mean of those before, the mean follows so much.
 MEAN_SHARE = 1 / 8
 
@@ -91,7 +91,7 @@ class DraftBalance:
             return
         self._plain_ms += num_steps * step_ms
         self._num_plain += num_steps
-        if self._num_plain >= PLAIN_STEPS:
+        if self._num_plain >= NOTED_STEPS:
             num, self._num_plain = self._num_plain, 0
             plain_ms, self._plain_ms = self._plain_ms, 0.0
             self._until_change = max(self._until_change - num, 0)

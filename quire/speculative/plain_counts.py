@@ -231,7 +231,7 @@ def draft_lengths(
         for number, block in enumerate(blocks, start=1):
             gain += block.value * block.num_drafts
             num_drafts += block.num_drafts
-            worth = gain - price * (once_ms + _at(added_ms, num_drafts))
+            worth = gain - price * (once_ms + added_by(added_ms, num_drafts))
             if worth > best:
                 best, num_best = worth, number
         if not num_best:
@@ -239,7 +239,7 @@ def draft_lengths(
         found = np.zeros_like(lengths)
         for block in blocks[:num_best]:
             found[block.row] += block.num_drafts
-        tokens, extra_ms = step_tokens, once_ms + _at(added_ms, int(np.add.reduce(found)))
+        tokens, extra_ms = step_tokens, once_ms + added_by(added_ms, int(np.add.reduce(found)))
         for row, length in enumerate(found.tolist()):
             expected = 0.0
             for chance in chances[row, :length].tolist():
@@ -278,7 +278,8 @@ def _blocks_of(row: int, chances: list[float], each: float, once: float) -> list
     return [_Block(value, row, num_first), *rest]
 
 
-def _at(added_ms: Float64s, num_drafts: int) -> float:
+def added_by(added_ms: Float64s, num_drafts: int) -> float:
+    """Return what so many drafts add, beyond the end of `added_ms` as the last ones."""
     last = len(added_ms) - 1
     if num_drafts <= last:
         return float(added_ms[num_drafts])

@@ -29,7 +29,7 @@ KNOWN_WEIGHT, SURE_WEIGHT = 1.5, 4.0
 # Points may be a few steps old where steps took about as long as expected.
 NOTES_PER_MAKE, AS_EXPECTED = 8, 0.15
 # Of a step, what a difference between steps with drafts and without must exceed to be the host's.
-UNSURE_SHARE = 0.03
+NOISE_SHARE = 0.03
 # Of what a step takes longer in which drafts were asked for in vain, so much is learned, and so
 # many milliseconds at once: of long steps that is less than their noise.
 ASKED_SHARE, MAX_ASKED_MS = 1 / 4, 0.05
@@ -43,7 +43,7 @@ FEWER_TIMES = 4.0
 ROW_SHARE = 1 / 12
 # Of a step with prompts, which are predicted less well, so much of the error is learned. What a
 # step in which drafts did not pay leaves of it.
-PROMPTS_SHARE, FADE = 1 / 8, 0.99
+PROMPTS_SHARE, STEP_FADE = 1 / 8, 0.99
 # A position costs such a share of what the cost model predicts, whatever was measured.
 MIN_SLOPE_SHARE = 0.05
 # A time is known between two points at most so many times apart, and near one.
@@ -105,7 +105,7 @@ class DraftPrices:
         """
         plain_ms = _between(self._plain_points, num_rows)
         if plain_ms and ms > 0.0:
-            more_ms = ASKED_SHARE * (ms - (1.0 + UNSURE_SHARE) * plain_ms - self.asked_ms)
+            more_ms = ASKED_SHARE * (ms - (1.0 + NOISE_SHARE) * plain_ms - self.asked_ms)
             self.asked_ms += min(max(more_ms, -MAX_ASKED_MS), MAX_ASKED_MS)
 
     def excess_ms(self, num_rows: int, ms: float) -> float:
@@ -143,8 +143,8 @@ class DraftPrices:
     def fade(self) -> None:
         """Note that no drafts were worth their price."""
         self._pace.num_noted += 1
-        self._prompts_ms *= FADE
-        self.after_ms *= FADE
+        self._prompts_ms *= STEP_FADE
+        self.after_ms *= STEP_FADE
 
     def known_plain_ms(self, num_rows: int) -> float:
         """Return what steps of about so many rows take without drafts; 0: too few were measured."""
@@ -255,7 +255,7 @@ class DraftPrices:
                 plain_ms = fewer[-1].ms + each_ms * (at - fewer[-1].positions)
                 weight = PRIOR_WEIGHT * min(weight, 1.0)
             if plain_ms:
-                sum_ms += weight * (ms - (1.0 + UNSURE_SHARE) * plain_ms)
+                sum_ms += weight * (ms - (1.0 + NOISE_SHARE) * plain_ms)
                 num += weight
         self.once_ms = max(sum_ms / num, 0.0)
         self.row_ms = ROW_SHARE * self.once_ms
