@@ -20,6 +20,7 @@ from quire.base.user_path import user_path
 from quire.config.machine import num_compute_threads
 from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
+from quire.models.registry import open_model
 from quire.train.loop import LoopSettings
 from quire.train.precision import Precision, identity
 from quire.train.progress import Progress
@@ -126,6 +127,7 @@ def prepared(args: argparse.Namespace) -> Task:
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
         precision=precision,
+        vocab_size=open_model(model).vocab_size,
     )
     prompts = read_prompts(user_path(str(args.prompts)))
     texts = generated_texts(str(model), name, prompts, settings, out / TEXTS, progress)

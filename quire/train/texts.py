@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.base.errors import SettingError
 from quire.base.sampling_params import SamplingParams
+from quire.base.show import show
 from quire.base.strict_json import parse_object
 from quire.engine.library.answers import Answer
 from quire.engine.library.llm import LLM
@@ -39,7 +40,7 @@ class Text:
 class TextSettings:
     """What is generated: at least num_tokens tokens of answers of at most answer_tokens each, at
     the temperatures in turn, by the model in a precision. form: "text", or "chat" for prompts that
-    are messages of a user, or "both" in turn."""
+    are messages of a user, or "both" in turn. vocab_size: of the model."""
 
     num_tokens: int
     answer_tokens: int
@@ -49,6 +50,7 @@ class TextSettings:
     max_num_seqs: int
     threads: int | None
     precision: Precision
+    vocab_size: int
 
     def origin(self, identity: str) -> str:
         """Return the first line of a file of such texts. identity: of the model."""
@@ -108,7 +110,7 @@ def generated_texts(
     identity: what names it (precision.py)."""
     settings.check()
     origin = settings.origin(identity)
-    texts = _read(path, origin)
+    texts = _read(path, origin, settings.vocab_size)
     done = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
     if done >= settings.num_tokens:
         return texts
@@ -174,8 +176,8 @@ def _answered(
     ]
 
 
-def _read(path: Path, origin: str) -> list[Text]:
-    """Return the whole lines of a file, and cut off a last one that is not."""
+def _read(path: Path, origin: str, vocab_size: int) -> list[Text]:
+    """Return the whole lines of a file, and cut off a last one that is not. Raises SettingError."""
     if not path.exists():
         return []
     raw = path.read_bytes()
@@ -191,15 +193,33 @@ def _read(path: Path, origin: str) -> list[Text]:
     texts = []
     for number, line in enumerate(lines, start=2):
         try:
-            values = parse_object(line, limit_bytes=MAX_LINE_BYTES)
-            text = Text(tuple(map(int, values["ids"])), int(values["num_prompt_tokens"]))
-        except (ValueError, KeyError, TypeError) as error:
+            texts.append(_text(line, vocab_size))
+        except ValueError as error:
             raise SettingError(
-                f"{path}: line {number} is no text ({error}); delete the file to generate it anew"
+                f"{path}: line {number} is no text: {error}; delete that line and those after it "
+                "to generate them anew, or the file"
             ) from error
-        texts.append(text)
     keep = end if texts else 0
     if keep < len(raw):
         with path.open("r+b") as file:
             file.truncate(keep)
     return texts
+
+
+def _text(line: bytes, vocab_size: int) -> Text:
+    """Return the text of a line. Raises ValueError for a line that is none of this model."""
+    values = parse_object(line, limit_bytes=MAX_LINE_BYTES)
+    ids, num_prompt_tokens = values.get("ids"), values.get("num_prompt_tokens")
+    if not isinstance(ids, list) or not ids:
+        raise ValueError(f"ids is {show(ids)}; a list of token ids is needed")
+    for id_ in ids:
+        if type(id_) is not int or not 0 <= id_ < vocab_size:
+            raise ValueError(
+                f"ids has {show(id_)}; token ids from 0 to {vocab_size - 1} are allowed"
+            )
+    if type(num_prompt_tokens) is not int or not 1 <= num_prompt_tokens <= len(ids):
+        raise ValueError(
+            f"num_prompt_tokens is {show(num_prompt_tokens)}; a whole number from 1 to "
+            f"{len(ids)}, the length of ids, is needed"
+        )
+    return Text(tuple(ids), num_prompt_tokens)

@@ -15,6 +15,7 @@ from quire.train.precision import identity
 from quire.train.progress import Progress
 from quire.train.texts import Text, TextSettings, generated_texts
 
+VOCAB = 307
 SETTINGS = TextSettings(
     num_tokens=40,
     answer_tokens=10,
@@ -24,6 +25,7 @@ SETTINGS = TextSettings(
     max_num_seqs=8,
     threads=1,
     precision={},
+    vocab_size=VOCAB,
 )
 Generate = Callable[..., list[Text]]
 
@@ -80,3 +82,36 @@ def test_a_first_line_that_a_kill_cut_short_begins_anew(
     with pytest.raises(SettingError, match="has texts that were made otherwise"):
         generate(cut)
     assert cut.read_text() == "another file"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"ids": [1, 2, 3], "num_prompt_tokens": -3}', "num_prompt_tokens is -3; .* from 1 to 3"),
+        ('{"ids": [1, 2, 3], "num_prompt_tokens": 0}', "num_prompt_tokens is 0"),
+        ('{"ids": [1, 2, 3], "num_prompt_tokens": 4}', "num_prompt_tokens is 4"),
+        ('{"ids": [1, 2, 3], "num_prompt_tokens": true}', "num_prompt_tokens is true"),
+        ('{"ids": [1, 2, 3]}', "num_prompt_tokens is null"),
+        ('{"ids": [1, 307, 3], "num_prompt_tokens": 1}', "ids has 307; .* from 0 to 306"),
+        ('{"ids": [1, -1, 3], "num_prompt_tokens": 1}', "ids has -1"),
+        ('{"ids": [1, 2.0, 3], "num_prompt_tokens": 1}', "ids has 2.0"),
+        ('{"ids": [1, true, 3], "num_prompt_tokens": 1}', "ids has true"),
+        ('{"ids": "123", "num_prompt_tokens": 1}', 'ids is "123"; a list of token ids'),
+        ('{"ids": [], "num_prompt_tokens": 0}', r"ids is \[\]; a list of token ids"),
+        ("[1, 2]", r"it is \[1, 2\]; an object"),
+        ("{", "it is not JSON"),
+        ("", "it is not JSON"),
+    ],
+)
+def test_a_line_that_is_no_text_is_refused_with_its_number(
+    generate: Generate, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    texts = generate(path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], line, *lines[4:]]) + "\n")
+    with pytest.raises(SettingError, match=rf"jsonl: line 4 is no text: .*{message}.*delete that"):
+        generate(path)
+    path.write_text("\n".join(lines[:3]) + "\n")
+    num_tokens = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
+    assert generate(path, num_tokens=num_tokens)[: len(texts)] == texts
