@@ -547,6 +547,25 @@ _REASONING_PARSERS = {
     "kimi": ("kimi_k2",),
     "seed": ("seed_oss",),
 }
+# What proposes draft tokens, by the names of vLLM, SGLang and llama.cpp (without its draft-).
+_SPECULATORS = {
+    "off": ("none", "false"),
+    "ngram": (
+        *("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
+        *("ngram_gpu", "prompt-lookup", "prompt_lookup", "lookup"),
+    ),
+    "draft": ("draft_model", "model", "simple", "standalone"),
+    "eagle": ("eagle3",),
+    "self": ("layerskip",),
+}
+_MTP = (
+    "layers of a checkpoint that predict further tokens (MTP) are not read; {given} ngram needs no "
+    "files, and {given} eagle a head trained for the model"
+)
+_SUFFIXES = "earlier answers are searched with {given} ngram and --speculate-history-tokens"
+_NUM_DRAFTS = (
+    "it says what proposes tokens, as in {given} ngram; their maximum number is --max-draft-tokens"
+)
 
 
 def _parsers(names: Mapping[str, Iterable[str]]) -> dict[str, str]:
@@ -569,6 +588,11 @@ _VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         | dict.fromkeys(("float16", "f16", "half"), "take f32 or bf16"),
         "tool_call_parser": _parsers(_TOOL_PARSERS),
         "reasoning_parser": _parsers(_REASONING_PARSERS),
+        "speculate": {
+            foreign: f"write {own}" for own, names in _SPECULATORS.items() for foreign in names
+        }
+        | dict.fromkeys(("mtp", "nextn", "deepseek_mtp"), _MTP)
+        | {"suffix": _SUFFIXES},
     }
 )
 
@@ -587,9 +611,12 @@ def instead_of_value(name: str, value: object, allowed: Iterable[object]) -> str
 
 def _foreign_value(name: str, value: object) -> str:
     text = str(value)
-    hint = _VALUES.get(name, {}).get(text.lower(), "")
+    lower = text.lower().removeprefix("draft-" if name == "speculate" else "")
+    hint = _VALUES.get(name, {}).get(lower, "")
     if not hint and name == "quantization" and _GGUF_QUANTIZATION.fullmatch(text):
         hint = _OF_GGUF
+    if not hint and name == "speculate" and text.isdecimal():
+        hint = _NUM_DRAFTS
     return hint.format(given=f"--{name.replace('_', '-')}", upper=text.upper())
 
 
