@@ -253,6 +253,12 @@ def test_a_variable_of_another_engine_is_answered_by_what_is_read_here(variable:
     assert not unread_variables({variable: "x", "HF_HOME": "y"}, INSTEAD[variable])
 
 
+@pytest.mark.parametrize("flag", ["TYPE", "DRAFT_MODEL", "DRAFT_HF_REPO", "DRAFT_N_MAX"])
+def test_later_names_of_variables_for_drafts_are_known(flag: str) -> None:
+    variable = f"LLAMA_ARG_SPEC_{flag}"
+    assert f"{variable} (set QUIRE_" in unread_variables({variable: "x"}, ())
+
+
 def test_variables_of_other_engines_are_one_warning() -> None:
     environment = {
         "OLLAMA_HOST": "0.0.0.0:11434",
