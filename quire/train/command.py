@@ -22,6 +22,7 @@ from quire.hub.cache import local_model
 from quire.models.model_folder import box_path
 from quire.models.registry import open_model
 from quire.train.loop import LoopSettings
+from quire.train.output_files import make_out, writing
 from quire.train.precision import Precision, identity
 from quire.train.progress import Progress
 from quire.train.tensor_file import Array, write_tensors
@@ -112,7 +113,7 @@ def prepared(args: argparse.Namespace) -> Task:
     """Generate the texts, as far as they are not there. Raises SettingError or ModelError."""
     progress = Progress()
     out = user_path(str(args.out))
-    out.mkdir(parents=True, exist_ok=True)
+    make_out(out)
     model, precision = model_of(args), precision_of(args)
     name = identity(model, precision)
     num_threads = num_compute_threads(args.threads)
@@ -160,9 +161,11 @@ def prepared(args: argparse.Namespace) -> Task:
 
 
 def write_head(task: Task, tensors: Mapping[str, Array], config: Mapping[str, Any]) -> None:
-    """Write a head as servers load it."""
+    """Write a head as servers load it. Raises SettingError."""
     write_tensors(task.out / "model.safetensors", tensors, {"format": "pt"})
-    (task.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    path = task.out / "config.json"
+    with writing(path):
+        path.write_text(json.dumps(config, indent=2) + "\n")
     task.progress.say(f"wrote {task.out}")
 
 

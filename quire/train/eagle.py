@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.base.errors import QuireError, SettingError
+from quire.base.errors import SettingError
 from quire.execute.quantized_weights import read_f32
 from quire.models.eagle import (
     D2T,
@@ -40,6 +40,7 @@ from quire.models.spec import ModelSpec
 from quire.program.forms import IdSource
 from quire.program.ops import Embed
 from quire.train.command import Task, model_of, parser, positive, prepared, write_head
+from quire.train.exit_code import exit_code
 from quire.train.loop import train
 from quire.train.teacher import Lesson, Teacher
 from quire.train.tensor_file import as_stored
@@ -326,34 +327,33 @@ def _config(
 def main(arguments: list[str] | None = None) -> int:
     """Train, and write the head; returns the exit code."""
     args = _arguments(arguments)
-    try:
-        model = model_of(args)  # what does not fit it is refused before texts are generated
-        taps, shape = taps_of(args.taps, model), _shape(args, open_model(model))
-        task = prepared(args)
-        teacher = Teacher(
-            task.model,
-            max_tokens=task.max_tokens,
-            num_threads=task.num_threads,
-            layers=taps,
-            precision=task.precision,
-        )
-        vocab_size = teacher.program.vocab_size
-        num_ids = min(args.draft_vocab_size or 32_000, vocab_size)
-        head = EagleHead(
-            embedding_of(teacher),
-            torch.tensor(frequent_ids(task.texts, num_ids, vocab_size)),
-            target_width=teacher.program.outputs["hidden"].width,
-            shape=shape,
-            rounds=args.rounds,
-        )
-        train(head, teacher, task.texts, task.loop, task.out, task.progress)
-    except QuireError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: _train(args), args.out)
+
+
+def _train(args: Any) -> None:
+    model = model_of(args)  # what does not fit it is refused before texts are generated
+    taps, shape = taps_of(args.taps, model), _shape(args, open_model(model))
+    task = prepared(args)
+    teacher = Teacher(
+        task.model,
+        max_tokens=task.max_tokens,
+        num_threads=task.num_threads,
+        layers=taps,
+        precision=task.precision,
+    )
+    vocab_size = teacher.program.vocab_size
+    num_ids = min(args.draft_vocab_size or 32_000, vocab_size)
+    head = EagleHead(
+        embedding_of(teacher),
+        torch.tensor(frequent_ids(task.texts, num_ids, vocab_size)),
+        target_width=teacher.program.outputs["hidden"].width,
+        shape=shape,
+        rounds=args.rounds,
+    )
+    train(head, teacher, task.texts, task.loop, task.out, task.progress)
     config = _config(head, task, teacher, taps, shape)
     write_head(task, head.tensors(task.dtype, vocab_size), config)
     teacher.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.base.errors import QuireError, SettingError
+from quire.base.errors import SettingError
 from quire.execute.quantized_weights import read_f32
 from quire.program.ops import Linear
 from quire.train.command import parser, prepared, write_head
+from quire.train.exit_code import exit_code
 from quire.train.loop import train
 from quire.train.teacher import Lesson, Teacher
 from quire.train.tensor_file import as_stored
@@ -128,24 +129,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--layers", type=int, choices=range(1, 5), default=1, metavar="1-4", help="of each head"
     )
     args = made.parse_args(arguments)
-    try:
-        check_lengths(args.heads, args.answer_tokens, f"--answer-tokens {args.answer_tokens}")
-        task = prepared(args)
-        lengths = (
-            min(len(text.ids), task.max_tokens) - text.num_prompt_tokens for text in task.texts
-        )
-        check_lengths(args.heads, max(lengths), f"within --max-tokens {task.max_tokens}")
-        teacher = Teacher(
-            task.model,
-            max_tokens=task.max_tokens,
-            num_threads=task.num_threads,
-            precision=task.precision,
-        )
-        heads = MedusaHeads(args.heads, args.layers, model_head(teacher))
-        train(heads, teacher, task.texts, task.loop, task.out, task.progress)
-    except QuireError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_code(lambda: _train(args), args.out)
+
+
+def _train(args: Any) -> None:
+    check_lengths(args.heads, args.answer_tokens, f"--answer-tokens {args.answer_tokens}")
+    task = prepared(args)
+    lengths = (min(len(text.ids), task.max_tokens) - text.num_prompt_tokens for text in task.texts)
+    check_lengths(args.heads, max(lengths), f"within --max-tokens {task.max_tokens}")
+    teacher = Teacher(
+        task.model,
+        max_tokens=task.max_tokens,
+        num_threads=task.num_threads,
+        precision=task.precision,
+    )
+    heads = MedusaHeads(args.heads, args.layers, model_head(teacher))
+    train(heads, teacher, task.texts, task.loop, task.out, task.progress)
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -157,7 +156,6 @@ def main(arguments: list[str] | None = None) -> int:
     }
     write_head(task, heads.tensors(args.dtype), config)
     teacher.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write and read tensors of a training as safetensors: heads that servers load, and checkpoints.
 
 Nothing is pickled. A file is written beside its place and then moved there, so that a training that
-is killed leaves the file before it. Knows no model.
+is killed leaves the file before it; where writing fails, nothing is left beside it. Knows no model.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.strict_json import parse_object
+from quire.train.output_files import writing
 from quire.weights.checkpoint import open_checkpoint
 from quire.weights.dtypes import bf16_bits
 from quire.weights.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, TABLE_TYPES
@@ -38,7 +40,7 @@ def as_stored(values: Float32s, dtype: str) -> Array:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; bf16 as uint16, see as_stored."""
+    """Write a safetensors file; bf16 as uint16, see as_stored. Raises SettingError."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, values in tensors.items():
@@ -52,14 +54,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[st
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
-        file.write(encoded)
-        for values in tensors.values():
-            file.write(np.ascontiguousarray(values).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with writing(path):
+        try:
+            with part.open("wb") as file:
+                file.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
+                file.write(encoded)
+                for values in tensors.values():
+                    file.write(np.ascontiguousarray(values).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            with suppress(OSError):  # a full disk needs the space; the first error is reported
+                part.unlink()
+            raise
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:

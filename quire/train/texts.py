@@ -20,6 +20,7 @@ from quire.base.show import show
 from quire.base.strict_json import parse_object
 from quire.engine.library.answers import Answer
 from quire.engine.library.llm import LLM
+from quire.train.output_files import writing
 from quire.train.precision import Precision
 from quire.train.progress import Progress
 
@@ -117,7 +118,6 @@ def generated_texts(
     options: dict[str, Any] = dict(settings.precision)
     if settings.threads:
         options["threads"] = settings.threads
-    path.parent.mkdir(parents=True, exist_ok=True)
     with LLM(model, max_num_seqs=settings.max_num_seqs, **options) as llm:
         while done < settings.num_tokens:
             numbers = range(len(texts), len(texts) + _PER_CALL)
@@ -136,7 +136,7 @@ def _append(path: Path, texts: Sequence[Text], origin: str) -> None:
         json.dumps({"ids": list(text.ids), "num_prompt_tokens": text.num_prompt_tokens}) + "\n"
         for text in texts
     ]
-    with path.open("a") as file:
+    with writing(path), path.open("a") as file:
         file.write(origin + "".join(lines))
 
 
@@ -178,9 +178,15 @@ def _answered(
 
 def _read(path: Path, origin: str, vocab_size: int) -> list[Text]:
     """Return the whole lines of a file, and cut off a last one that is not. Raises SettingError."""
-    if not path.exists():
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
         return []
-    raw = path.read_bytes()
+    except OSError as error:
+        raise SettingError(
+            f"{path}: cannot be read: {error.strerror or error}; give another --out, or remove it "
+            "to generate texts anew"
+        ) from error
     end = raw.rfind(b"\n") + 1
     first, *lines = raw[:end].splitlines() or [b""]
     is_begun = not end and origin.encode().startswith(raw)  # and cut short before a text
@@ -201,7 +207,7 @@ def _read(path: Path, origin: str, vocab_size: int) -> list[Text]:
             ) from error
     keep = end if texts else 0
     if keep < len(raw):
-        with path.open("r+b") as file:
+        with writing(path), path.open("r+b") as file:
             file.truncate(keep)
     return texts
 

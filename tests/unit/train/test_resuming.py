@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -136,3 +138,42 @@ def test_heads_that_no_answer_reaches_are_refused(
     error = capsys.readouterr().err
     assert "tokens (within --max-tokens 20), so that heads after the first" in error
     assert trained("medusa", deep_model, prompts, tmp_path, 3, "--heads", "16") == 0
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_training_continues_after_its_disk_was_full(
+    kind: str,
+    deep_model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert trained(kind, deep_model, prompts, whole, 9) == 0
+    fsync, calls = os.fsync, []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert trained(kind, deep_model, prompts, parts, 9) == 1
+    path = parts / CHECKPOINT
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {path}: cannot be written: No space left on device; free")
+    assert sorted(file.name for file in parts.iterdir()) == ["texts.jsonl", CHECKPOINT]
+    assert trained(kind, deep_model, prompts, parts, 9) == 0
+    assert "continuing after step 3" in capsys.readouterr().err
+    for file in whole.iterdir():
+        assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
+
+
+def test_an_out_that_cannot_be_made_is_refused(
+    deep_model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert trained("eagle", deep_model, prompts, prompts / "heads", 3) == 1
+    assert capsys.readouterr().err.startswith(f"error: --out {prompts / 'heads'}: no directory")

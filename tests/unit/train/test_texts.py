@@ -115,3 +115,12 @@ def test_a_line_that_is_no_text_is_refused_with_its_number(
     path.write_text("\n".join(lines[:3]) + "\n")
     num_tokens = sum(len(text.ids) - text.num_prompt_tokens for text in texts)
     assert generate(path, num_tokens=num_tokens)[: len(texts)] == texts
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(generate: Generate, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.mkdir()
+    with pytest.raises(SettingError, match=r"texts.jsonl: cannot be read: Is a directory"):
+        generate(path)
+    with pytest.raises(SettingError, match=r"texts.jsonl: cannot be written: No such file"):
+        generate(tmp_path / "none" / "texts.jsonl")
