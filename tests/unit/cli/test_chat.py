@@ -111,7 +111,7 @@ def test_a_broken_engine_ends_the_conversation() -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a chat template."""
     return write_tiny_llama(
-        tmp_path_factory.mktemp("model") / "tiny", vocab_size=270, max_position_embeddings=4096
+        tmp_path_factory.mktemp("model") / "tiny", vocab_size=270, max_position_embeddings=16384
     )
 
 
@@ -156,7 +156,8 @@ def test_a_broken_template_is_reported_before_the_first_line_and_replaceable(
 
 
 def test_at_a_terminal_it_prompts_streams_stops_and_leaves(model: Path) -> None:
-    long_answers = ("--min-tokens", "3000", "--max-tokens", "3500", "--temperature", "1")
+    # Of many times what a terminal holds, so that it cannot end before Ctrl-C is pressed.
+    long_answers = ("--min-tokens", "15000", "--max-tokens", "15500", "--temperature", "1")
     with Terminal(["chat", str(model), "--seed", "5", *long_answers]) as terminal:
         assert "/help lists the commands" in terminal.read_until("> ")
         terminal.type("Hello\r")
