@@ -112,10 +112,8 @@ def sized_draft(config: EngineConfig, spec: ModelSpec, sizing: ExecutorSizing) -
         program = engine_program(replace(config, model=model), own, checkpoint)
     except SettingError as error:
         raise SettingError(f"draft model {folder}: {error}") from error
-    if checkpoint is not None:
-        bind(
-            program, checkpoint
-        )  # here, since plans load nothing, and servers load the model first
+    if checkpoint is not None:  # before the model is loaded, and plans load nothing
+        bind(program, checkpoint)
     max_num_seqs = config.scheduler.max_num_seqs
     limits = StepLimits(
         max_tokens=max(PASS_TOKENS, 2 * max_num_seqs),
