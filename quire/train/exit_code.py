@@ -12,6 +12,7 @@ from pathlib import Path
 from quire.base.errors import QuireError
 
 FAILED = 1
+INTERRUPTED = 130
 
 
 def exit_code(run: Callable[[], None], out: Path) -> int:
@@ -21,4 +22,11 @@ def exit_code(run: Callable[[], None], out: Path) -> int:
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
+    except KeyboardInterrupt:
+        print(
+            f"interrupted: run the same command again to continue from what {out} has, the texts "
+            "and the last checkpoint",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
     return 0

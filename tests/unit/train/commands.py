@@ -28,9 +28,15 @@ KINDS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+def arguments(
+    kind: str, model: Path, prompts: Path, out: Path, steps: int, *more: str
+) -> list[str]:
+    """Return the arguments of a command."""
+    given = ["--model", str(model), "--prompts", str(prompts), "--out", str(out)]
+    return [*given, *SHARED_ARGUMENTS, *KINDS[kind][1], "--steps", str(steps), *more]
+
+
 def trained(kind: str, model: Path, prompts: Path, out: Path, steps: int, *more: str) -> int:
     """Run a command and return its exit code."""
-    main, own = KINDS[kind]
-    given = ["--model", str(model), "--prompts", str(prompts), "--out", str(out)]
-    code: int = main([*given, *SHARED_ARGUMENTS, *own, "--steps", str(steps), *more])
+    code: int = KINDS[kind][0](arguments(kind, model, prompts, out, steps, *more))
     return code

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +22,30 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from quire.train.loop import CHECKPOINT, LoopSettings, train  # noqa: E402
 from quire.train.teacher import Teacher  # noqa: E402
 from quire.train.texts import Text  # noqa: E402
-from tests.unit.train.commands import KINDS, trained  # noqa: E402
+from tests.unit.train.commands import KINDS, arguments, trained  # noqa: E402
 
+# Runs a command that gets a signal in its eighth step, or while it writes its second checkpoint.
+SIGNALLED = """
+import os, signal, sys
+from quire.train import eagle, loop, medusa
+kind, place, number, *arguments = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs it behind
+drawn, fsync, calls = loop._drawn, os.fsync, []
+def in_step(num_texts, step, settings):
+    if step == 7:
+        os.kill(os.getpid(), int(number))
+    return drawn(num_texts, step, settings)
+def in_write(file):
+    calls.append(file)
+    if len(calls) == 2:
+        os.kill(os.getpid(), int(number))
+    fsync(file)
+if place == "step":
+    loop._drawn = in_step
+else:
+    os.fsync = in_write
+sys.exit({"eagle": eagle, "medusa": medusa}[kind].main(arguments))
+"""
 MORE_TEXT = ["--draft-vocab-size", "40"]
 
 
@@ -177,3 +202,48 @@ def test_an_out_that_cannot_be_made_is_refused(
 ) -> None:
     assert trained("eagle", deep_model, prompts, prompts / "heads", 3) == 1
     assert capsys.readouterr().err.startswith(f"error: --out {prompts / 'heads'}: no directory")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "place"),
+    [
+        ("eagle", signal.SIGKILL, "step"),
+        ("eagle", signal.SIGKILL, "write"),
+        ("medusa", signal.SIGKILL, "step"),
+        ("eagle", signal.SIGINT, "step"),
+    ],
+)
+def test_a_training_that_a_signal_ended_gives_the_same_bytes(
+    kind: str,
+    number: signal.Signals,
+    place: str,
+    deep_model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert trained(kind, deep_model, prompts, whole, 12) == 0
+    given = arguments(kind, deep_model, prompts, parts, 12)
+    ended = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, kind, place, str(int(number)), *given],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    if number == signal.SIGKILL:
+        assert ended.returncode == -signal.SIGKILL
+    else:
+        assert ended.returncode == 130
+        assert "Traceback" not in ended.stderr
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith(
+            f"interrupted: run the same command again to continue from what {parts}"
+        )
+        assert not list(parts.glob("*.part"))
+    capsys.readouterr()
+    assert trained(kind, deep_model, prompts, parts, 12) == 0
+    assert f"continuing after step {6 if place == 'step' else 3}" in capsys.readouterr().err
+    assert {file.name for file in parts.iterdir()} == {file.name for file in whole.iterdir()}
+    for file in whole.iterdir():
+        assert file.read_bytes() == (parts / file.name).read_bytes(), file.name
