@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.gguf_model import find_gguf
-from quire.base.regular_file import is_present, read_regular
+from quire.base.regular_file import is_present, open_regular, read_regular
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import FP8
-from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
+from quire.weights.safetensors import LFS_POINTER, SafetensorsFile, StoredTensor, raise_problems
 from quire.weights.safetensors_checkpoint import WHOLE, SafetensorsCheckpoint
 
 if TYPE_CHECKING:
@@ -121,6 +121,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / INDEX_FILE).exists():
         return _open_shards(path)
     raise WeightsError(_why_nothing(path))
+
+
+def lacks_weights(path: Path) -> bool:
+    """Return whether weights are absent: no file holds any, one that the index names is missing, or
+    Git LFS has left a pointer in place of one. Raises WeightsError for a damaged index."""
+    if path.is_file() or find_gguf(path) is not None:
+        return False
+    if is_present(path / SINGLE_FILE):
+        return _is_pointer(path / SINGLE_FILE)
+    if not is_present(path / INDEX_FILE):
+        return True
+    shards = [path / name for name in set(read_weight_map(path / INDEX_FILE).values())]
+    return any(not is_present(shard) or _is_pointer(shard) for shard in shards)
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def _open_single(path: Path, file_path: Path) -> Checkpoint:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from quire.base.errors import SettingError, WeightsError
-from quire.base.gguf_model import find_gguf
+from quire.base.errors import SettingError
 from quire.base.log import Log
 from quire.program.declarations import Weight, WeightForm
 from quire.program.program import Program
 from quire.program.quantize import AUTO, quantize
 from quire.quant.scheme import ACTIVATION_GROUP
-from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.checkpoint import Checkpoint, lacks_weights, open_checkpoint
 from quire.weights.safetensors import raise_problems
 
 # Q4_0 is 4 bits with a scale for 32 elements, and so is int4-g32: codes stay, only scales are
@@ -33,16 +32,11 @@ MAX_NAMED = 6
 
 
 def weights_if_there(model: Path) -> Checkpoint | None:
-    """Return the model's checkpoint, or None where weights are absent or incomplete.
+    """Return the model's checkpoint, or None where weights are absent: see lacks_weights.
 
-    For callers that count or print precision and do not load weights.
+    For callers that count or compare and load nothing. Raises WeightsError for damaged files.
     """
-    try:
-        return open_checkpoint(model)
-    except WeightsError:
-        if find_gguf(model) is not None:
-            raise
-        return None
+    return None if lacks_weights(model) else open_checkpoint(model)
 
 
 def with_precision(

@@ -13,10 +13,11 @@ import pytest
 
 from quire.base.errors import WeightsError
 from quire.base.show import show
+from quire.engine.assembly.precision import weights_if_there
 from quire.models.registry import build_program, open_model
 from quire.program.tensors import DType
 from quire.weights import binding
-from quire.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.weights.checkpoint import Checkpoint, lacks_weights, open_checkpoint
 from tests.cases import each_case
 from tests.safetensors_writer import write_safetensors
 from tests.tiny_models import tiny_config, tiny_tensors, write_tiny_llama, write_weights
@@ -261,3 +262,36 @@ def test_irregular_files_are_rejected_before_they_are_opened(
     make(tmp_path / name)  # opening a pipe would block
     with pytest.raises(WeightsError, match="not a regular file"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shards", "change", "lacks"),
+    [
+        (1, None, False),
+        (1, "remove", True),
+        (1, "pointer", True),
+        (1, "cut", False),
+        (3, None, False),
+        (3, "remove", True),
+        (3, "pointer", True),
+        (3, "cut", False),
+    ],
+)
+def test_weights_that_are_absent_are_told_from_damaged_ones(
+    tmp_path: Path, shards: int, change: str | None, lacks: bool
+) -> None:
+    write_tiny_llama(tmp_path, shards=shards)
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    content = file.read_bytes()
+    file.unlink()
+    if change != "remove":
+        pointer = b"version https://git-lfs.github.com/spec/v1\n"
+        file.write_bytes({None: content, "pointer": pointer, "cut": content[:-40]}[change])
+    assert lacks_weights(tmp_path) == lacks
+    if change is None:
+        assert weights_if_there(tmp_path) is not None
+    elif lacks:
+        assert weights_if_there(tmp_path) is None
+    else:
+        with pytest.raises(WeightsError, match="cut short"):
+            weights_if_there(tmp_path)
