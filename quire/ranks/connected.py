@@ -220,12 +220,10 @@ def run_connected(
     log.event("ready")
     try:
         do_commands(executor, next_command)
-    except DeviceLost as error:
-        # The others must not take this end for one by agreement.
-        group.abort("" if group.native.is_aborted else failure_text(error))
-        raise
     except BaseException as error:
-        group.abort(failure_text(error))
+        # The others must not take this end for one by agreement.
+        is_known = isinstance(error, DeviceLost) and group.native.is_aborted
+        group.abort("" if is_known else failure_text(error))
         raise
     finally:
         done.set()

@@ -53,9 +53,10 @@ class RankProcesses:
     on_lost: Callable[[], None] = lambda: None
     _processes: list[_RankProcess] = field(default_factory=list)
     _is_ending: bool = False
-    _lost: str = ""
-    _why: str = ""  # as a process that has ended names the reason
-    _is_explained: threading.Event = field(default_factory=threading.Event)
+    _first_end: str = ""
+    _cause: str = ""  # of the loss, as the first process says that names one
+    _has_cause: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # one watcher is the first
 
     def start(self, start: RankStart, segment: int) -> None:
         """Start one process; does not wait for it. Raises SettingError where it cannot start."""
@@ -106,10 +107,10 @@ class RankProcesses:
         self.on_lost = on_lost
 
     def reason(self, found: str) -> str:
-        """Return why the group is lost: the end of a process that names a reason, else what was
-        found."""
-        self._is_explained.wait(_REASON_S if names_reason(found) else _END_S)
-        return self._why or (found if names_reason(found) else self._lost or found)
+        """Return why the group is lost: as a process that has ended says, else what was found."""
+        is_clear = names_reason(found) and found != self._first_end
+        self._has_cause.wait(_REASON_S if is_clear else _END_S)
+        return self._cause or (found if is_clear else self._first_end or found)
 
     @property
     def process_ids(self) -> list[int]:
@@ -119,7 +120,7 @@ class RankProcesses:
     @property
     def lost(self) -> str:
         """Return why a process has ended that should not have; empty while all run."""
-        return self._lost
+        return self._first_end
 
     def end(self) -> None:
         """End all processes: they are asked to stop, and killed where they do not."""
@@ -147,12 +148,13 @@ class RankProcesses:
         with contextlib.suppress(ValueError, OSError):
             process.failure = json.loads(_line_of(process.answers)).get("failure", "")
         text = _end_text(process)
-        if process.failure or process.popen.returncode != GROUP_LOST:
-            self._why = self._why or text
-            self._is_explained.set()
-        if self._lost:
-            return
-        self._lost = text
+        with self._lock:
+            if process.failure or process.popen.returncode != GROUP_LOST:
+                self._cause = self._cause or text
+                self._has_cause.set()
+            if self._first_end:
+                return
+            self._first_end = text
         try:
             self.group.abort()
         finally:
@@ -160,10 +162,12 @@ class RankProcesses:
 
 
 def _end_text(process: _RankProcess) -> str:
-    code = process.popen.returncode
+    code, failure = process.popen.returncode, process.failure
+    rank = f"rank {process.rank} (process {process.popen.pid})"
+    if code == GROUP_LOST and failure:  # of another rank, or of its device
+        return f"{failure}, as {rank} found"
     how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-    failure = f": {process.failure}" if process.failure else ""
-    return f"rank {process.rank} (process {process.popen.pid}) {how}{failure}"
+    return f"{rank} {how}" + (f": {failure}" if failure else "")
 
 
 def _note_late(process: _RankProcess) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from quire.execute.native import NativeExecutor
 from quire.models.registry import build_program, open_model
 from quire.program.program import Program
 from quire.program.tensors import DType
+from quire.ranks import connected
 from quire.ranks.executor_class import RankedExecutorClass
 from quire.ranks.pipeline_class import PipelineExecutorClass
 from quire.ranks.rank_executor import MirroredExecutor
@@ -178,6 +181,51 @@ def test_a_rank_that_fails_says_why_to_rank_zero(folder: Path, program: Program)
     assert isinstance(ranks, LoopbackRanks)
     assert ranks.processes[0].wait(30) == 1
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_aborted", "said"),
+    [
+        (DeviceLost("rank 2 does not respond"), False, "rank 2 does not respond"),
+        (DeviceLost("a rank cannot go on"), True, ""),  # another one has said why
+        (MemoryError("too large"), True, "MemoryError: too large"),
+    ],
+)
+def test_a_connected_rank_says_what_it_found_unless_the_group_is_lost_already(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_aborted: bool, said: str
+) -> None:
+    reasons: list[str] = []
+    native = SimpleNamespace(
+        is_aborted=is_aborted,
+        connect=lambda sockets: None,
+        leave=lambda: None,
+        wait_until_over=lambda: "",
+    )
+    zero = SimpleNamespace(receive=lambda: b"", send_fields=lambda fields: None)
+    meeting = SimpleNamespace(sockets={0: zero}, descriptors=list, close=lambda: None)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    given: dict[str, Any] = {
+        "meet_rank_zero": lambda point, rank: meeting,
+        "read_start": lambda line: None,
+        "run_on": lambda cpus: None,
+        "_own_group": lambda start: SimpleNamespace(native=native, abort=reasons.append),
+        "load": lambda start, group: (SimpleNamespace(recipe="", weights_digest=""), None),
+        "pool_server": lambda *_: None,
+        "load_server": lambda *_: None,
+        "ready_of": lambda *_: SimpleNamespace(),
+        "asdict": vars,
+        "do_commands": fails,
+    }
+    for name, value in given.items():
+        monkeypatch.setattr(connected, name, value)
+    own: Any = SimpleNamespace(start_of=lambda start: SimpleNamespace(cpus=()))
+    point: Any = SimpleNamespace(world_size=3)
+    with pytest.raises(type(error)):
+        connected.run_connected(point, 1, own)
+    assert reasons == [said]
 
 
 def test_a_rank_ends_with_rank_zero(folder: Path, program: Program) -> None:

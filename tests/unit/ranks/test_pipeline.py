@@ -219,7 +219,7 @@ def test_a_checkpoint_with_more_than_the_program_is_refused(folder: Path, progra
     [
         (1, signal.SIGSTOP, r"rank 1 does not respond"),
         (2, signal.SIGKILL, r"rank 2 .* was ended by signal 9"),
-        (3, signal.SIGSTOP, r"rank [23] does not respond"),
+        (3, signal.SIGSTOP, r"rank 3 does not respond"),
     ],
     ids=["hung in the last stage", "dead in the first stage", "hung in the first stage"],
 )

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,7 +206,10 @@ def test_an_exchange_that_fails_inside_the_program_is_the_loss_of_the_group() ->
     [
         (3, "", "rank 2 does not respond", "rank 2 does not respond"),
         (3, "", "rank 2 or another one cannot go on", "rank 1 (process 7) exited with code 3"),
-        (3, "rank 2 does not respond", "a rank cannot go on", "code 3: rank 2 does not respond"),
+        (
+            *(3, "rank 2 does not respond", "a rank cannot go on"),
+            "rank 2 does not respond, as rank 1 (process 7) found",
+        ),
         (1, "", "rank 1 does not respond", "rank 1 (process 7) exited with code 1"),
         (-9, "", "rank 1 does not respond", "rank 1 (process 7) was ended by signal 9"),
     ],
@@ -229,6 +233,32 @@ def test_a_rank_that_ends_with_the_group_does_not_hide_the_reason(
     assert len(lost) == 1
     assert "rank 1 (process 7)" in lost[0]
     assert ranks.reason(found).endswith(reason)
+
+
+@pytest.mark.parametrize("is_seen_first", [False, True])
+def test_the_reason_of_a_loss_is_waited_for_where_an_end_names_none(
+    is_seen_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is busy ends after one that only saw the group end."""
+    monkeypatch.setattr(processes, "_END_S", 30.0)
+    monkeypatch.setattr(processes, "_REASON_S", 0.0)
+    popen: Any = SimpleNamespace(pid=7, returncode=3, wait=lambda: 3)
+    group: Any = SimpleNamespace(abort=lambda: None)
+    ranks = RankProcesses(group)
+
+    def end(rank: int, line: bytes) -> None:
+        answers, there = os.pipe()
+        os.write(there, line)
+        os.close(there)
+        ranks._watch(_RankProcess(rank, popen, answers))
+        os.close(answers)
+
+    end(1, b"")
+    late = threading.Timer(0.1, end, (2, b'{"failure": "rank 3 does not respond"}\n'))
+    late.start()
+    found = ranks.lost if is_seen_first else "rank 1 or another one cannot go on"
+    assert ranks.reason(found) == "rank 3 does not respond, as rank 2 (process 7) found"
+    late.join()
 
 
 def test_the_files_of_ranks_go_when_the_others_have_ended_even_if_that_fails() -> None:
