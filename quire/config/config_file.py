@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.config.foreign_flags import INSTEAD, of_family
+from quire.config.foreign_flags import INSTEAD, near_or_family
 from quire.config.sources import DEFAULT, GROUPS, SECRET, SETTINGS, Setting, Source, Sourced
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -146,12 +146,9 @@ def _setting_of(table: str, key: str, value: Any, place: str) -> Setting:
     setting = _find(key)
     if setting is None:
         dashed = key.replace("_", "-")
-        near = get_close_matches(dashed[:60], [one.key for one in SETTINGS.values()], 1)
-        hint = INSTEAD.get(f"--{dashed}") or (
-            f"did you mean {near[0]}?"
-            if near
-            else of_family(f"--{dashed}") or "quire config show lists all settings"
-        )
+        keys = [one.key for one in SETTINGS.values()]
+        hint = INSTEAD.get(f"--{dashed}") or near_or_family(dashed, keys, cutoff=0.6)
+        hint = hint or "quire config show lists all settings"
         raise SettingError(f"{place}: {key} is not a setting; {hint}")
     if table and setting.group != table:
         raise SettingError(

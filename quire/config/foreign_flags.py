@@ -182,6 +182,11 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--spec-tokens": _DRAFT_TOKENS,
         "--num-speculative-tokens": _DRAFT_TOKENS,
         "--speculative-num-draft-tokens": _DRAFT_TOKENS,
+        "--speculative-draft-tokens": _DRAFT_TOKENS,
+        "--speculative-tokens": _DRAFT_TOKENS,
+        "--draft-len": _DRAFT_TOKENS,
+        "--draft-length": _DRAFT_TOKENS,
+        "--draft-size": _DRAFT_TOKENS,
         "--speculative-model": _DRAFT_MODEL,
         "--speculative-disable-by-batch-size": _DRAFT_LENGTH,
         "--ngram-prompt-lookup-max": _DRAFT_LOOKUP,
@@ -380,6 +385,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--hf-repo-draft": _DRAFT_MODEL,
         "--spec-draft-model": _DRAFT_MODEL,
         "--spec-draft-hf": _DRAFT_MODEL,
+        "--spec-draft-model-path": _DRAFT_MODEL,
+        "--model-url-draft": _DRAFT_MODEL,
+        "-mud": _DRAFT_MODEL,
         "--spec-type": _DRAFT,
         "--draft": _DRAFT_TOKENS,
         "--draft-n": _DRAFT_TOKENS,
@@ -400,6 +408,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-tbd": _DRAFT_LIKE_MODEL,
         "-ngld": _DRAFT_LIKE_MODEL,
         "-otd": _DRAFT_LIKE_MODEL,
+        "-Cd": _DRAFT_LIKE_MODEL,
+        "-Crd": _DRAFT_LIKE_MODEL,
+        "-Cbd": _DRAFT_LIKE_MODEL,
         "-devd": _DRAFT_LIKE_MODEL,
         "-ctkd": _DRAFT_LIKE_MODEL,
         "-ctvd": _DRAFT_LIKE_MODEL,
@@ -452,6 +463,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--assistant-model": _DRAFT_MODEL,
         "--num-assistant-tokens": _DRAFT_TOKENS,
         "--assistant-confidence-threshold": _DRAFT_LENGTH,
+        "--prompt-lookup": _DRAFT_LOOKUP,
         "--prompt-lookup-num-tokens": _DRAFT_LOOKUP,
         "--max-ngram-size": _DRAFT_LOOKUP,
     }
@@ -462,6 +474,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "--*-draft": _DRAFT_LIKE_MODEL,
+        "--draft-*": _DRAFT_LIKE_MODEL,
         "--spec-draft-*": _DRAFT_LIKE_MODEL,
         "--no-spec-draft-*": _DRAFT_LIKE_MODEL,
         "--speculative-draft-*": _DRAFT_LIKE_MODEL,
@@ -469,8 +482,11 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "--speculative-ngram-*": _DRAFT_LOOKUP,
         "--spec-*": _DRAFT,
         "--speculative-*": _DRAFT,
+        "--enable-speculative*": _DRAFT,
     }
 )
+# From so great a likeness on (difflib's ratio) a flag of a family is one of ours, misspelled.
+_MISSPELLED = 0.9
 
 _NO_STORE = (
     "models are files of the Hugging Face cache, which quire models lists; quire serve MODEL "
@@ -549,7 +565,7 @@ _REASONING_PARSERS = {
 }
 # What proposes draft tokens, by the names of vLLM, SGLang and llama.cpp (without its draft-).
 _SPECULATORS = {
-    "off": ("none", "false"),
+    "off": ("none", "false", "0"),
     "ngram": (
         *("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"),
         *("ngram_gpu", "prompt-lookup", "prompt_lookup", "lookup"),
@@ -591,8 +607,8 @@ _VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "speculate": {
             foreign: f"write {own}" for own, names in _SPECULATORS.items() for foreign in names
         }
-        | dict.fromkeys(("mtp", "nextn", "deepseek_mtp"), _MTP)
-        | {"suffix": _SUFFIXES},
+        | dict.fromkeys(("mtp", "nextn"), _MTP)
+        | {"suffix": _SUFFIXES, "true": "write ngram, which needs no files"},
     }
 )
 
@@ -611,7 +627,10 @@ def instead_of_value(name: str, value: object, allowed: Iterable[object]) -> str
 
 def _foreign_value(name: str, value: object) -> str:
     text = str(value)
-    lower = text.lower().removeprefix("draft-" if name == "speculate" else "")
+    lower = text.lower()
+    if name == "speculate":  # several proposers: the first; each family's MTP layers
+        lower = lower.partition(",")[0].strip().removeprefix("draft-")
+        lower = "mtp" if lower.endswith("_mtp") else lower
     hint = _VALUES.get(name, {}).get(lower, "")
     if not hint and name == "quantization" and _GGUF_QUANTIZATION.fullmatch(text):
         hint = _OF_GGUF
@@ -637,14 +656,21 @@ def alternative(flag: str, known: Iterable[str] = ()) -> str:
     name = flag.partition(".")[0]
     if hint := INSTEAD.get(name) or begun_with(flag, known):
         return hint
-    by_name = {one.lstrip("-"): one for one in sorted(known) if one.startswith("--")}
-    near = get_close_matches(flag.lstrip("-")[:60], by_name, 1, 0.7) if flag[:2] == "--" else []
-    return f"did you mean {by_name[near[0]]}?" if near else of_family(name)
+    names = [one.lstrip("-") for one in sorted(known) if one.startswith("--")]
+    hint = near_or_family(flag[2:], names, cutoff=0.7) if flag.startswith("--") else ""
+    return hint.replace("did you mean ", "did you mean --")
 
 
-def of_family(flag: str) -> str:
-    """Return what to use in place of a flag, by the form of its name; empty if none fits."""
-    return next((hint for form, hint in FAMILIES.items() if fnmatchcase(flag, form)), "")
+def near_or_family(name: str, known: Iterable[str], *, cutoff: float) -> str:
+    """Return which of `known` an unknown name may stand for, or what to use in place of it by the
+    form of its name, where it is not one of `known` but for a letter or two; empty for neither.
+
+    Names are without dashes in front. cutoff: of how near is near (difflib's ratio).
+    """
+    flag = f"--{name.partition('.')[0]}"
+    hint = next((hint for form, hint in FAMILIES.items() if fnmatchcase(flag, form)), "")
+    near = get_close_matches(name[:60], list(known), 1, _MISSPELLED if hint else cutoff)
+    return f"did you mean {near[0]}?" if near else hint
 
 
 def with_dashes(flag: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quire.base.errors import SettingError
 from quire.config.flags import TYPE_NAMES, checked, flag_of, kind_of
+from quire.config.foreign_flags import instead_of_value
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 
@@ -83,7 +84,9 @@ class Setting:
                 return checked(self.field, self.hint, value)
         except SettingError:
             pass
-        raise SettingError(f"{where} is {self.shown(value)}; {self.allowed} is expected")
+        hint = "" if choices is None else instead_of_value(self.name, value, choices)
+        allowed = f"{self.allowed} is expected{hint and '; ' + hint}"
+        raise SettingError(f"{where} is {self.shown(value)}; {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
