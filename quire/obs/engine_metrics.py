@@ -254,7 +254,7 @@ def _drafts(stats: EngineStats) -> Iterable[Metric]:
     )
     accepted = CounterMetricFamily(
         "quire_accepted_draft_tokens",
-        "Draft tokens accepted; each saves its request a step, other than those behind the end of "
+        "Draft tokens accepted; each saves its request a step, other than those after the end of "
         "an answer (a stop string or stop token in the same step), which are counted here and not "
         "in usage; by position in the draft and proposer",
         labels=("position", "proposer"),

@@ -98,8 +98,8 @@ class DraftBalance:
             self._add(self._earned_share * plain_ms, plain_ms / num, num)
 
     def caught_up(self, ms: float) -> None:
-        """Note that known tokens were computed for so long, which drafts of later steps need;
-        without what else held it up."""
+        """Note that known tokens were computed for so long, stalls excluded, which drafts of later
+        steps need."""
         self._unpaid_ms += ms
         self.is_settled = False
 

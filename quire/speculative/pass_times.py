@@ -16,7 +16,7 @@ WEIGHT = 1 / 8
 DRIFT = 1 / 512
 # A pass counts as at most so many times as long as it usually is: something else may have held it
 # up.
-MAX_TIMES = 8.0
+MAX_STALL_TIMES = 8.0
 
 
 class PassTimes:
@@ -38,9 +38,10 @@ class PassTimes:
             self.note_tokens(num_tokens, ms)
 
     def counted_ms(self, num_requests: int, num_tokens: int, ms: float) -> float:
-        """Return as how long a pass counts that took `ms`, before it is noted."""
+        """Return the milliseconds that a pass of `ms` counts for: at most MAX_STALL_TIMES its usual
+        time. Called before the pass is noted."""
         usual_ms = max(num_tokens * self.token_ms, float(self._ms[_size(num_requests)]))
-        return min(ms, MAX_TIMES * usual_ms) if usual_ms else ms
+        return min(ms, MAX_STALL_TIMES * usual_ms) if usual_ms else ms
 
     def note(self, num_requests: int, ms: float) -> None:
         """Learn from a pass for `num_requests` requests."""

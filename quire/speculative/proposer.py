@@ -122,9 +122,8 @@ class CostlyProposer(Proposer):
     """A Proposer that computes its drafts, so that it is asked only for as many as pay.
 
     drafting_ms: milliseconds that it has computed so far. catching_up_ms: of these, for known
-    tokens that the proposer lacked beyond what drafts need anyway, and without what held up a pass
-    that takes far longer than usual. catch_up_ms: about how long a
-    call may compute such tokens, which all requests of the step wait for.
+    tokens that the proposer lacked beyond what drafts need anyway, stalls excluded. catch_up_ms:
+    about how long a call may compute such tokens, which all requests of the step wait for.
     """
 
     drafting_ms = catching_up_ms = 0.0

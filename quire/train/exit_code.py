@@ -24,8 +24,8 @@ def exit_code(run: Callable[[], None], out: Path) -> int:
         return FAILED
     except KeyboardInterrupt:
         print(
-            f"interrupted: run the same command again to continue from what {out} has, the texts "
-            "and the last checkpoint",
+            "interrupted: the same command, run again, continues from the texts and the checkpoint "
+            f"in {out}, as far as there are any",
             file=sys.stderr,
         )
         return INTERRUPTED

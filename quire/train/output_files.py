@@ -20,9 +20,9 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingError(
-            f"{path}: cannot be written: {error.strerror or error}; free space there or allow "
-            "writing, and run the same command again: it continues from the texts and the last "
-            "checkpoint; or give another --out"
+            f"{path}: cannot be written: {error.strerror or error}; free space there, allow "
+            "writing or move what is in the way, and run the same command again: it continues from "
+            "the texts and the last checkpoint; or give another --out"
         ) from error
 
 

@@ -130,8 +130,8 @@ def generated_texts(
 
 
 def _append(path: Path, texts: Sequence[Text], origin: str) -> None:
-    """Add texts to a file. origin: what comes before the first of them: a file without texts would
-    refuse other settings than those that no text could be generated with."""
+    """Add texts to a file. origin: the settings, written with the first texts, so that a failed
+    start does not fix them."""
     lines = [
         json.dumps({"ids": list(text.ids), "num_prompt_tokens": text.num_prompt_tokens}) + "\n"
         for text in texts

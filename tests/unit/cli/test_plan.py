@@ -37,7 +37,7 @@ def test_a_draft_model_is_part_of_the_sum() -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--draft-model",)])
-def test_weights_that_differ_from_the_configuration_are_told_as_an_engine_would(
+def test_weights_that_differ_from_the_configuration_end_a_plan_as_they_end_a_start(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """Of the model, and of a draft model. The configuration alone is enough to plan."""

@@ -13,7 +13,7 @@ from quire.base.records import NO_INTS, Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.token_table import TokenTable
 from quire.speculative.draft_model import ModelProposer
-from quire.speculative.pass_times import MAX_TIMES
+from quire.speculative.pass_times import MAX_STALL_TIMES
 from quire.speculative.passes import DraftLimits
 from quire.speculative.proposer import no_drafts
 
@@ -287,4 +287,4 @@ def test_what_holds_up_a_pass_over_known_tokens_counts_little() -> None:
     case.begin(1, *range(1, 12))
     case.propose([1], limit=1)
     assert case.proposer.drafting_ms > 10_000.0
-    assert 2 * usual_ms < case.proposer.catching_up_ms <= (1 + MAX_TIMES) * usual_ms
+    assert 2 * usual_ms < case.proposer.catching_up_ms <= (1 + MAX_STALL_TIMES) * usual_ms

@@ -430,15 +430,12 @@ def test_no_drafts_are_made_while_they_lose_time() -> None:
     assert 90 <= rests[-1] <= 120  # tried again seldom
 
 
-@pytest.mark.parametrize("gained_ms", [None, 9.0])
-def test_a_step_held_up_for_seconds_while_drafts_are_computed_ends_none(
-    gained_ms: float | None,
-) -> None:
+def test_a_step_held_up_for_seconds_while_texts_are_computed_ends_no_drafts() -> None:
     model = CountedModel()
     case = Case(model, AdaptiveControl(NUM_SLOTS, MAX_DRAFTS))
     case.begin(0, [1, 2, 3], 3)
     model.catching_up_ms += 20.0
-    case.drafter.note_step(10.0, gained_ms, 5000.0)
+    case.drafter.note_step(10.0, None, 5000.0)
     for _ in range(500):  # each gains more than its part of what was computed
         case.drafter.note_step(10.0, 2.0, 0.5)
         assert not case.drafter.rest_steps

@@ -22,8 +22,8 @@ def raising(error: BaseException) -> None:
         (
             KeyboardInterrupt(),
             130,
-            "interrupted: run the same command again to continue from what heads has, the texts "
-            "and the last checkpoint",
+            "interrupted: the same command, run again, continues from the texts and the checkpoint "
+            "in heads, as far as there are any",
         ),
     ],
 )

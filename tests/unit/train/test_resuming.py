@@ -238,7 +238,8 @@ def test_a_training_that_a_signal_ended_gives_the_same_bytes(
         assert "Traceback" not in ended.stderr
         last = ended.stderr.splitlines()[-1]
         assert last.startswith(
-            f"interrupted: run the same command again to continue from what {parts}"
+            "interrupted: the same command, run again, continues from the texts and the "
+            f"checkpoint in {parts}"
         )
         assert not list(parts.glob("*.part"))
     capsys.readouterr()
