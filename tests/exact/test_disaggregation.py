@@ -47,6 +47,7 @@ FIRST_CASE = int(os.environ.get("QUIRE_DISAGGREGATION_FIRST", "700"))
 NUM_CASES = int(os.environ.get("QUIRE_DISAGGREGATION_CASES", "12"))
 GIVE_UP_S = 120.0
 MIN_FETCHED_BLOCKS = 60  # of all cases
+TIERS = {"kv_tier_path", "kv_tier_host_size"}
 
 
 class Engine:
@@ -312,7 +313,7 @@ def compare_pairs(
         memory = blocks * whole.card.block_bytes
         few = {"kv_cache_memory": memory, "max_num_batched_tokens": 40}
         handing = {"role": "prefill", **shared, "max_num_batched_tokens": 48, **of_prefill}
-        if of_prefill.keys() & {"kv_tier_path", "kv_tier_host_size"}:
+        if of_prefill.keys() & TIERS:
             handing["kv_cache_memory"] = few["kv_cache_memory"]
         prefill = Engine(models[at], **handing)
         decode = Engine(models[at], **{"role": "decode", **shared, **few, **of_decode})
@@ -321,10 +322,12 @@ def compare_pairs(
                 is_lost = number % 3 == 0
                 lines += _compare(number, len(models), whole, prefill, decode, is_lost=is_lost)
                 if is_lost:
+                    seen["saved"] += prefill.stats.tier_saved_blocks_total
                     prefill = Engine(models[at], **handing)
             for engine, settings in ((prefill, of_prefill), (decode, of_decode)):
-                if "kv_tier_path" in settings:
+                if settings.keys() & TIERS:
                     engine.save_some()
+                seen["saved"] += engine.stats.tier_saved_blocks_total
             prefill.end()
             transfer = decode.stats.transfer
             assert transfer is not None
