@@ -16,9 +16,9 @@ from quire.config.foreign_flags import (
     FOREIGN_SUBCOMMANDS,
     alternative,
     begun_with,
-    instead_of_value,
     with_dashes,
 )
+from quire.config.foreign_values import instead_of_value
 
 _VERSION_FLAGS = ("-v", "-V", "-version")
 _MAX_SHOWN_CHARS = 120

@@ -11,7 +11,7 @@ from dataclasses import field
 from typing import Any
 
 from quire.base.errors import SettingError
-from quire.config.foreign_flags import instead_of_value
+from quire.config.foreign_values import instead_of_value
 
 
 def setting(

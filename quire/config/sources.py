@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from quire.base.errors import SettingError
 from quire.config.flags import TYPE_NAMES, checked, flag_of, kind_of
-from quire.config.foreign_flags import instead_of_value
+from quire.config.foreign_values import instead_of_value
 from quire.config.groups import EngineConfig
 from quire.config.server_config import ServerConfig
 
