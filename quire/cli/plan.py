@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace) -> int:
             settings |= engine_settings(arguments)
             if settings.get("draft_model"):
                 settings["draft_model"] = str(local_model(settings["draft_model"]))
+            check_model(settings)  # a wrong model or flag is reported before measuring
             if device is None:
-                check_model(settings)  # a wrong model or flag is reported before measuring
                 device = _this_machine(settings.get("num_threads"))
             links = links_of(device).with_rates(
                 per_node=arguments.devices_per_node,

@@ -195,16 +195,10 @@ class Planner:
         )
 
     def _program(self, config: EngineConfig) -> Program:
-        """Return the program that settings ask for.
-
-        Raises ModelError where it cannot run here, WeightsError where the weights, if they are
-        there, are others than the configuration says.
-        """
+        """Return the program that settings ask for; raises ModelError where it cannot run here."""
         key = (config.model, config.cache.kv_cache_dtype)
         if key not in self._programs:
             program = engine_program(config, self.spec, self._checkpoint)
-            if self._checkpoint is not None and not self._programs:  # no change names other tensors
-                bind(program, self._checkpoint)
             self._check(program)
             self._programs[key] = program
         return self._programs[key]
@@ -297,7 +291,8 @@ class Planner:
 
 
 def check_model(settings: Mapping[str, Any]) -> None:
-    """Raise QuireError where the model, its weights or a setting are wrong; measures nothing."""
+    """Raise QuireError where the model or a setting is wrong, or weights that are there are others
+    than the configuration says; measures nothing."""
     config = engine_config(settings)
     folder = model_folder(config.model)
     checkpoint = weights_if_there(folder)
