@@ -2,7 +2,7 @@
 
 A FIFO blocks its reader, a device never ends, and a directory cannot be read: only regular files
 (or symbolic links to them) are opened, and no more than a stated number of bytes is read. What is
-found instead is the text of an OSError. Knows no content.
+found instead is the text of an OSError. Knows no content but how a pointer of Git LFS begins.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _KINDS = (
     (stat.S_ISSOCK, "a socket"),
 )
 _MORE_BYTES = 1 << 20
+# What Git LFS leaves in place of a file that was not fetched begins so.
+LFS_POINTER = b"version https://git-lfs"
 
 
 def is_present(path: Path) -> bool:

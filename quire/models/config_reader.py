@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.base.errors import ConfigError
-from quire.base.regular_file import read_regular
+from quire.base.regular_file import LFS_POINTER, read_regular
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 
 MAX_CONFIG_BYTES = 4 << 20
-LFS_POINTER = b"version https://git-lfs"
 
 Number = TypeVar("Number", int, float)
 

@@ -20,6 +20,7 @@ from typing import Any
 import tokenizers
 
 from quire.base.errors import QuireError, TokenizerError
+from quire.base.regular_file import LFS_POINTER
 from quire.text.tokenizer_files import read_file
 
 HOW_TO_CONVERT = (
@@ -31,7 +32,6 @@ MAX_GROWTH = 64
 MAX_PARTS = 256  # of a normalizer, a pre-tokenizer, a post-processor or a decoder
 _INNER = ("normalizers", "pretokenizers", "decoders", "processors")
 _MAX_PREFIX_CHARS = 1_000
-_LFS_POINTER = b"version https://git-lfs"
 # Without these no file has a character map or a Unigram model: escaped letters could spell either.
 _WORTH_PARSING = (b"Unigram", b"Precompiled")
 _ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")
@@ -70,7 +70,7 @@ def read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
 
 def check_no_pointer(file: Path, content: bytes) -> None:
     """Raise TokenizerError if the file is a Git LFS pointer."""
-    if content.startswith(_LFS_POINTER):
+    if content.startswith(LFS_POINTER):
         raise TokenizerError(
             f"{file}: a pointer of Git LFS, not the file itself; fetch it with git lfs pull"
         )

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
 from quire.base.gguf_model import find_gguf
-from quire.base.regular_file import is_present, open_regular, read_regular
+from quire.base.regular_file import LFS_POINTER, is_present, open_regular, read_regular
 from quire.base.show import show
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import FP8
-from quire.weights.safetensors import LFS_POINTER, SafetensorsFile, StoredTensor, raise_problems
+from quire.weights.safetensors import SafetensorsFile, StoredTensor, raise_problems
 from quire.weights.safetensors_checkpoint import WHOLE, SafetensorsCheckpoint
 
 if TYPE_CHECKING:

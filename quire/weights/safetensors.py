@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import WeightsError
-from quire.base.regular_file import open_regular
+from quire.base.regular_file import LFS_POINTER, open_regular
 from quire.base.strict_json import parse_object
 from quire.weights.dtypes import BYTE_TYPE_BYTES, FP8, NUMPY_TYPES
 
@@ -31,7 +31,6 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
 MAX_SHOWN_PROBLEMS = 20
 LENGTH_BYTES = 8
-LFS_POINTER = b"version https://git-lfs"
 
 DTYPES = {
     **{"F32": "f32", "F16": "f16", "BF16": "bf16", "F8_E4M3": FP8},
