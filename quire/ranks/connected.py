@@ -22,7 +22,7 @@ from quire.comm.rendezvous import MeetingPoint, RankConnections, meet_rank_zero
 from quire.comm.shared_memory import SharedMemoryRank, create_segment
 from quire.ranks.other_ranks import GROUP_LOST, names_reason
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
+from quire.ranks.rank_loop import do_commands, group_of, load, load_server, own_finding, pool_server
 from quire.ranks.start import (
     RankReady,
     RankStart,
@@ -222,8 +222,7 @@ def run_connected(
         do_commands(executor, next_command)
     except BaseException as error:
         # The others must not take this end for one by agreement.
-        is_known = isinstance(error, DeviceLost) and group.native.is_aborted
-        group.abort("" if is_known else failure_text(error))
+        group.abort(own_finding(error, group))
         raise
     finally:
         done.set()

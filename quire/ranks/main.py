@@ -22,7 +22,7 @@ from quire.base.log_process import LogSettings, start_logging
 from quire.ranks.connected_pools import PoolServer
 from quire.ranks.other_ranks import GROUP_LOST
 from quire.ranks.placement import run_on
-from quire.ranks.rank_loop import do_commands, group_of, load, load_server, pool_server
+from quire.ranks.rank_loop import do_commands, group_of, load, load_server, own_finding, pool_server
 from quire.ranks.stage_loads import LoadServer
 from quire.ranks.start import RankStart, failure_text, read_start, ready_of
 
@@ -61,11 +61,10 @@ def _run(start: RankStart, segment: int, answers: int) -> int:
                 servers.append(server)
         do_commands(executor, next_command)
     except Exception as error:  # noqa: BLE001  the process edge: report to rank 0 and end
-        is_lost = isinstance(error, DeviceLost)
-        if not (is_lost and group.native.is_aborted):  # rank 0 does not know of it
-            _answer(answers, {"failure": failure_text(error)})
+        if finding := own_finding(error, group):
+            _answer(answers, {"failure": finding})
         group.abort()  # after the answer, which rank 0 then has as the reason
-        code = GROUP_LOST if is_lost else 1
+        code = GROUP_LOST if isinstance(error, DeviceLost) else 1
     for server in servers:
         server.join()  # a thread in the compiled module must not meet the interpreter's end
     return code

@@ -31,6 +31,7 @@ from quire.ranks.start import (
     RankStart,
     check_sample,
     drafts_of,
+    failure_text,
     links_of,
     pool_server_of,
     program_of,
@@ -168,6 +169,12 @@ def load_server(executor: Rank) -> LoadServer | None:
         return None
     (end,) = links.loads.values()
     return LoadServer(executor.group, end, lambda: executor.expert_loads)
+
+
+def own_finding(error: BaseException, group: SharedMemoryRank) -> str:
+    """Return why this rank fails; empty where the group is lost already, which has a reason."""
+    is_known = isinstance(error, DeviceLost) and group.native.is_aborted
+    return "" if is_known else failure_text(error)
 
 
 def do_commands(executor: Rank, next_command: NextCommand) -> None:
