@@ -222,6 +222,7 @@ def test_disk_tiers_beside_the_exchange_change_no_answer(
     seen = compare_pairs(numbers, models[3:4], key, tier("prefill"), tier("decode"))
     if NUM_CASES >= 12:
         assert seen["fetched"], seen
+        assert seen["saved"], seen
 
 
 @pytest.mark.parametrize(

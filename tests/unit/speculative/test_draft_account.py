@@ -331,16 +331,16 @@ def test_a_trial_is_none_of_the_drafts_in_flight_without_predictions_either() ->
 
 
 def test_steps_that_pass_unasked_shorten_a_rest_as_others_do() -> None:
-    asked, told = resting(), resting()
+    single, at_once = resting(), resting()
     for num_steps in (1, 2):
         for _ in range(num_steps):
-            assert asked.drafter.skips_step(asked.tokens, of_none)
-        told.drafter.rested(num_steps)
-        one, other = asked.drafter._control.rests, told.drafter._control.rests
+            assert single.drafter.skips_step(single.tokens, of_none)
+        at_once.drafter.rested(num_steps)
+        one, other = single.drafter._control.rests, at_once.drafter._control.rests
         assert (one.left, one.until_look) == (other.left, other.until_look)
         assert one.until_look > 0
-    told.drafter.rested(1000)
-    assert told.drafter.rest_steps == 0
+    at_once.drafter.rested(1000)
+    assert at_once.drafter.rest_steps == 0
 
 
 def test_beside_many_requests_a_few_new_ones_are_no_reason_to_try() -> None:
