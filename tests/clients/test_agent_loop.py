@@ -70,13 +70,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-def test_an_agents_turns_read_all_that_came_before(server: RunningServer) -> None:
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_agents_turns_read_all_that_came_before(server: RunningServer, client: Any) -> None:
     line = "The file of line {} in the code of the tests is the one that the tool reads.\n"
     system_text, at = "", 0
     while len(system_text) < SYSTEM_BYTES:
         system_text, at = system_text + line.format(at), at + 1
     system = [{"type": "text", "text": system_text, "cache_control": HOUR}]
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     model = server.get("/v1/models")[1]["data"][0]["id"]
     asked: Any = {
         "model": model,

@@ -38,8 +38,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Any:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+def client(server: RunningServer) -> Iterator[Any]:
+    with opened(server) as client:
+        yield client
+
+
+def opened(server: RunningServer | ScriptedServer, key: str = "none") -> Any:
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
 
 
 def test_whole_and_streamed_messages_are_equal(client: Any, server: RunningServer) -> None:
@@ -70,8 +75,7 @@ def test_thinking_ends_with_its_budget(tmp_path: Path) -> None:
     )
     thinking: Any = {"type": "enabled", "budget_tokens": 14}
     flags = ("--threads", "1", "--chat-template", str(template))
-    with RunningServer(BOX, *flags) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with RunningServer(BOX, *flags) as server, opened(server) as client:
         whole = client.messages.create(**ASKED, thinking=thinking)
         assert [block.type for block in whole.content] == ["thinking", "text"]
         with client.messages.stream(**ASKED, thinking=thinking) as stream:
@@ -121,8 +125,11 @@ def test_a_batch_is_polled_and_its_results_read(client: Any) -> None:
 
 def test_models_are_listed_with_the_clients_key() -> None:
     names = ("--served-model-name", "box", "--served-model-name", "other")
-    with RunningServer(BOX, "--threads", "1", *names, "--api-key", "secret-key-1") as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="secret-key-1", max_retries=0)
+    with (
+        RunningServer(BOX, "--threads", "1", *names, "--api-key", "secret-key-1") as server,
+        opened(server, "secret-key-1") as client,
+        opened(server, "no") as stranger,
+    ):
         assert [model.id for model in client.models.list(limit=1)] == ["box", "other"]
         (second,) = client.models.list(after_id="box").data
         assert second == client.models.retrieve("other")
@@ -136,7 +143,7 @@ def test_models_are_listed_with_the_clients_key() -> None:
         with pytest.raises(anthropic.NotFoundError):
             client.models.retrieve("none")
         with pytest.raises(anthropic.AuthenticationError):
-            anthropic.Anthropic(base_url=server.url, api_key="no", max_retries=0).models.list()
+            stranger.models.list()
 
 
 def test_the_beta_client_gets_the_same_message(client: Any) -> None:
@@ -165,8 +172,7 @@ def test_a_message_without_output_fills_the_cache(client: Any) -> None:
 
 def test_parallel_tools_are_called_and_their_results_sent() -> None:
     calls = call("weather", city="Oslo") + call("weather", city="Bergen")
-    with ScriptedServer(TEMPLATE, [pieces(calls), ["Cold."]]) as server:
-        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with ScriptedServer(TEMPLATE, [pieces(calls), ["Cold."]]) as server, opened(server) as client:
         messages: list[Any] = [{"role": "user", "content": "Where is it cold?"}]
         asked: Any = {"model": "fake", "max_tokens": 64, "tools": [WEATHER]}
         with client.messages.stream(**asked, messages=messages) as stream:

@@ -51,26 +51,30 @@ class Old(pydantic.BaseModel):
         return age
 
 
-def patched(url: str, mode: str) -> Any:
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-    return instructor.from_openai(client, mode=instructor.Mode[mode])
+@contextmanager
+def patched(url: str, mode: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield instructor.from_openai(client, mode=instructor.Mode[mode])
 
 
 @contextmanager
 def scripted(mode: str, *texts: str) -> Iterator[tuple[ScriptedServer, Any]]:
-    with ScriptedServer(TEMPLATE, [pieces(text) for text in texts]) as server:
-        yield server, patched(f"{server.url}/v1", mode)
+    with (
+        ScriptedServer(TEMPLATE, [pieces(text) for text in texts]) as server,
+        patched(f"{server.url}/v1", mode) as client,
+    ):
+        yield server, client
 
 
 @pytest.mark.parametrize("mode", HELD)
 def test_the_built_in_model_answers_in_a_class(tools: str, mode: str) -> None:
-    client = patched(tools, mode)
-    pet, completion = client.chat.completions.create_with_completion(
-        response_model=Pet, max_retries=0, **ASKED
-    )
+    with patched(tools, mode) as client:
+        pet, completion = client.chat.completions.create_with_completion(
+            response_model=Pet, max_retries=0, **ASKED
+        )
+        parts = list(client.chat.completions.create_partial(response_model=Pet, **ASKED))
     assert isinstance(pet, Pet)
     assert completion.usage.completion_tokens > 1
-    parts = list(client.chat.completions.create_partial(response_model=Pet, **ASKED))
     assert len(parts) > 3
     assert Pet.model_validate(parts[-1].model_dump())
 
@@ -82,7 +86,8 @@ def test_the_asynchronous_client_gives_the_same_answer(tools: str, mode: str) ->
             asked = instructor.from_openai(client, mode=instructor.Mode[mode]).chat.completions
             return await asked.create(response_model=Pet, max_retries=0, **ASKED)
 
-    alone = patched(tools, mode).chat.completions.create(response_model=Pet, max_retries=0, **ASKED)
+    with patched(tools, mode) as client:
+        alone = client.chat.completions.create(response_model=Pet, max_retries=0, **ASKED)
     assert asyncio.run(talk()).model_dump() == alone.model_dump()
 
 

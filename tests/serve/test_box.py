@@ -39,8 +39,11 @@ FUNCTIONS = {"get_weather": get_weather}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with RunningServer(box_path(), "--threads", "1", "--speculate", "draft") as server:
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none")
+    with (
+        RunningServer(box_path(), "--threads", "1", "--speculate", "draft") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        yield client
 
 
 def test_answers_are_the_same_with_and_without_the_draft_model(client: openai.OpenAI) -> None:
