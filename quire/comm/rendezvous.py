@@ -118,15 +118,12 @@ def meet_as_rank_zero(
             one.send_fields({"addresses": table})
         return found
     except OSError as error:
-        rendezvous.connections.close()
+        rendezvous.end()
         raise WorkerError(
             f"a rank ended before all had connected ({error}); its own log says why"
         ) from error
     except WorkerError as error:
-        for one in rendezvous.connections.sockets.values():
-            with contextlib.suppress(OSError):
-                one.send_fields({"refused": str(error)})
-        rendezvous.connections.close()
+        rendezvous.end(str(error))
         raise
     finally:
         rendezvous.close()
@@ -155,7 +152,7 @@ def meet_rank_zero(point: MeetingPoint, rank: int) -> RankConnections:
     except (OSError, WorkerError, KeyError, ValueError) as error:
         own.close()
         if rendezvous is not None:
-            rendezvous.connections.close()
+            rendezvous.end()
         if isinstance(error, WorkerError):
             raise
         raise WorkerError(
@@ -215,6 +212,15 @@ class _Rendezvous:
             self._is_closed = True
         self._listener.close()
 
+    def end(self, why: str = "") -> None:
+        """Take no more ranks, and close the connections of those that have come. why: sent to
+        them."""
+        self.close()  # first, so that no rank is admitted behind these
+        for one in self.connections.sockets.values() if why else ():
+            with contextlib.suppress(OSError):
+                one.send_fields({"refused": why})
+        self.connections.close()
+
     def _admit(self, connection: socket.socket) -> None:
         try:
             one = FramedSocket(connection)
@@ -266,7 +272,12 @@ class _Rendezvous:
                 self.connections.sockets[rank] = one
                 return ""
             self._refused = self._refused or refused
-        refused = refused or f"there is a rank {rank} already; each needs a RANK of its own"
+        if not refused:
+            refused = (
+                f"there is a rank {rank} already; each needs a RANK of its own"
+                if is_taken
+                else f"rank {rank} came too late; the log of rank {self._rank} says why"
+            )
         one.send_fields({"refused": refused})
         return refused
 
@@ -306,23 +317,24 @@ def _connect(
     found: OSError | None = None
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            one = FramedSocket(socket.create_connection((host, port), timeout=min(left_s, 5.0)))
+            connection = socket.create_connection((host, port), timeout=min(left_s, 5.0))
         except OSError as error:
             found = error
             time.sleep(min(_RETRY_S, left_s))
             continue
-        one.set_timeout(_HANDSHAKE_S)
         try:
+            one = FramedSocket(connection)
+            one.set_timeout(_HANDSHAKE_S)
             one.prove(point.key, is_server=False)
             return one
         except WrongKey:
-            one.close()
+            connection.close()
             raise WorkerError(
                 f"what listens at {host}:{port} is not rank {other} of this model, or has another "
                 "key: give all ranks the same key, and a free MASTER_PORT"
             ) from None
         except OSError as error:  # busy, or ending
-            one.close()
+            connection.close()
             found = error
             time.sleep(min(_RETRY_S, left_s))
     raise WorkerError(

@@ -160,6 +160,28 @@ def test_a_second_process_of_a_rank_is_refused_until_the_first_has_died() -> Non
     zero[0].close()
 
 
+def test_a_rank_that_comes_behind_the_failure_is_refused() -> None:
+    """Its handshake was under way: it would have been admitted after the others were closed."""
+    listener, point = meeting(3)
+    late: list[FramedSocket] = []
+
+    def lost() -> str:
+        if not late:
+            late.append(FramedSocket(socket.create_connection((point.host, point.port))))
+            return ""
+        late[0].prove(KEY, is_server=False)  # the other end has taken the connection
+        return "its node is gone"
+
+    with pytest.raises(WorkerError, match="its node is gone"):
+        meet_as_rank_zero(point, listener, lost=lost)
+    (one,) = late
+    one.send_fields({"rank": 1, "world_size": 3, "version": point.version, "port": 1})
+    assert one.receive_fields() == {"refused": "rank 1 came too late; the log of rank 0 says why"}
+    with pytest.raises(OSError, match="closed"):
+        one.receive_fields()
+    one.close()
+
+
 def test_a_rank_that_died_before_the_others_came_is_waited_for() -> None:
     listener, point = meeting(3)
     zero: list[RankConnections] = []
