@@ -60,9 +60,8 @@ def flawed_link(port: int, change: Change) -> Iterator[int]:
     def accept() -> None:
         with suppress(OSError):
             while True:
-                near, _ = listening.accept()
-                far = socket.create_connection(("127.0.0.1", port))
-                ends.extend((near, far))
+                ends.append(near := listening.accept()[0])
+                ends.append(far := socket.create_connection(("127.0.0.1", port)))
                 begin(pump, near, far, False)
                 begin(pump, far, near, True)
 

@@ -10,7 +10,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.base.errors import (
@@ -126,8 +126,7 @@ class RemoteBackend:
             "stream": True,
             **self._sampling,
         }
-        with closing(self._connection()) as connection:
-            response = self._response(connection, "POST", "/chat/completions", body)
+        with self._response("POST", "/chat/completions", body) as response:
             for event in self._events(response):
                 for choice in event.get("choices") or ():
                     text = (choice.get("delta") or {}).get("content")
@@ -138,8 +137,7 @@ class RemoteBackend:
         """Do nothing: connections are closed after each request."""
 
     def _first_model(self) -> str:
-        with closing(self._connection()) as connection:
-            response = self._response(connection, "GET", "/models", None)
+        with self._response("GET", "/models", None) as response:
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError) as error:
@@ -147,23 +145,22 @@ class RemoteBackend:
                     f"{self._shown_url} lists no models; name one with MODEL"
                 ) from error
 
-    def _connection(self) -> http.client.HTTPConnection:
+    @contextmanager
+    def _response(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
+        """Yield a response with status 200. Raises what `_refusal` returns for others."""
         address = self._address
         kind = http.client.HTTPSConnection if address.is_secure else http.client.HTTPConnection
-        return kind(address.host, address.port, timeout=_TIMEOUT_S)
-
-    def _response(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: object
-    ) -> http.client.HTTPResponse:
-        try:
-            content = None if body is None else json.dumps(body).encode()
-            connection.request(method, self._path + path, content, self._headers)
-            response = connection.getresponse()
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise WorkerError(unreachable_text(self._shown_url, error)) from error
-        if response.status != 200:
-            raise self._refusal(response)
-        return response
+        with closing(kind(address.host, address.port, timeout=_TIMEOUT_S)) as connection:
+            try:
+                content = None if body is None else json.dumps(body).encode()
+                connection.request(method, self._path + path, content, self._headers)
+                response = connection.getresponse()
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise WorkerError(unreachable_text(self._shown_url, error)) from error
+            with response:  # it owns a connection that the server closes after it
+                if response.status != 200:
+                    raise self._refusal(response)
+                yield response
 
     def _refusal(self, response: http.client.HTTPResponse) -> QuireError:
         raw = response.read(_MAX_ERROR_BYTES).decode(errors="replace")

@@ -72,8 +72,8 @@ def timeline_of(url: str, request_id: str, api_key: str) -> dict[str, Any]:
     with closing(kind(address.host, address.port, timeout=_TIMEOUT_S)) as connection:
         try:
             connection.request("GET", path, headers=key_headers(api_key))
-            response = connection.getresponse()
-            content = response.read(_MAX_BYTES)
+            with connection.getresponse() as response:
+                content = response.read(_MAX_BYTES)
         except (OSError, ValueError, http.client.HTTPException) as error:
             hint = "" if isinstance(error, ssl.SSLError) else "; give its address with --url"
             raise WorkerError(unreachable_text(shown, error) + hint) from error

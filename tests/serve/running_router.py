@@ -57,8 +57,8 @@ class RunningRouter:
         try:
             raw = None if body is None else json.dumps(body)
             connection.request(method, path, raw, {"content-type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read()
+            with connection.getresponse() as response:  # it owns a connection that ends with it
+                return response.status, response.read()
         finally:
             connection.close()
 
@@ -67,9 +67,9 @@ class RunningRouter:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
         try:
             connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            yield from response
+            with connection.getresponse() as response:
+                assert response.status == 200, response.read()
+                yield from response
         finally:
             connection.close()
 

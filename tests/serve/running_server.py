@@ -127,9 +127,9 @@ class RunningServer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=GIVE_UP_S)
         try:
             connection.request(method, path, raw, headers)
-            response = connection.getresponse()
-            found = {name.lower(): value for name, value in response.getheaders()}
-            return response.status, found, response.read()
+            with connection.getresponse() as response:  # it owns a connection that ends with it
+                found = {name.lower(): value for name, value in response.getheaders()}
+                return response.status, found, response.read()
         finally:
             connection.close()
 

@@ -60,8 +60,8 @@ class Document:
     def send(self, method: str, path: str, raw: bytes | None = None) -> tuple[int, bytes]:
         headers = {"content-type": "application/json"} if raw is not None else {}
         self._connection.request(method, path, raw, headers)
-        response = self._connection.getresponse()
-        return response.status, response.read()
+        with self._connection.getresponse() as response:
+            return response.status, response.read()
 
     def close(self) -> None:
         self._connection.close()

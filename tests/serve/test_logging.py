@@ -55,8 +55,8 @@ class Caller:
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         raw = None if body is None else json.dumps(body)
         self._connection.request(method, path, raw)
-        response = self._connection.getresponse()
-        return response.status, response.read()
+        with self._connection.getresponse() as response:
+            return response.status, response.read()
 
     def until_ready(self, process: preloaded.Preloaded) -> None:
         deadline = time.monotonic() + GIVE_UP_S

@@ -32,7 +32,7 @@ def at_socket(path: Path, method: str, url: str, body: object = None) -> tuple[i
     connection = UnixConnection(path)
     try:
         connection.request(method, url, None if body is None else json.dumps(body))
-        response = connection.getresponse()
-        return response.status, response.read()
+        with connection.getresponse() as response:
+            return response.status, response.read()
     finally:
         connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -157,6 +158,33 @@ def test_broken_streams_are_errors(
     server.answer = answer
     with pytest.raises(kind, match=words):
         _said(_speaker(server))
+
+
+def test_an_interrupted_answer_closes_its_connection() -> None:
+    """Also of a server that closes it after each answer: it stops generating only then."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        backend = RemoteBackend(
+            f"http://127.0.0.1:{listening.getsockname()[1]}", model="m", api_key=None, sampling={}
+        )
+        num_left = []
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + _events(HELLO))
+                num_left.append(len(connection.recv(1)))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+
+        def interrupt(_: str) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as raised:
+            backend.stream_answer([{"role": "user", "content": "Hi"}], interrupt)
+        thread.join(10.0)  # while `raised` keeps the frames of the call
+        assert num_left == [0], raised
 
 
 def test_an_invalid_address_is_rejected() -> None:
