@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_collected() -> Iterator[None]:
+    """Collect garbage after each file, so that what it has left open is a warning in its last test,
+    not in one of any file that comes later."""
+    yield
+    gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
