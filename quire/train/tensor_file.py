@@ -20,7 +20,7 @@ from quire.base.errors import WeightsError
 from quire.base.strict_json import parse_object
 from quire.train.output_files import writing
 from quire.weights.checkpoint import open_checkpoint
-from quire.weights.dtypes import bf16_bits
+from quire.weights.dtypes import NUMPY_TYPES, bf16_bits
 from quire.weights.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES, TABLE_TYPES
 
 Float32s = NDArray[np.float32]
@@ -79,8 +79,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
         dtype, _ = checkpoint.describe(name)
         if dtype in TABLE_TYPES:
             tensors[name] = checkpoint.tensor(name).whole_numbers()
-        else:
+        elif dtype in NUMPY_TYPES:
             tensors[name] = checkpoint.read_f32(name)
+        else:
+            raise WeightsError(f"{path}: {name} is of {dtype}, which no training writes")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         header = parse_object(file.read(length), limit_bytes=MAX_HEADER_BYTES)

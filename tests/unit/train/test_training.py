@@ -11,6 +11,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.train.progress import Progress
+from quire.train.tensor_file import write_tensors
 from quire.weights.checkpoint import open_checkpoint
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -42,13 +43,15 @@ def test_a_training_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert "checkpoint of a training with other settings" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_is_cut_short_is_refused_with_what_to_do(
+def test_a_damaged_checkpoint_is_refused_with_what_to_do(
     deep_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert trained("medusa", deep_model, prompts, tmp_path, 3) == 0
     path = tmp_path / "training.safetensors"
-    for length in (path.stat().st_size // 2, 4):
-        path.write_bytes(path.read_bytes()[:length])
+    write_tensors(tmp_path / "masks", {"a": np.ones(8, bool)}, {})
+    whole = path.read_bytes()
+    for damaged in ((tmp_path / "masks").read_bytes(), whole[: len(whole) // 2], whole[:4]):
+        path.write_bytes(damaged)
         capsys.readouterr()
         assert trained("medusa", deep_model, prompts, tmp_path, 6) == 1
         said = capsys.readouterr().err
