@@ -5,6 +5,7 @@ tests/serve/test_launched.py."""
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
@@ -40,12 +41,12 @@ def wanted(model: Path) -> bytes:
 
 def two_free_ports() -> int:
     """Return a port that is free like the one after it: torchrun listens at the first itself, and
-    rank 0 at the second."""
+    rank 0 at the second. Both are below those that the system gives to connections."""
     while True:
+        port = random.randrange(20_000, 32_000)
         with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
             try:
+                one.bind(("127.0.0.1", port))
                 other.bind(("127.0.0.1", port + 1))
             except OSError:
                 continue
