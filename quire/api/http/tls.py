@@ -88,6 +88,7 @@ class _Handshake:
         self._refusal = refusal
         self._on_end = on_end
         self._task: asyncio.Task[None] | None = None
+        self._is_served = False
 
     def begin(self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.Protocol]) -> None:
         """Start the handshake; `make_protocol` makes what serves the connection after it."""
@@ -95,6 +96,7 @@ class _Handshake:
         with suppress(OSError):  # a Unix socket, or the client has already disconnected
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._task = asyncio.ensure_future(self._run(context, make_protocol))
+        self._task.add_done_callback(self._end)
         OPEN_CONNECTIONS.add(self, ConnectionState.HANDSHAKE)
 
     def evict(self) -> None:
@@ -109,7 +111,7 @@ class _Handshake:
     ) -> None:
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + HANDSHAKE_TIME_S
-        try:
+        with suppress(OSError):  # no TLS, too late, or gone
             async with asyncio.timeout_at(ends_s):
                 first = await self._first_byte(loop)
             if first.isalpha():
@@ -119,11 +121,14 @@ class _Handshake:
             await loop.connect_accepted_socket(
                 make_protocol, self._socket, ssl=context, ssl_handshake_timeout=left_s
             )
-        except (OSError, asyncio.CancelledError):  # no TLS, too late, gone, or evicted
+            self._is_served = True
+
+    def _end(self, _: asyncio.Task[None]) -> None:
+        # Not within the task: one that is evicted as it is accepted ends before its first line.
+        if not self._is_served:
             self._socket.close()
-        finally:
-            OPEN_CONNECTIONS.remove(self)
-            self._on_end(self)
+        OPEN_CONNECTIONS.remove(self)
+        self._on_end(self)
 
     async def _first_byte(self, loop: asyncio.AbstractEventLoop) -> bytes:
         """Return the first byte that the client sends, which is left to be read."""
@@ -140,4 +145,3 @@ class _Handshake:
         self._socket.recv(_MAX_REFUSED_BYTES)
         self._socket.send(self._refusal)
         self._socket.shutdown(socket.SHUT_WR)
-        self._socket.close()
