@@ -127,23 +127,28 @@ class BlockServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
-            except OSError as error:
+                self._begin(Channel(self._listening.accept()[0]))
+            except (OSError, RuntimeError) as error:
                 if self._is_closing:
                     return
                 self._report("KV transfer: a connection was not accepted", error=str(error))
-                time.sleep(BEAT_S)  # descriptors are short: others may end
-                continue
-            channel = Channel(connection)
-            with self._lock:
-                if self._is_closing or len(self._open) >= MAX_CONNECTIONS:
-                    channel.close()
-                    continue
-                thread = threading.Thread(
-                    target=self._serve, args=(channel,), name="quire-kv-send", daemon=True
-                )
-                self._open[channel] = thread
-            thread.start()
+                time.sleep(BEAT_S)  # descriptors or threads are short: others may end
+
+    def _begin(self, channel: Channel) -> None:
+        """Serve a connection in a thread. Raises RuntimeError where none can be started."""
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name="quire-kv-send", daemon=True
+        )
+        with self._lock:
+            if self._is_closing or len(self._open) >= MAX_CONNECTIONS:
+                channel.close()
+                return
+            try:
+                thread.start()
+            except RuntimeError:
+                channel.close()
+                raise
+            self._open[channel] = thread  # before its end, which needs the lock
 
     def _serve(self, channel: Channel) -> None:
         try:

@@ -336,6 +336,26 @@ def test_strangers_get_no_more_than_the_version(pair: Pair) -> None:
     assert pair.finished(pair.start()).failure is None
 
 
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "quire-kv-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    pair.lease()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with socket.create_connection(("127.0.0.1", pair.port)) as refused:
+            refused.settimeout(GIVE_UP_S)
+            assert refused.recv(1) == b""
+        pair.until(lambda: any("new thread" in report for report in pair.reports))
+    assert pair.finished(pair.start()).failure is None
+
+
 def test_flipped_bits_are_found_and_the_blocks_before_them_kept(pair: Pair) -> None:
     pair.lease()
 
