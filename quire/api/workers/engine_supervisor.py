@@ -13,7 +13,7 @@ from typing import Protocol
 
 from quire.api.workers.worker_job import ENGINE_ENDED, ENGINE_LOST, ENGINE_STARTED, EngineJob
 from quire.base.clock import Clock
-from quire.base.errors import SettingError, WorkerError
+from quire.base.errors import QuireError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
@@ -214,10 +214,10 @@ class EngineSupervisor:
         self._failure, self._ended = "", asyncio.Event()
         try:
             self._process = launch_bound(self._config, self._logging, self._process.cpus)
-        except SettingError as error:
+            self._link = await _linked(self._process)
+        except QuireError as error:
             self._failure = str(error)
             return False
-        self._link = ProcessLink(self._process)
         self._loaded = asyncio.Event()
         self.open()
         ends = [asyncio.ensure_future(event.wait()) for event in (self._loaded, self._ended)]
@@ -227,3 +227,12 @@ class EngineSupervisor:
             for end in ends:
                 end.cancel()
         return not self._ended.is_set()
+
+
+async def _linked(process: EngineProcess) -> ProcessLink:
+    """Return a link to a process, which is ended where there is none. Raises WorkerError."""
+    try:
+        return ProcessLink(process)
+    except WorkerError:
+        await asyncio.to_thread(process.end, 0.0)
+        raise

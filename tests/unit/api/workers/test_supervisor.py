@@ -17,7 +17,7 @@ import pytest
 from quire.api.workers import engine_supervisor, supervisor
 from quire.api.workers.engine_supervisor import EngineSupervisor
 from quire.api.workers.supervisor import _Supervisor
-from quire.base.errors import SettingError
+from quire.base.errors import SettingError, WorkerError
 from quire.base.log import Log
 from quire.base.log_process import LogSettings
 from quire.config.groups import EngineConfig
@@ -175,22 +175,33 @@ def test_the_server_ends_with_its_last_engine_or_with_one_that_does_not_start(
     made._own_home.remove()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("fails", ["launch", "link"])
 def test_an_engine_that_cannot_be_started_again_is_ended_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not again after a start that failed, and not at the end of a server with other engines."""
-    num_closed, orders = 0, list[str]()
+    """Not again after a start that failed, and not at the end of a server with other engines. A
+    process that has no link is ended, too."""
+    num_closed, orders, ended = 0, list[str](), list[float]()
 
     class Link(_Link):
+        def __init__(self, engine: Any) -> None:
+            if engine is started:
+                raise WorkerError("the sockets of the engine process cannot be opened")
+            super().__init__(engine)
+
         async def close(self) -> None:
             nonlocal num_closed
             num_closed += 1
 
-    def no_room(*_: object) -> Any:
-        raise SettingError("no directory for sockets can be made")
+    def launch(*_: object) -> Any:
+        if fails == "launch":
+            raise SettingError("no directory for sockets can be made")
+        return started
 
+    started = _engine(tmp_path)
+    started.end = ended.append
     monkeypatch.setattr(engine_supervisor, "ProcessLink", Link)
-    monkeypatch.setattr(engine_supervisor, "launch_bound", no_room)
+    monkeypatch.setattr(engine_supervisor, "launch_bound", launch)
     owner: Any = SimpleNamespace(
         announced=True, engine_changed=lambda engine: None, order_all=orders.append
     )
@@ -210,4 +221,5 @@ def test_an_engine_that_cannot_be_started_again_is_ended_once(
 
     asyncio.run(check())
     assert num_closed == 1
+    assert ended == ([0.0] if fails == "link" else [])
     assert [order.split()[:2] for order in orders] == [["engine-ended", "1"], ["engine-lost", "1"]]
