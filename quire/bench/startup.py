@@ -94,8 +94,7 @@ def one_start(words: Sequence[str]) -> Start:
         except WorkerError as error:
             raise WorkerError(f"{error}: {_end(log)}") from error
         finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(timeout=60)
+            _stop(server)
         if server.returncode != 0:
             raise WorkerError(f"the server ended with exit code {server.returncode}: {_end(log)}")
     return Start(ready_s=ready_s, first_token_s=first_s, text=text)
@@ -140,6 +139,15 @@ def _first_token(port: int, began_s: float) -> tuple[float, str]:
 
 def _connection(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection("127.0.0.1", port, timeout=GIVE_UP_S)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(GIVE_UP_S)
+    except subprocess.TimeoutExpired:  # it hangs; its exit code is reported
+        server.kill()
+        server.wait()
 
 
 def _end(log: IO[bytes]) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import SettingError, WorkerError
-from quire.bench import throughput
+from quire.bench import startup, throughput
 from quire.bench.floor import decode_bytes, program_of
 from quire.bench.latency import latency_text, measure_latency
 from quire.bench.local import LocalEngine
@@ -33,6 +36,16 @@ SMALL = Workload(
 def _ask(seed: int, prompt: int = 12, output: int = 6) -> RequestSpec:
     ids = np.random.default_rng(seed).integers(300, 2000, prompt)
     return RequestSpec(prompt_ids=tuple(ids.tolist()), output_tokens=output)
+
+
+def test_a_server_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "GIVE_UP_S", 0.01)
+    hangs = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        startup._stop(server)
+        assert server.returncode == -signal.SIGKILL
 
 
 def test_latency_reports_medians_and_the_share_of_the_floor() -> None:
