@@ -39,13 +39,16 @@ _NODE = "ray.io/node-id"  # a label that Ray gives each node
 _MAX_REASON = 600  # characters of what Ray says
 
 
-def ray_site(settings: ExecutorConfig) -> RankSite:
+def ray_site(settings: ExecutorConfig, undo: contextlib.ExitStack) -> RankSite:
     """Join the cluster, reserve the ranks' processors and return where the ranks run.
 
-    Raises SettingError where Ray lacks or differs, CapacityError where the cluster is too small.
+    undo: gives the processors back where a later part of the start fails: before `launch` there are
+    no ranks that do. Raises SettingError where Ray lacks or differs, CapacityError where the
+    cluster is too small.
     """
     ray = _joined()
     place = _Placement.reserve(ray, settings)
+    undo.callback(place.release, ray)
 
     def launch(group: SharedMemoryRank) -> ConnectedRanks:
         return _start(ray, place, group, settings)
@@ -84,11 +87,12 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Placement:
     """A placement group: bundle r is for rank r; each has `cpus` processors.
 
-    ranks_here: how many of them are on this node. is_own: whether it ends with the engine.
+    ranks_here: how many of them are on this node. is_own: whether it is still reserved, and ends
+    with the engine.
     """
 
     group: Any
@@ -98,7 +102,8 @@ class _Placement:
 
     @classmethod
     def reserve(cls, ray: Any, settings: ExecutorConfig) -> _Placement:
-        """Reserve processors for all ranks, or take the group this process runs in."""
+        """Reserve processors for all ranks, or take the group this process runs in. Raises
+        CapacityError, and keeps nothing reserved where it raises."""
         num_ranks, here = settings.num_ranks, ray.get_runtime_context().get_node_id()
         num_engines = settings.data_parallel_size
         current = ray.util.get_current_placement_group()
@@ -120,22 +125,34 @@ class _Placement:
                 *[{_NODE: f"!{here}"}] * (num_ranks - room),
             ],
         )
-        if not group.wait(min(settings.distributed_timeout_s, _MAX_RESERVE_S)):
-            ray.util.remove_placement_group(group)
-            free = ray.available_resources().get("CPU", 0)
-            beside = f", beside those of {num_engines - 1} other engines" * (num_engines > 1)
-            raise CapacityError(
-                f"{settings.ranks_text}: the Ray cluster has no {cpus} free CPUs for each of "
-                f"{num_ranks} ranks, of which rank 0 is on this node{beside}; {free:g} are free in "
-                "all: add nodes, lower num_threads (of each rank), or end what uses them"
-            )
-        nodes = _nodes_of(ray, group)
-        return cls(group=group, cpus=cpus, ranks_here=nodes.count(here), is_own=True)
+        place = cls(group=group, cpus=cpus, ranks_here=0, is_own=True)
+        try:
+            if not group.wait(min(settings.distributed_timeout_s, _MAX_RESERVE_S)):
+                raise _no_room(ray, settings, cpus)
+            place.ranks_here = _nodes_of(ray, group).count(here)
+        except BaseException:
+            place.release(ray)
+            raise
+        return place
 
     def release(self, ray: Any) -> None:
-        """Give the processors back."""
+        """Give the processors back, once: a start that fails after `launch` does it twice."""
         if self.is_own:
-            ray.util.remove_placement_group(self.group)
+            self.is_own = False
+            with _ray_may_be_gone():
+                ray.util.remove_placement_group(self.group)
+
+
+def _no_room(ray: Any, settings: ExecutorConfig, cpus: int) -> CapacityError:
+    """Return the error of a cluster without `cpus` free processors for each rank."""
+    free = ray.available_resources().get("CPU", 0)
+    num_others = settings.data_parallel_size - 1
+    beside = f", beside those of {num_others} other engines" * (num_others > 0)
+    return CapacityError(
+        f"{settings.ranks_text}: the Ray cluster has no {cpus} free CPUs for each of "
+        f"{settings.num_ranks} ranks, of which rank 0 is on this node{beside}; {free:g} are free "
+        "in all: add nodes, lower num_threads (of each rank), or end what uses them"
+    )
 
 
 def _cpus_of_a_rank(ray: Any, num_ranks: int, num_engines: int, here: str) -> int:
@@ -216,8 +233,7 @@ class _Actors:
         for actor in self._actors:
             with _ray_may_be_gone():
                 self.ray.kill(actor)
-        with _ray_may_be_gone():
-            self.place.release(self.ray)
+        self.place.release(self.ray)
         self._ranks.clear()
 
     def _wait(self) -> None:
@@ -239,6 +255,7 @@ class _Actors:
 def _start(
     ray: Any, place: _Placement, group: SharedMemoryRank, settings: ExecutorConfig
 ) -> ConnectedRanks:
+    """Start the actors and return the connections to them. Raises SettingError, WorkerError."""
     host = ray.util.get_node_ip_address()
     listener = Listener(host, 0)
     point = MeetingPoint(
@@ -255,6 +272,7 @@ def _start(
         Log("engine").event("waiting for ranks", nodes=len(set(_nodes_of(ray, place.group))))
         connections = meet_as_rank_zero(point, listener, lost=lambda: actors.ended)
     except BaseException:
+        listener.close()  # also where the wait for ranks, which closes it, has not begun
         actors.end()
         raise
     return ConnectedRanks(group, connections, explain=actors.explain, at_end=actors.end)

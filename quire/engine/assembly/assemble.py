@@ -144,7 +144,7 @@ def _assembled(
 ) -> Engine:
     """Return the engine. undo: closes what was opened, where a later part fails."""
     pack_cache = open_pack_cache(config.executor)
-    model = sized_model(config)
+    model = sized_model(config, undo)
     memory, program = model.memory, model.program
     executor = loaded_executor(config, model, progress, pack_cache)
     # First the thread that moves blocks, then the executor: memory is pinned until it closes.

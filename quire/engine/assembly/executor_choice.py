@@ -6,7 +6,7 @@ model. Always holds: one executor is imported, since each takes a noticeable par
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
@@ -35,13 +35,14 @@ def import_executor(settings: ExecutorConfig) -> None:
         import_module(f"quire.execute.{settings.executor}")
 
 
-def choose_executor_class(config: EngineConfig) -> ExecutorClass:
-    """Return the executor class. Raises SettingError where its libraries are not installed."""
+def choose_executor_class(config: EngineConfig, undo: ExitStack | None = None) -> ExecutorClass:
+    """Return the executor class. undo: of a start, see sized_model. Raises SettingError where its
+    libraries are not installed, CapacityError where a cluster has no room for its ranks."""
     settings = config.executor
     if settings.num_ranks > 1:
         from quire.engine.assembly.ranks import engine_ranks
 
-        return engine_ranks(config)
+        return engine_ranks(config, undo)
     if settings.disk_offload_gb is not None:
         from quire.engine.assembly.offload import stream_size
         from quire.execute.streamed_weights import StreamingExecutorClass

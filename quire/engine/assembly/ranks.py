@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,11 +35,11 @@ from quire.runner.model_runner import ModelRunner
 from quire.runner.pipelined_runner import PipelinedRunner
 
 
-def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
-    """Return the executor class of an engine. Raises SettingError.
+def engine_ranks(config: EngineConfig, undo: ExitStack | None = None) -> RankedExecutorClass:
+    """Return the executor class of an engine. Raises SettingError, CapacityError.
 
     Blocks leave and enter the pool whole where a tier or a store keeps them, or other engines
-    exchange them.
+    exchange them. undo: of a start, see ranked_class.
     """
     kind: RankKind = NATIVE
     if config.executor.executor == "torch":
@@ -56,6 +57,7 @@ def engine_ranks(config: EngineConfig) -> RankedExecutorClass:
         shares_blocks=config.transfer.is_on or config.kv_store.is_on or config.cache.has_tier,
         kind=kind,
         drafts=drafts,
+        undo=undo,
     )
 
 
@@ -72,10 +74,26 @@ def ranked_class(
     shares_blocks: bool = False,
     kind: RankKind = NATIVE,
     drafts: DraftLayers | None = None,
+    undo: ExitStack | None = None,
 ) -> RankedExecutorClass:
-    """Return the executor class. Raises SettingError for more ranks than cores."""
-    site = rank_site(settings)
-    cores, here = num_usable_cores(), settings.num_ranks if site is None else site.here
+    """Return the executor class.
+
+    undo: gives back what is reserved for the ranks, where a later part of the start fails; None:
+    the caller starts no engine, and it is given back at once. Raises SettingError for more ranks
+    than cores, and what rank_site raises.
+    """
+    with ExitStack() as reserved:
+        site = rank_site(settings, reserved)
+        _check_cores(settings, settings.num_ranks if site is None else site.here)
+        made = class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
+        if undo is not None:
+            undo.enter_context(reserved.pop_all())
+    return replace(made, drafts=drafts)
+
+
+def _check_cores(settings: ExecutorConfig, here: int) -> None:
+    """Raise SettingError where this machine has fewer cores than ranks. here: its ranks."""
+    cores = num_usable_cores()
     if here > cores:
         product = f", {settings.num_ranks} ranks together" if " and " in settings.ranks_text else ""
         of_them = "" if here == settings.num_ranks else f", {here} of them on this machine"
@@ -83,8 +101,6 @@ def ranked_class(
             f"{settings.ranks_text}{product}{of_them}, and this process may use {cores} CPU cores; "
             "at most one rank per core is allowed, since ranks wait for each other"
         )
-    made = class_of(settings, block_size, site, shares_blocks=shares_blocks, kind=kind)
-    return replace(made, drafts=drafts)
 
 
 def class_of(
@@ -111,13 +127,16 @@ def class_of(
     return PipelineExecutorClass(stages=settings.pipeline_parallel_size, **shared)
 
 
-def rank_site(settings: ExecutorConfig) -> RankSite | None:
-    """Return where the ranks run; None: in processes that this one starts."""
+def rank_site(settings: ExecutorConfig, undo: ExitStack) -> RankSite | None:
+    """Return where the ranks run; None: in processes that this one starts.
+
+    undo: gives back what is reserved for them. Raises SettingError, CapacityError.
+    """
     match settings.distributed_executor_backend:
         case "external_launcher":
             return launched_site(settings, os.environ)
         case "ray":
-            return ray_site(settings)
+            return ray_site(settings, undo)
     return None
 
 

@@ -6,6 +6,7 @@ cannot compute, or the memory cannot hold, is refused before a byte of weights i
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,10 +71,11 @@ class SizedModel:
         return notes
 
 
-def sized_model(config: EngineConfig) -> SizedModel:
+def sized_model(config: EngineConfig, undo: ExitStack | None = None) -> SizedModel:
     """Read the model's configuration and plan the memory; packs no weights.
 
-    Raises where the executor cannot compute the model, or the memory has no room for it.
+    undo: gives back what is reserved for ranks, where the start fails; None: the caller starts no
+    engine. Raises where the executor cannot compute the model, or the memory has no room for it.
     """
     if config.cache.kv_cache_dtype == "fp8" and config.executor.executor == "native":
         raise SettingError(
@@ -87,7 +89,7 @@ def sized_model(config: EngineConfig) -> SizedModel:
     pooling = model_pooling(config.model, folder, spec)
     if pooling is not None and pooling.embeds:
         longest = with_pooling(longest)
-    executor_class = choose_executor_class(config)
+    executor_class = choose_executor_class(config, undo)
     executor_class.check_program(longest)
     if in_host := config.host_block_bytes:
         # Imported only where blocks are moved: it takes a megabyte.
