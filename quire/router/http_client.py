@@ -239,10 +239,11 @@ class Exchange:
 class _Connection(asyncio.Protocol):
     """One connection of a pool. process: of the server, that has accepted it; b"" while that is not
     known, or where a server has only one. is_ending: only the end of a body is to come before the
-    next request."""
+    next request. generation: of the pool when it began to be opened."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
+    def __init__(self, pool: ConnectionPool, generation: int) -> None:
         self._pool = pool
+        self.generation = generation
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -414,6 +415,7 @@ class ConnectionPool:
         self._tls = tls or (ssl.create_default_context() if url.is_secure else None)
         self._idle: deque[_Connection] = deque()
         self._all: set[_Connection] = set()
+        self._generation = 0  # how often the pool was closed
 
     async def send(
         self,
@@ -472,9 +474,11 @@ class ConnectionPool:
 
     async def _connect(self, is_wanted: Callable[[], bool]) -> _Connection:
         url, loop = self._url, asyncio.get_running_loop()
-        port = url.port_number
+        port, generation = url.port_number, self._generation
         opening = asyncio.ensure_future(
-            loop.create_connection(lambda: _Connection(self), url.host, port, ssl=self._tls)
+            loop.create_connection(
+                lambda: _Connection(self, generation), url.host, port, ssl=self._tls
+            )
         )
         try:
             left_s = self._connect_s
@@ -514,8 +518,9 @@ class ConnectionPool:
                 connection.lose()
 
     def keep(self, connection: _Connection) -> None:
-        """Keep a connection for another request."""
-        if len(self._idle) < _MAX_IDLE:
+        """Keep a connection for another request; end it where the pool is full, or was closed since
+        it was opened."""
+        if connection.generation == self._generation and len(self._idle) < _MAX_IDLE:
             connection.kept_s = asyncio.get_running_loop().time()
             self._idle.append(connection)
         else:
@@ -528,7 +533,9 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close the kept connections; another server may answer at the address next."""
+        """Close the kept connections, and those in use once their responses are complete: another
+        server may answer at the address next. Later requests open new ones."""
+        self._generation += 1
         self.has_processes = False
         while self._idle:
             self._idle.pop().abort()

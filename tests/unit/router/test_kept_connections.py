@@ -1,4 +1,5 @@
-"""Connections to replicas after the last event of a stream: its body may end a moment later."""
+"""Connections to replicas after the last event of a stream: its body may end a moment later. And
+those in use when their pool is closed."""
 
 from __future__ import annotations
 
@@ -183,6 +184,63 @@ def test_a_connection_that_was_kept_before_the_end_of_a_body_can_fail() -> None:
         server.writers[0].close()
         with pytest.raises(ReplicaFault):
             await exchange.head()
+
+    serving(story)
+
+
+def test_a_connection_in_use_when_its_pool_is_closed_is_not_kept() -> None:
+    """As of a probe of a replica that the discovery has just dropped."""
+
+    async def story(server: Server, pool: ConnectionPool) -> None:
+        exchange = await asked(server, pool)
+        pool.close()
+        server.writers[0].write(HEAD % b"" + LAST + END)
+        await exchange.head()
+        assert await exchange.body() == b"last\n\n"  # its response is not cut
+        await asked(server, pool)  # a fenced replica's pool goes on
+        assert len(server.writers) == 2
+        await until(lambda: server.ended == 1)
+
+    serving(story)
+
+
+def test_a_connection_that_is_left_after_its_pool_was_closed_is_not_kept() -> None:
+    async def story(server: Server, pool: ConnectionPool) -> None:
+        exchange = await asked(server, pool)
+        pool.close()
+        server.writers[0].write(HEAD % b"" + LAST)
+        await exchange.head()
+        assert await exchange.read() == b"last\n\n"
+        exchange.leave()
+        await until(lambda: server.ended == 1)
+
+    serving(story)
+
+
+def test_a_connection_being_opened_when_its_pool_is_closed_is_not_kept() -> None:
+    async def story(server: Server, pool: ConnectionPool) -> None:
+        sending = asyncio.ensure_future(asked(server, pool))
+        await asyncio.sleep(0)  # it has begun, and waits for the loop
+        pool.close()
+        exchange = await sending
+        server.writers[0].write(HEAD % b"" + LAST + END)
+        await exchange.head()
+        await exchange.body()
+        await asked(server, pool)
+        assert len(server.writers) == 2
+
+    serving(story)
+
+
+def test_connections_of_a_pool_that_was_closed_before_are_kept() -> None:
+    async def story(server: Server, pool: ConnectionPool) -> None:
+        pool.close()
+        for _ in range(2):
+            exchange = await asked(server, pool)
+            server.writers[0].write(HEAD % b"" + LAST + END)
+            await exchange.head()
+            await exchange.body()
+        assert (len(server.writers), server.ended) == (1, 0)
 
     serving(story)
 
