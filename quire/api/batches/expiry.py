@@ -1,4 +1,4 @@
-"""When files expire: the fields that say so, and the removal of expired files.
+"""When files expire: the fields that say so, and the removal of expired and partial files.
 
 An expired file is not found; its rows are removed soon after, those of a batch's input once the
 batch has ended. Knows no HTTP. Always holds: a file without an expiry is kept until it is deleted.
@@ -7,7 +7,7 @@ batch has ended. Knows no HTTP. Always holds: a file without an expiry is kept u
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from sqlite3 import Connection
 from typing import Any
 
@@ -61,6 +61,16 @@ def drop_expired(database: Connection) -> None:
     ).fetchall()
     for id_, batch, failed in rows:
         drop_file(database, id_, batch, failed)
+
+
+def drop_partial(database: Connection, open_uploads: Container[str]) -> None:
+    """Remove partial files that no open upload continues: their removal failed, as on a full disk.
+
+    open_uploads: ids of files, each added before its upload begins.
+    """
+    for (id_,) in database.execute("SELECT id FROM files WHERE NOT ready").fetchall():
+        if id_ not in open_uploads:
+            drop_file(database, id_)
 
 
 def drop_file(

@@ -69,10 +69,14 @@ class JournalError(QuireError):
 
 
 class BatchJournal:
-    """The journal. Raises SettingError if the file cannot be used."""
+    """The journal. Raises SettingError if the file cannot be used.
+
+    open_uploads: the ids of files that are being uploaded; `work` may read it.
+    """
 
     def __init__(self, path: str) -> None:
         self._database = _opened(path)
+        self.open_uploads: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "quire-batches")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -89,11 +93,16 @@ class BatchJournal:
             raise JournalError(f"the journal of batches cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Close the file. Lines that run are not counted as attempts: the server was not killed."""
+        """Close the file. Lines that run are not counted as attempts: the server was not killed.
+
+        Raises sqlite3.Error where it cannot be written; it is closed then too.
+        """
         self._thread.shutdown()
-        with self._database as database:
-            database.execute(_FORGET_ATTEMPTS)
-        self._database.close()
+        try:
+            with self._database as database:
+                database.execute(_FORGET_ATTEMPTS)
+        finally:
+            self._database.close()
 
 
 def _opened(path: str) -> sqlite3.Connection:

@@ -7,11 +7,12 @@ it was uploaded with; a content is read by its parts, never as a whole.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass
 from sqlite3 import Connection, Cursor
 from typing import Any
 
-from quire.api.batches.expiry import IS_ALIVE, drop_expired, drop_file, now_s
+from quire.api.batches.expiry import IS_ALIVE, drop_expired, drop_file, drop_partial, now_s
 from quire.api.http.errors import UnknownFile
 from quire.base.errors import BodyTooLarge, InvalidParameter, TenantLimit
 from quire.base.show import show
@@ -56,8 +57,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def begin_file(database: Connection, key: bytes) -> str:
-    """Return the id of a new file that is not ready. Raises TenantLimit."""
+def begin_file(database: Connection, key: bytes, id_: str, open_uploads: Container[str]) -> None:
+    """Add a file that is not ready. open_uploads: as of drop_partial. Raises TenantLimit."""
+    drop_partial(database, open_uploads)
     drop_expired(database)
     (num_files,) = database.execute("SELECT count(*) FROM files WHERE key = ?", (key,)).fetchone()
     if num_files >= MAX_FILES:
@@ -65,13 +67,11 @@ def begin_file(database: Connection, key: bytes) -> str:
             f"{num_files} files are stored with this key; at most {MAX_FILES} are allowed: delete "
             "some (DELETE /v1/files/ID)"
         )
-    id_ = new_id("file-")
     database.execute(
         "INSERT INTO files (id, key, name, purpose, bytes, created, ready) "
         "VALUES (?, ?, '', '', 0, ?, 0)",
         (id_, key, now_s()),
     )
-    return id_
 
 
 def add_chunk(

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-from quire.api.batches.expiry import SWEEP_S, drop_expired
+from quire.api.batches.expiry import SWEEP_S, drop_expired, drop_partial
 from quire.api.batches.input_lines import InputCheck, decode_line
 from quire.api.batches.line_form import CANCELLED, EXPIRED, BatchEndpoint
 from quire.api.batches.line_runner import NotNow, run_line
@@ -105,9 +105,10 @@ class BatchWorker:
             self.begin(batch)
 
     async def _drop_expired(self) -> None:
-        """Remove expired files from time to time."""
+        """Remove expired files, and what failed uploads left, from time to time."""
         while True:
             try:
+                await self._in_journal(drop_partial, self._journal.open_uploads)
                 await self._journal.run(drop_expired)
             except QuireError as error:  # as with a full disk
                 self._server_state.log.error("expired files not removed", error=str(error))

@@ -1,7 +1,7 @@
 """/v1/files: upload the input of a batch, list files, read their content, delete them.
 
 An upload goes to the journal as it arrives. Always holds: an upload that is refused or breaks off
-leaves nothing behind; each key sees its own files only.
+leaves nothing behind once the journal can be written; each key sees its own files only.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quire.api.batches.stored_files import (
     find_file,
     finish_file,
     list_files,
+    new_id,
 )
 from quire.api.http.request_io import ClientDisconnected, announced_bytes
 from quire.api.openai.batches.multipart import MultipartReader, Part, boundary_of
@@ -88,24 +89,34 @@ class FileRoutes:
             raise
 
     async def _stored(self, request: Request, pieces: AsyncIterator[bytes]) -> StoredFile:
-        """Store the file of a form. Raises InvalidParameter and BodyTooLarge."""
+        """Store the file of a form. Raises InvalidParameter, BodyTooLarge and JournalError."""
         reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
         if announced_bytes(request) > MAX_FILE_BYTES + _FORM_BYTES:
             raise _too_large()
         max_bytes, key = self._server_state.config.batch_store_bytes, request.state.key
-        id_ = await self._journal.run(lambda db: begin_file(db, key))
+        id_, open_uploads = new_id("file-"), self._journal.open_uploads
         upload = _Upload(self._journal, key, id_, max_bytes)
         file = None
+        open_uploads.add(id_)
         try:
+            await self._journal.run(lambda db: begin_file(db, key, id_, open_uploads))
             async for piece in pieces:
                 for item in reader.feed(piece):
                     await upload.take(item)
             reader.close()
             file = await upload.finish()
         finally:
+            open_uploads.discard(id_)
             if file is None:
-                await asyncio.shield(self._journal.run(lambda db: drop_file(db, id_)))
+                await asyncio.shield(self._drop(id_))
         return file
+
+    async def _drop(self, id_: str) -> None:
+        """Remove a partial file. One that stays is removed by drop_partial later."""
+        try:
+            await self._journal.run(lambda db: drop_file(db, id_))
+        except QuireError as error:  # as with a full disk; the client gets the upload's error
+            self._server_state.log.error("partial file not removed yet", error=str(error))
 
     async def _pieces(self, request: Request) -> AsyncIterator[bytes]:
         """Yield the body, while it proceeds and the server is not stopping."""
