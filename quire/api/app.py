@@ -104,9 +104,11 @@ def routes_of(server_state: ServerState, siblings: SiblingWorkers | None = None)
 
 def _responses_routes(server_state: ServerState, siblings: SiblingWorkers | None) -> list[Route]:
     """Return the routes of /v1/responses. Raises SettingError if the store cannot be opened."""
+    shared = None if siblings is None else siblings.responses_store
+    store = store_of(server_state.config, shared)
+    server_state.closing.callback(store.close)
     if siblings is None:
-        return responses_routes(server_state, store_of(server_state.config))
-    store = store_of(server_state.config, siblings.responses_store)
+        return responses_routes(server_state, store)
     return responses_routes(server_state, store, siblings.forward)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.api.admin.reload import Reloader, sources_of
 from quire.api.app import build_app
-from quire.api.draining import drain, end_streams_of_dead_engine
+from quire.api.draining import close_state, drain, end_streams_of_dead_engine
 from quire.api.engine_protocol import StartingEngine
 from quire.api.request_spans import check_spans, open_spans
 from quire.api.served_engine import served_engine
@@ -35,7 +36,11 @@ from quire.config.groups import EngineConfig
 from quire.config.server_and_engine import check_together
 from quire.config.server_config import ServerConfig
 from quire.config.tenants import Tenant, read_tenants_of_server
-from quire.engine.data_parallel.engine_configs import engine_configs, launch_engines
+from quire.engine.data_parallel.engine_configs import (
+    end_engines,
+    engine_configs,
+    launch_engines,
+)
 from quire.hub.cache import with_local_model
 from quire.obs.metrics import Metrics
 
@@ -95,30 +100,49 @@ class ServedApp:
             await self._app(scope, receive, send)
 
     async def start(self) -> None:
-        """Start the engine and wait until requests are accepted. Raises what keeps it from it."""
+        """Start the engine and wait until requests are accepted.
+
+        Raises what keeps it from it. All that was opened is closed then: `start` may be called
+        again once the cause is corrected.
+        """
         if self._app is not None:
             raise RuntimeError("the application is started already; await stop() first")
-        names = [tenant.name for tenant in self._tenants or ()]
-        self.state = ServerState(self.server, Metrics(names), self._log, self._tenants)
-        app = build_app(self.state)
-        engines = launch_engines(self._config, self.server.logging)
-        self.engine: StartingEngine = served_engine(engines, self.server, self._log)
-        try:
+        async with AsyncExitStack() as opened:
+            app = self._open(opened)
             await self.engine.ready()
-        except BaseException:
-            self.state.thread_pools.close()
-            await self.engine.close()
-            raise
-        self._spans = open_spans(self.state, self.server, self._log, os.environ)
-        if self._spans is not None:
-            self.state.on_begin, self.state.requests.on_end = self._spans.begin, self._spans.ended
-        self._reloader = self._new_reloader()
-        self._reloader.watch()
-        self.state.start(self.engine)
-        self._died = asyncio.ensure_future(self.engine.dead.wait())
-        self._watching = asyncio.ensure_future(self._end_after_death())
+            self._watch(opened)
+            self.state.start(self.engine)
+            self._opened = opened.pop_all()
         self._app = app
         self._log.event("ready", model=self.engine.card.name)
+
+    def _open(self, opened: AsyncExitStack) -> ASGIApp:
+        """Return the application; launch the engine. What is open is added to `opened`."""
+        names = [tenant.name for tenant in self._tenants or ()]
+        self.state = ServerState(self.server, Metrics(names), self._log, self._tenants)
+        opened.push_async_callback(close_state, self.state)
+        app = build_app(self.state)
+        engines = launch_engines(self._config, self.server.logging)
+        try:
+            self.engine: StartingEngine = served_engine(engines, self.server, self._log)
+        except BaseException:
+            end_engines(engines)
+            raise
+        opened.push_async_callback(self.engine.close)
+        return app
+
+    def _watch(self, opened: AsyncExitStack) -> None:
+        """Trace requests, and watch files and the engine. What is open is added to `opened`."""
+        spans = open_spans(self.state, self.server, self._log, os.environ)
+        if spans is not None:
+            opened.push_async_callback(spans.close)
+            self.state.on_begin, self.state.requests.on_end = spans.begin, spans.ended
+        reloader = self._new_reloader()
+        opened.callback(reloader.close)
+        reloader.watch()
+        self._died = asyncio.ensure_future(self.engine.dead.wait())
+        watching = asyncio.ensure_future(self._end_after_death())
+        opened.push_async_callback(_end_tasks, self._died, watching)
 
     async def stop(self) -> None:
         """Refuse new requests, let open ones finish within the grace time, and end the engine."""
@@ -131,16 +155,9 @@ class ServedApp:
         await drain(self.state, self._died)
 
     async def close(self) -> None:
-        """End the engine."""
+        """End the engine, and close the stores."""
         self._app = None
-        self._reloader.close()
-        for task in (self._died, self._watching):
-            task.cancel()
-        await asyncio.gather(self._died, self._watching, return_exceptions=True)
-        self.state.thread_pools.close()
-        if self._spans is not None:
-            await self._spans.close()
-        await self.engine.close()
+        await self._opened.aclose()
         self._log.event("stopped")
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
@@ -172,6 +189,12 @@ class ServedApp:
     def _read_tenants(self) -> Sequence[Tenant]:
         assert self._tenants_file is not None, "only called if there is a file"
         return read_tenants_of_server(self._tenants_file, has_keys=bool(self.server.api_key))
+
+
+async def _end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _refuse_settings_of_others(settings: dict[str, Any]) -> None:

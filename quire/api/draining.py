@@ -33,6 +33,16 @@ async def end_streams_of_dead_engine(server_state: ServerState) -> None:
     server_state.lifecycle.end_all()
 
 
+async def close_state(server_state: ServerState) -> None:
+    """Close what a server opened, whether it drained before or never accepted a request.
+
+    The batch worker closes its journal as an open request, which is waited for.
+    """
+    server_state.lifecycle.drain()
+    await _is_idle(server_state, LAST_EVENTS_S)
+    server_state.closing.close()
+
+
 async def _is_idle(server_state: ServerState, limit_s: float, *ends: asyncio.Future[Any]) -> bool:
     """Wait until no request is open, one of `ends` is done or the time is over.
 

@@ -164,7 +164,7 @@ class ServerProcess:
                 server.should_exit = True
             self._opened.set()
             await asyncio.wait({http}, timeout=LAST_EVENTS_S)
-            server_state.thread_pools.close()
+            server_state.closing.close()
             if spans is not None:
                 await spans.close()
             await self._engine.close()

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -74,6 +74,8 @@ class ServerState:
         self.metrics = metrics
         self.log = log
         self.thread_pools = ThreadPools()
+        self.closing = ExitStack()  # of threads and stores, at the end of serving
+        self.closing.callback(self.thread_pools.close)
         self.requests = RequestRegistry()
         self.resumable_streams = ResumableStreams(config.resume_memory_bytes)
         self.lifecycle = Lifecycle(config.grace_s)

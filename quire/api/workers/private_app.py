@@ -40,6 +40,7 @@ def build_private_app(
     """Return the application of the private socket. dialect: of errors."""
     requests, shared = RequestRoutes(server_state), _SharedState(server_state, siblings)
     store = store_of(server_state.config, siblings.responses_store)
+    server_state.closing.callback(store.close)
     routes = [
         *requests.routes(),
         *StoredRoutes(server_state, store).private_routes(),

@@ -32,7 +32,7 @@ from quire.ranks.placement import cpus_of_ranks
 def launch_engines(
     config: EngineConfig, logging: LogSettings | None
 ) -> list[tuple[EngineConfig, EngineProcess]]:
-    """Start all engines; does not wait for them. Raises SettingError.
+    """Start all engines; does not wait for them. Raises SettingError; no engine runs then.
 
     Engines of several ranks run on processors of their own, which the ranks then divide.
     """
@@ -40,9 +40,20 @@ def launch_engines(
     cpus: Sequence[Sequence[int]] = [()] * len(configs)
     if config.executor.num_ranks > 1 and len(configs) > 1:
         cpus = cpus_of_ranks(len(configs))
-    return [
-        (own, launch_bound(own, logging, share)) for own, share in zip(configs, cpus, strict=True)
-    ]
+    launched: list[tuple[EngineConfig, EngineProcess]] = []
+    try:
+        for own, share in zip(configs, cpus, strict=True):
+            launched.append((own, launch_bound(own, logging, share)))
+    except BaseException:
+        end_engines(launched)
+        raise
+    return launched
+
+
+def end_engines(engines: Sequence[tuple[EngineConfig, EngineProcess]]) -> None:
+    """End engines that have no client yet, at once."""
+    for _, process in engines:
+        process.end(0.0)
 
 
 def engine_configs(config: EngineConfig) -> list[EngineConfig]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.base.errors import SettingError
 from quire.config.flags import engine_config
 from quire.engine.client import bound_launch
 from quire.engine.client.bound_launch import launch_bound
@@ -51,3 +52,20 @@ def test_only_engines_of_several_ranks_are_bound(
         engines = launch_engines(engine_config({**asked, **more}), None)
         assert engines[0][1].cpus == bound
     assert len(seen) == 4
+
+
+def test_engines_end_where_another_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    def launch(config: object, logging: object, cpus: object) -> Any:
+        if num_launched := len(launched):
+            raise SettingError(f"no engine after {num_launched}")
+        launched.append(0)
+        return SimpleNamespace(end=lambda timeout_s: ended.append(0))
+
+    launched: list[int] = []
+    monkeypatch.setattr(engine_configs, "launch_bound", launch)
+    config = engine_config({"data_parallel_size": 2, "num_threads": 2})
+    with pytest.raises(SettingError, match="no engine after 1"):
+        launch_engines(config, None)
+    assert ended == launched == [0]
