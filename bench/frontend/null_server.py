@@ -25,7 +25,7 @@ def child_main(module: str, step_ms: float) -> int:
     from quire.engine.assembly import sized_model
     from quire.engine.process import main as process
 
-    sized_model.choose_executor_class = lambda _: NullExecutorClass(step_ms / 1000)  # type: ignore
+    sized_model.choose_executor_class = lambda *_: NullExecutorClass(step_ms / 1000)  # type: ignore
     return process.main()
 
 

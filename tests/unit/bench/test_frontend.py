@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 
 import numpy as np
 import pytest
 
+from bench.frontend import null_server
 from bench.frontend.__main__ import check
 from bench.frontend.client import text_of
 from bench.frontend.null_executor import (
@@ -21,6 +23,8 @@ from bench.frontend.peers import check_peer
 from bench.frontend.servers import cpu_s
 from bench.peers.child import PeerFailed
 from bench.soak.callers import Broken, streamed_text, whole_text
+from quire.engine.assembly import sized_model
+from quire.engine.process import main as process
 from quire.execute.executor import Executor, ExecutorClass
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -41,6 +45,16 @@ def test_the_null_executor_has_the_executor_interface(made: type, wanted: type) 
     asked = {name for name in vars(wanted) if callable(vars(wanted)[name]) and name[0] != "_"}
     assert asked
     assert asked <= {name for name in vars(made) if callable(vars(made)[name])}
+
+
+def test_the_null_server_replaces_what_the_engine_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replaced function takes what the start of an engine gives it."""
+    wanted = signature(sized_model.choose_executor_class)
+    monkeypatch.setattr(sized_model, "choose_executor_class", None)
+    monkeypatch.setattr(process, "main", lambda: 0)
+    assert null_server.child_main("quire.engine.process.main", 1.0) == 0
+    arguments = wanted.parameters.values()
+    assert isinstance(sized_model.choose_executor_class(*arguments), NullExecutorClass)
 
 
 def test_events_are_counted_however_chunks_are_divided() -> None:
