@@ -51,7 +51,16 @@ def expiry_s(given: Any, *, param: str) -> int | None:
     return seconds
 
 
-def drop_expired(database: Connection) -> None:
+def drop_stale(database: Connection, open_uploads: Container[str]) -> None:
+    """Remove expired files, and partial ones that no open upload continues.
+
+    open_uploads: ids of files, each added before its upload begins.
+    """
+    _drop_partial(database, open_uploads)
+    _drop_expired(database)
+
+
+def _drop_expired(database: Connection) -> None:
     """Remove the expired files that no unfinished batch reads, with their contents."""
     rows = database.execute(
         f"SELECT id, batch, failed FROM files WHERE NOT {IS_ALIVE} AND NOT EXISTS (SELECT 1 "
@@ -63,11 +72,8 @@ def drop_expired(database: Connection) -> None:
         drop_file(database, id_, batch, failed)
 
 
-def drop_partial(database: Connection, open_uploads: Container[str]) -> None:
-    """Remove partial files that no open upload continues: their removal failed, as on a full disk.
-
-    open_uploads: ids of files, each added before its upload begins.
-    """
+def _drop_partial(database: Connection, open_uploads: Container[str]) -> None:
+    """Remove files of uploads that failed and could not be removed then, as on a full disk."""
     for (id_,) in database.execute("SELECT id FROM files WHERE NOT ready").fetchall():
         if id_ not in open_uploads:
             drop_file(database, id_)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from quire.base.errors import QuireError, SettingError
+from quire.base.errors import QuireError, SettingError, ShuttingDown
 
 T = TypeVar("T")
 
@@ -77,10 +77,16 @@ class BatchJournal:
     def __init__(self, path: str) -> None:
         self._database = _opened(path)
         self.open_uploads: set[str] = set()
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(1, "quire-batches")
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what `work` does in one transaction of the journal's thread."""
+        """Return what `work` does in one transaction of the journal's thread.
+
+        Raises JournalError, ShuttingDown once it is closed, and what `work` raises.
+        """
+        if self._is_closed:
+            raise ShuttingDown("the server is shutting down; send the request again later")
 
         def in_transaction() -> T:
             with self._database as database:
@@ -97,6 +103,7 @@ class BatchJournal:
 
         Raises sqlite3.Error where it cannot be written; it is closed then too.
         """
+        self._is_closed = True
         self._thread.shutdown()
         try:
             with self._database as database:
@@ -110,30 +117,39 @@ def _opened(path: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
-        database.execute("PRAGMA locking_mode = EXCLUSIVE")
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _SCHEMA_VERSION):
-            raise SettingError(
-                f"batch_store is {path!r}, a file of version {version}, and this server reads "
-                f"version {_SCHEMA_VERSION}; give another path"
-            )
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-        if tables and "batches" not in tables:
-            raise SettingError(
-                f"batch_store is {path!r}, a SQLite file of something else; give another path"
-            )
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        database.executescript(_SCHEMA + _RECOVER)
-        for table, added in _ADDED.items():
-            columns = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
-            for name in added.keys() - columns:
-                database.execute(f"ALTER TABLE {table} ADD COLUMN {name} {added[name]}")
-        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        database.commit()
+        try:
+            _prepare(database, path)
+        except BaseException:
+            database.close()  # else its lock is held until the object is collected
+            raise
     except (OSError, sqlite3.Error) as error:
         raise SettingError(
             f"batch_store is {path!r}, which cannot be used: {error}; give the path of a SQLite "
             "file that this server made and no other server uses, or of a new file"
         ) from error
     return database
+
+
+def _prepare(database: sqlite3.Connection, path: str) -> None:
+    """Lock the file, and create what it lacks. Raises SettingError for a file of another kind."""
+    database.execute("PRAGMA locking_mode = EXCLUSIVE")
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version not in (0, _SCHEMA_VERSION):
+        raise SettingError(
+            f"batch_store is {path!r}, a file of version {version}, and this server reads "
+            f"version {_SCHEMA_VERSION}; give another path"
+        )
+    tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
+    if tables and "batches" not in tables:
+        raise SettingError(
+            f"batch_store is {path!r}, a SQLite file of something else; give another path"
+        )
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = NORMAL")
+    database.executescript(_SCHEMA + _RECOVER)
+    for table, added in _ADDED.items():
+        columns = {row[1] for row in database.execute(f"PRAGMA table_info({table})")}
+        for name in added.keys() - columns:
+            database.execute(f"ALTER TABLE {table} ADD COLUMN {name} {added[name]}")
+    database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    database.commit()

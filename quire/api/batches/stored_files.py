@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sqlite3 import Connection, Cursor
 from typing import Any
 
-from quire.api.batches.expiry import IS_ALIVE, drop_expired, drop_file, drop_partial, now_s
+from quire.api.batches.expiry import IS_ALIVE, drop_file, drop_stale, now_s
 from quire.api.http.errors import UnknownFile
 from quire.base.errors import BodyTooLarge, InvalidParameter, TenantLimit
 from quire.base.show import show
@@ -58,9 +58,8 @@ def new_id(prefix: str) -> str:
 
 
 def begin_file(database: Connection, key: bytes, id_: str, open_uploads: Container[str]) -> None:
-    """Add a file that is not ready. open_uploads: as of drop_partial. Raises TenantLimit."""
-    drop_partial(database, open_uploads)
-    drop_expired(database)
+    """Add a file that is not ready. open_uploads: as of drop_stale. Raises TenantLimit."""
+    drop_stale(database, open_uploads)
     (num_files,) = database.execute("SELECT count(*) FROM files WHERE key = ?", (key,)).fetchone()
     if num_files >= MAX_FILES:
         raise TenantLimit(

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from sqlite3 import Connection
 from typing import TYPE_CHECKING, TypeVar
 
-from quire.api.batches.expiry import SWEEP_S, drop_expired, drop_partial
+from quire.api.batches.expiry import SWEEP_S, drop_stale
 from quire.api.batches.input_lines import InputCheck, decode_line
 from quire.api.batches.line_form import CANCELLED, EXPIRED, BatchEndpoint
 from quire.api.batches.line_runner import NotNow, run_line
@@ -72,7 +72,7 @@ class BatchWorker:
         self._cancelled: set[str] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._main = asyncio.ensure_future(self._resume())
-        self._sweep = asyncio.ensure_future(self._drop_expired())
+        self._sweep = asyncio.ensure_future(self._drop_stale())
         server_state.lifecycle.stopping.add_done_callback(lambda _: self._stop())
 
     def begin(self, batch: StoredBatch) -> None:
@@ -104,14 +104,13 @@ class BatchWorker:
         for batch in await self._journal.run(unfinished):
             self.begin(batch)
 
-    async def _drop_expired(self) -> None:
+    async def _drop_stale(self) -> None:
         """Remove expired files, and what failed uploads left, from time to time."""
         while True:
             try:
-                await self._in_journal(drop_partial, self._journal.open_uploads)
-                await self._journal.run(drop_expired)
+                await self._in_journal(drop_stale, self._journal.open_uploads)
             except QuireError as error:  # as with a full disk
-                self._server_state.log.error("expired files not removed", error=str(error))
+                self._server_state.log.error("stale files not removed", error=str(error))
             await asyncio.sleep(SWEEP_S)
 
     def _stop(self) -> None:

@@ -112,10 +112,12 @@ class FileRoutes:
         return file
 
     async def _drop(self, id_: str) -> None:
-        """Remove a partial file. One that stays is removed by drop_partial later."""
+        """Remove a partial file. One that stays is removed by drop_stale later."""
         try:
             await self._journal.run(lambda db: drop_file(db, id_))
-        except QuireError as error:  # as with a full disk; the client gets the upload's error
+        except (
+            QuireError
+        ) as error:  # a full disk, or the server stops; the client gets the upload's error
             self._server_state.log.error("partial file not removed yet", error=str(error))
 
     async def _pieces(self, request: Request) -> AsyncIterator[bytes]:

@@ -41,6 +41,7 @@ class SqliteStore:
         self.max_bytes = max_bytes
         self._max_responses = max_responses
         self._database = _opened(path)
+        self._is_closed = False
         self._thread = ThreadPoolExecutor(1, "quire-responses")
 
     async def save(self, key: bytes, stored: StoredResponse) -> None:
@@ -103,6 +104,7 @@ class SqliteStore:
 
     def close(self) -> None:
         """See ResponseStore."""
+        self._is_closed = True
         self._thread.shutdown()
         self._database.close()
 
@@ -127,6 +129,8 @@ class SqliteStore:
         )
 
     async def _run(self, work: Callable[[], T]) -> T:
+        if self._is_closed:  # by the end of the server, which a request has outlived
+            raise StoreError("the store of responses is closed")
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except sqlite3.Error as error:
@@ -138,7 +142,11 @@ def _opened(path: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         database = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
-        _prepare(database, path)
+        try:
+            _prepare(database, path)
+        except BaseException:
+            database.close()  # else it is open until the object is collected
+            raise
     except (OSError, sqlite3.Error) as error:
         largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if largest != resource.RLIM_INFINITY:

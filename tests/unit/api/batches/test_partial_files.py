@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from sqlite3 import Connection
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from quire.api.batches import worker
+from quire.api.batches.expiry import drop_stale
+from quire.api.batches.journal import BatchJournal
 from quire.api.batches.stored_files import CHUNK_BYTES
 from quire.api.openai.batches import file_routes
 from tests.unit.api.batches.test_batches import FILES, on_site, upload
@@ -82,15 +85,43 @@ def test_the_sweep_removes_a_partial_file(
         await failed_upload(site, disk)
         loop, swept = asyncio.get_running_loop(), asyncio.Event()
 
-        def see(database: Connection) -> None:
+        def see(database: Connection, open_uploads: set[str]) -> None:
+            drop_stale(database, open_uploads)
             if not database.execute("SELECT 1 FROM files").fetchall():
                 loop.call_soon_threadsafe(swept.set)
 
-        monkeypatch.setattr(worker, "drop_expired", see)
+        monkeypatch.setattr(worker, "drop_stale", see)
         async with asyncio.timeout(60):
             await swept.wait()
 
     on_site(tmp_path / "store", use)
+
+
+def test_an_upload_that_the_end_of_the_server_cuts_is_refused_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as an internal error, though the journal is closed before the upload ends."""
+    add_chunk, close, closing = file_routes.add_chunk, BatchJournal.close, threading.Event()
+
+    def closed(journal: BatchJournal) -> None:
+        closing.set()
+        close(journal)
+
+    async def use(site: Site) -> None:
+        loop = asyncio.get_running_loop()
+
+        def add(*arguments: Any) -> None:
+            loop.call_soon_threadsafe(site.server_state.lifecycle.drain)
+            assert closing.wait(60)
+            add_chunk(*arguments)
+
+        monkeypatch.setattr(BatchJournal, "close", closed)
+        monkeypatch.setattr(file_routes, "add_chunk", add)
+        reply = await upload(site, [b"x" * MAX_BYTES])
+        assert (reply.status, reply.error["code"]) == (503, "shutting_down"), reply.body
+
+    on_site(tmp_path / "store", use)
+    BatchJournal(str(tmp_path / "store")).close()  # the next server can open it
 
 
 def test_open_uploads_keep_their_files(tmp_path: Path) -> None:
