@@ -26,6 +26,8 @@ from quire.bench.report import result
 from quire.obs.report import Progress
 
 GIVE_UP_S = 300.0
+# A server that was sent SIGTERM is killed after so long.
+_END_S = 60.0
 _ASKED = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "stream": True}
 
 
@@ -144,7 +146,7 @@ def _connection(port: int) -> http.client.HTTPConnection:
 def _stop(server: subprocess.Popen[bytes]) -> None:
     server.send_signal(signal.SIGTERM)
     try:
-        server.wait(GIVE_UP_S)
+        server.wait(_END_S)
     except subprocess.TimeoutExpired:  # it hangs; its exit code is reported
         server.kill()
         server.wait()

@@ -36,7 +36,7 @@ def import_executor(settings: ExecutorConfig) -> None:
 
 
 def choose_executor_class(config: EngineConfig, undo: ExitStack | None = None) -> ExecutorClass:
-    """Return the executor class. undo: of a start, see sized_model. Raises SettingError where its
+    """Return the executor class. undo: see ranked_class. Raises SettingError where its
     libraries are not installed, CapacityError where a cluster has no room for its ranks."""
     settings = config.executor
     if settings.num_ranks > 1:

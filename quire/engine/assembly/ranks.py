@@ -39,7 +39,7 @@ def engine_ranks(config: EngineConfig, undo: ExitStack | None = None) -> RankedE
     """Return the executor class of an engine. Raises SettingError, CapacityError.
 
     Blocks leave and enter the pool whole where a tier or a store keeps them, or other engines
-    exchange them. undo: of a start, see ranked_class.
+    exchange them. undo: see ranked_class.
     """
     kind: RankKind = NATIVE
     if config.executor.executor == "torch":
@@ -79,8 +79,8 @@ def ranked_class(
     """Return the executor class.
 
     undo: gives back what is reserved for the ranks, where a later part of the start fails; None:
-    the caller starts no engine, and it is given back at once. Raises SettingError for more ranks
-    than cores, and what rank_site raises.
+    the caller starts no engine: it is given back at once, and the class must not be launched.
+    Raises SettingError for more ranks than cores, and what rank_site raises.
     """
     with ExitStack() as reserved:
         site = rank_site(settings, reserved)

@@ -39,7 +39,7 @@ def _ask(seed: int, prompt: int = 12, output: int = 6) -> RequestSpec:
 
 
 def test_a_server_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "GIVE_UP_S", 0.01)
+    monkeypatch.setattr(startup, "_END_S", 0.01)
     hangs = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
