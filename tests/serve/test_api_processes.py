@@ -310,7 +310,7 @@ def test_drain_and_resume_at_different_processes(first: Caller, second: Caller) 
 def test_a_killed_process_costs_only_its_own_clients_and_is_replaced(
     mortal: RunningServer, caller_at: CallerAt
 ) -> None:
-    asked = {"prompt": "the sea", "seed": 3, "max_tokens": 2000, "ignore_eos": True}
+    asked = {"prompt": "the sea", "seed": 3, "max_tokens": 6000, "ignore_eos": True}
     server = mortal
     first, second = caller_at(server, 1), caller_at(server, 2)
     assert first.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 3})[0] == 200

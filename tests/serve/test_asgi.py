@@ -141,12 +141,12 @@ def test_answers_are_those_of_the_server(server: RunningServer) -> None:
     asyncio.run(story())
 
 
-def test_a_shutdown_lets_open_requests_finish_and_refuses_new_ones() -> None:
+def test_a_shutdown_lets_open_requests_finish_and_refuses_new_ones(tiny: Path) -> None:
     async def story() -> None:
-        app = build_asgi(**SETTINGS, grace_seconds=20)
+        app = build_asgi(**SETTINGS, model=str(tiny), grace_seconds=300)
         client = Client(app)
         async with lifespan_of(app):
-            long = {**QUESTION, "max_tokens": 400}
+            long = {**QUESTION, "max_tokens": 5000}
             answering = asyncio.ensure_future(client.request("POST", "/v1/completions", long))
             while not app.engine.stats.running:
                 assert not answering.done(), "it was never seen to run"
@@ -158,18 +158,18 @@ def test_a_shutdown_lets_open_requests_finish_and_refuses_new_ones() -> None:
             assert b"retry-after" in headers
             status, _, body = await answering
             assert status == 200
-            assert json.loads(body)["usage"]["completion_tokens"] == 400
+            assert json.loads(body)["usage"]["completion_tokens"] == 5000
             await stopping
 
     asyncio.run(story())
 
 
-def test_a_dead_engine_is_reported_and_its_requests_end() -> None:
+def test_a_dead_engine_is_reported_and_its_requests_end(tiny: Path) -> None:
     async def story() -> None:
-        app = build_asgi(**SETTINGS)
+        app = build_asgi(**SETTINGS, model=str(tiny))
         client = Client(app)
         async with lifespan_of(app):
-            long = {**QUESTION, "max_tokens": 450}
+            long = {**QUESTION, "max_tokens": 30_000}
             answering = asyncio.ensure_future(client.request("POST", "/v1/completions", long))
             while not app.engine.stats.running:
                 assert not answering.done(), "it was never seen to run"

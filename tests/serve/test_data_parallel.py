@@ -121,13 +121,16 @@ def test_with_restarts_both_engines_come_back_after_a_death_and_a_sleep() -> Non
 
 def _check_sleep(server: RunningServer) -> None:
     """Engines sleep only when none has work, and together; a request wakes all; counters go on."""
-    pids, body = engines_of(server), {**PLAIN, "seed": 21}
+    body = {**PLAIN, "seed": 21}
     wanted = server.post(COMPLETIONS, body)[1]["choices"]
-    with server.stream(COMPLETIONS, {**PLAIN, "max_tokens": 400}) as reader:
-        reader.next()
-        status, refused = server.post("/admin/sleep", None)
-        assert status == 503
-        assert "1 requests are open" in refused["error"]["message"]
+    for _ in range(NUM_TRIES):  # on a busy machine the answer may be whole before
+        with server.stream(COMPLETIONS, {**PLAIN, "max_tokens": 400}) as reader:
+            reader.next()
+            status, refused = server.post("/admin/sleep", None)
+        if status == 503:
+            break
+    assert "1 requests are open" in refused["error"]["message"]
+    pids = engines_of(server)
     server.until(lambda: server.get("/admin")[1]["open_requests"] == 0, "no open request")
     steps = server.metric("quire_steps_total")
     assert server.post("/admin/sleep", None)[1]["asleep"] is True

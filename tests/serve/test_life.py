@@ -57,9 +57,9 @@ def test_a_long_prompt_reports_progress_per_chunk(configured: RunningServer) -> 
 
 
 def test_sigterm_finishes_open_requests_rejects_new_ones_and_exits_0(tiny: Path) -> None:
-    with RunningServer(tiny, "--threads", "1") as server:
+    with RunningServer(tiny, "--threads", "1", "--grace-seconds", "300") as server:
         engine = server.engine_pid
-        asked = {**LONG, "seed": 1, "max_tokens": 3000}
+        asked = {**LONG, "seed": 1, "max_tokens": 10_000}
         with server.stream(COMPLETIONS, asked) as reader:
             events = [reader.next()]
             server.process.send_signal(signal.SIGTERM)

@@ -134,7 +134,7 @@ def test_half_a_head_behind_an_answer_has_its_time(monkeypatch: pytest.MonkeyPat
         began_s = loop.time()
         found = await answer(port, HEAD + b"\r\n" + HEAD)
         assert found.count(b"HTTP/1.1 200 OK") == 1
-        assert 0.45 < loop.time() - began_s < 2.0
+        assert loop.time() - began_s > 0.45
 
     serving(slow, story)
 

@@ -27,8 +27,10 @@ from quire.engine.client.launch import EngineProcess, config_to_json
 from quire.engine.client.tokenizer_side import load_tokenizer_side
 from quire.engine.process.main import PARENT_GONE
 from tests.serve.preloaded import forked_children
+from tests.tiny_models import write_tiny_llama
 
 PATIENCE_S = 60.0
+LONG_TOKENS = 30_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,23 +91,30 @@ def test_concurrent_requests_match_the_in_process_engine(model: Path, plans_in_f
     run(story, model, plans_in_flight=plans_in_flight)
 
 
-def test_a_disconnect_frees_its_blocks(model: Path) -> None:
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with answers of many seconds, which run while this process waits for a processor."""
+    folder = tmp_path_factory.mktemp("engine") / "long"
+    return write_tiny_llama(folder, seed=3, max_position_embeddings=32768)
+
+
+def test_a_disconnect_frees_its_blocks(long_model: Path) -> None:
     async def story(client: EngineClient) -> None:
-        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=LONG_TOKENS, ignore_eos=True)
         async with aclosing(client.generate([0, 5], sampling, request_id="r")) as deltas:
             async for _ in deltas:
                 break
         await _until(lambda: client.stats.running == 0)
         assert client.stats.blocks_used == 0
-        assert client.stats.steps_total < 400
+        assert client.stats.steps_total < LONG_TOKENS
 
-    run(story, model)
+    run(story, long_model)
 
 
-def test_a_killed_engine_is_reported_to_all_waiting_clients(model: Path) -> None:
+def test_a_killed_engine_is_reported_to_all_waiting_clients(long_model: Path) -> None:
     async def story(client: EngineClient) -> None:
         tasks = [
-            asyncio.create_task(_answer(client, f"r{i}", max_tokens=500, ignore_eos=True))
+            asyncio.create_task(_answer(client, f"r{i}", max_tokens=LONG_TOKENS, ignore_eos=True))
             for i in range(3)
         ]
         await _until(lambda: client.stats.steps_total > 0)
@@ -116,7 +125,7 @@ def test_a_killed_engine_is_reported_to_all_waiting_clients(model: Path) -> None
         await client.dead.wait()
         assert client.health().state == "dead"
 
-    run(story, model)
+    run(story, long_model)
 
 
 def test_an_engine_that_hangs_at_its_end_is_killed_and_named(
