@@ -157,7 +157,7 @@ def test_a_list_streams_object_by_object(mode: str) -> None:
 
 
 def test_a_truncated_answer_is_its_own_error(tools: str) -> None:
-    with pytest.raises(IncompleteOutputException):
-        patched(tools, "TOOLS").chat.completions.create(
+    with patched(tools, "TOOLS") as client, pytest.raises(IncompleteOutputException):
+        client.chat.completions.create(
             response_model=Pet, max_retries=0, **{**ASKED, "max_tokens": 4}
         )
