@@ -71,8 +71,11 @@ def test_overlaps_are_what_each_server_finds(
             stem = stems[turn % 4][: chance.randrange(20, 160)]
             prompt = stem + [chance.randrange(3, 400) for _ in range(chance.randrange(30, 120))]
             number = chance.randrange(2)
-            expected = await _settled(service, prompt)
+            expected = await overlaps(service, prompt)
             assert compute(servers[number][0], prompt) == expected[number + 1], turn
+            async with asyncio.timeout(60):  # for the events, of which these blocks are the last
+                while (await overlaps(service, prompt))[number + 1] < len(prompt) // BLOCK_SIZE:
+                    await asyncio.sleep(0.01)
         evicted = servers[0][0].get("/v1/cache")[1]["evicted_blocks_total"]
         assert evicted > 0, "blocks were evicted, so removals count"
         service.shutdown()
@@ -80,14 +83,7 @@ def test_overlaps_are_what_each_server_finds(
     asyncio.run(test())
 
 
-async def _settled(service: Any, prompt: list[int]) -> dict[int, int]:
-    """Return the cached blocks of each worker once the events until now have come."""
-    last: dict[int, int] = {}
-    num_equal = 0
-    while num_equal < 5:
-        await asyncio.sleep(0.05)
-        found = await service.overlap_scores({"model_name": "box", "token_ids": prompt})
-        now = {worker["worker_id"]: worker["device_blocks"] for worker in found["workers"]}
-        num_equal = num_equal + 1 if now == last else 0
-        last = now
-    return last
+async def overlaps(service: Any, prompt: list[int]) -> dict[int, int]:
+    """Return how many blocks of a prompt each worker has, by the events until now."""
+    found = await service.overlap_scores({"model_name": "box", "token_ids": prompt})
+    return {worker["worker_id"]: worker["device_blocks"] for worker in found["workers"]}

@@ -139,10 +139,10 @@ class Pair:
         self.settings: dict[str, Any] = {
             "kv_transfer_key_file": str(key),
             "kv_transfer_size": 40 * block_bytes,
-            "kv_transfer_timeout": 2.0,
+            "kv_transfer_timeout": 5.0,
             "kv_store_buffer_size": 40 * block_bytes,
             "kv_store_fetch": "always",
-            "kv_store_timeout": 1.0,
+            "kv_store_timeout": 30.0,
             "kv_cache_memory": 36 * block_bytes,
             "max_num_batched_tokens": 40,
             **place.settings(block_bytes),

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,18 +34,23 @@ def test_engines_and_a_store_that_are_killed_leave_nothing(tmp_path: Path, backe
     model = write_tiny_llama(
         tmp_path / "model", seed=7, vocab_size=1024, max_position_embeddings=1024
     )
-    out = tmp_path / "kills.json"
-    command = [sys.executable, "-m", "bench.disaggregation_kills", "--store", "--seed", "2"]
-    command += ["--kills", str(NUM_KILLS), "--model", str(model), "--out", str(out)]
-    command += ["--backend", backend]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert out.exists(), done.stderr
-    result = json.loads(out.read_text())
-    assert result["problems"] == []
-    assert done.returncode == 0
-    assert len(result["rounds"]) == 3, "engines of each role hand over or fetch"
-    assert result["compared_answers"] >= 3
-    assert min(result["blocks"].values()) > 0, result["blocks"]  # both ways were used
+    blocks = Counter[str]()
+    for seed in range(2, 5):  # on a busy machine engines may be killed before anything has come
+        out = tmp_path / f"kills-{seed}.json"
+        command = [sys.executable, "-m", "bench.disaggregation_kills", "--store"]
+        command += ["--seed", str(seed), "--kills", str(NUM_KILLS), "--model", str(model)]
+        command += ["--out", str(out), "--backend", backend]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert out.exists(), done.stderr
+        result = json.loads(out.read_text())
+        assert result["problems"] == []
+        assert done.returncode == 0
+        assert len(result["rounds"]) == 3, "engines of each role hand over or fetch"
+        assert result["compared_answers"] >= 3
+        blocks.update(result["blocks"])
+        if min(blocks.values()) > 0:
+            return
+    pytest.fail(f"not both ways were used: {blocks}")
 
 
 def test_shared_memory_of_others_is_not_taken_for_what_engines_left() -> None:

@@ -116,6 +116,7 @@ def test_engines_on_unlike_devices_are_refused_with_the_reason(
 def test_a_cold_engine_finds_what_another_has_stored(folder: Path, tmp_path: Path) -> None:
     """Ranks find it too; an engine on another device computes its own blocks."""
     store = ("--kv-store", str(tmp_path / "store"), "--kv-store-fetch", "always")
+    store += ("--kv-store-timeout", "60")
 
     def serving(*flags: str) -> RunningServer:
         return RunningServer(folder / "model", *FLAGS, *store, *flags)

@@ -17,8 +17,10 @@ from quire import AsyncLLM, SamplingParams
 from quire.base.engine_stats import EngineStats
 from quire.base.errors import SettingError
 from quire.config.flags import engine_config
-from quire.engine.assembly import torch_choice
+from quire.engine.assembly import drafter, torch_choice
 from quire.execute.gpu.executor_class import TorchExecutorClass
+from quire.speculative.control import FixedControl
+from quire.speculative.rests import NoRests
 from tests.exact.workload import VOCAB_SIZE
 from tests.models.cases_experts import QWEN3_MOE
 from tests.tiny_models import write_tiny
@@ -60,9 +62,10 @@ async def answered(folder: Path, **settings: Any) -> tuple[Any, EngineStats]:
 
 
 def test_whole_experts_drafts_and_a_tier_of_another_layout_change_no_answer(
-    mixture: Path, tmp_path: Path
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second engine finds the blocks that one process has left."""
+    monkeypatch.setattr(drafter, "AdaptiveControl", lambda *_: FixedControl(3, NoRests()))
     tier = {"kv_tier_path": str(tmp_path / "tier"), "kv_tier_fetch": "always"}
     alone, before = asyncio.run(answered(mixture, **tier))
     assert before.tier_saved_blocks_total

@@ -87,7 +87,10 @@ def test_closed_pools_leave_no_threads() -> None:
     before = _thread_ids()
     for _ in range(20):
         _native.Pool(4)
-    assert _thread_ids() - before == set()
+    deadline = time.monotonic() + 30
+    while _thread_ids() - before:  # one that was joined may still be listed
+        assert time.monotonic() < deadline, "threads are left"
+        time.sleep(0.001)
 
 
 def _thread_ids() -> set[str]:

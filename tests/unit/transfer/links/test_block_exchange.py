@@ -393,7 +393,7 @@ def test_a_cut_connection_ends_the_job_and_the_lease(pair: Pair, num_bytes: int)
 
 
 def test_a_silent_server_ends_the_job(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_client, "LOST_S", 1.0)
+    monkeypatch.setattr(block_client, "LOST_S", 5.0)
     monkeypatch.setattr(block_server, "BEAT_S", 60.0)
     pair.lease(num_landed=1)
     job = pair.finished(pair.start())
@@ -404,7 +404,7 @@ def test_an_engine_that_lives_but_computes_nothing_ends_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_server, "BEAT_S", 0.02)
-    made = Pair(timeout_s=1.0)
+    made = Pair(timeout_s=5.0)
     try:
         made.lease(num_landed=2)
         job = made.finished(made.start())
