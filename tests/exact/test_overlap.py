@@ -91,16 +91,18 @@ def test_overlapped_requests_match_requests_run_alone(
     if drawn != "as drawn":  # changed requests have the names of those as drawn
         alone = AloneRuns()
     lines, seen = [], dict.fromkeys(SEEN, 0)
-    for number in range(NUM_CASES):
+    missed = list(SEEN)
+    for number in range(3 * NUM_CASES):
+        if number >= NUM_CASES and not missed:
+            break  # further cases only where a tier, which may be late, had too little in time
         first = draw_case(number, num_models=len(models), vocab_size=VOCAB_SIZE)
         case = overlapped(DRAWS[drawn](first), number)
         outcome, device = run(models[case.model], case, alone)
         lines += differences(models[case.model], outcome, alone)
         for name, is_seen in SEEN.items():
             seen[name] += is_seen(outcome, device.log)
+        missed = [name for name, count in seen.items() if count < NUM_CASES / 24]
     assert not lines, f"{len(lines)} differences:\n" + "\n".join(lines[:10])
-    sure = [name for name in SEEN if name != "fetched from it"]  # a tier may be late
-    missed = [name for name in sure if seen[name] < NUM_CASES / 24]
     assert not missed, f"too few cases have {missed}: {seen}"
 
 

@@ -112,7 +112,7 @@ def test_ranks_answer_as_one_process(
         num_more=NUM_MORE if degree == 2 else NUM_MORE // 6,
     )
     record_property(SHOWN, f"{layout}: {reached}")  # type: ignore[operator]
-    sure = [goal for goal in GOALS if goal != "fetched"]  # a tier may be late
+    sure = [goal for goal in GOALS if degree == 2 or goal != "fetched"]  # a tier may be late
     if layout != "EP 4":
         assert all(reached[goal] for goal in sure), reached
 

@@ -129,6 +129,7 @@ def _check_sleep(server: RunningServer) -> None:
             status, refused = server.post("/admin/sleep", None)
         if status == 503:
             break
+    assert status == 503
     assert "1 requests are open" in refused["error"]["message"]
     pids = engines_of(server)
     server.until(lambda: server.get("/admin")[1]["open_requests"] == 0, "no open request")

@@ -359,6 +359,7 @@ def test_an_engine_sleeps_until_a_request_or_an_admin_wakes_it() -> None:
                 status, refused = server.post("/admin/sleep", None)
             if status == 503:
                 break
+        assert status == 503
         assert "requests are open" in refused["error"]["message"]
         assert server.metric("quire_engine_restarts_total") == 0, "sleep is no failure"
 
